@@ -1,0 +1,73 @@
+"""The one contract between data, model and loop (floor 1).
+
+Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervised positions.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch: documents laid end to end, never seeing each other.
+
+    `labels_T` is already shifted: `labels_T[t]` is the token to predict after reading `input_ids_T[:t + 1]` of the
+    same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document bounds, first 0, last T, int32, and stay on the
+    host beside a device copy so that no kernel launch waits for them. A batch without samples has one token of
+    padding and no label: a rank without work runs it to keep collectives matched.
+    """
+
+    input_ids_T: Tensor
+    labels_T: Tensor
+    position_ids_T: Tensor
+    cu_seqlens_D1: Tensor
+    seqlens: tuple[int, ...]
+    """Document lengths as Python integers (host copy of the differences of `cu_seqlens_D1`)."""
+    supervised_S: Tensor
+    """Indices of `labels_T` that carry a label, int64: the only positions the head computes."""
+    num_loss_tokens: int
+    sample_ids: tuple[int, ...]
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.seqlens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens: 0 for a batch without samples."""
+        return sum(self.seqlens) if self.sample_ids else 0
+
+    def pin_memory(self) -> "PackedBatch":
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, fn) -> "PackedBatch":  # type: ignore[no-untyped-def]
+        return replace(
+            self,
+            input_ids_T=fn(self.input_ids_T),
+            labels_T=fn(self.labels_T),
+            position_ids_T=fn(self.position_ids_T),
+            cu_seqlens_D1=fn(self.cu_seqlens_D1),
+            supervised_S=fn(self.supervised_S),
+        )
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank runs in one optimizer step, with the global counts the loss is divided by.
+
+    Every rank holds the same number of micro-batches; `num_loss_tokens` and `num_samples` count the whole global batch.
+    """
+
+    step: int
+    epoch: int
+    micro_batches: tuple[PackedBatch, ...]
+    num_loss_tokens: int
+    num_tokens: int
+    num_samples: int

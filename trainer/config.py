@@ -1,0 +1,305 @@
+"""The typed configuration (floor 0): every key, its type, and all checks that need no model and no data.
+
+`conf/sft.yaml` holds the defaults and one comment per key; this file holds types and rules. It imports neither
+torch nor hydra, so a mistyped key fails before anything slow starts.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+QUICKSTART = "quickstart"
+BACKENDS = ("console", "wandb", "tensorboard", "mlflow", "csv")
+SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """The user's configuration is wrong; the message names the key and a fix. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: str | list[str]
+    val_files: str | list[str] | None
+    val_ratio: float
+    train_batch_size: int
+    micro_batch_size_per_gpu: int | None
+    max_token_len_per_gpu: int | None
+    max_length: int
+    truncation: str
+    messages_key: str
+    tools_key: str
+    prompt_key: str | None
+    response_key: str | None
+    chat_template: str | None
+    apply_chat_template_kwargs: dict[str, Any]
+    train_max_samples: int
+    val_max_samples: int
+    on_bad_row: str
+    max_bad_fraction: float
+    num_workers: int
+    cache_dir: str
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    param_dtype: str
+    reduce_dtype: str
+    cpu_offload: bool
+    reshard_after_forward: bool
+    fsdp_size: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    partial_pretrain: str
+    random_weights: bool
+    trust_remote_code: bool
+    enable_gradient_checkpointing: bool
+    compile: bool
+    attention: str
+    fsdp_config: FsdpConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float | None
+    betas: list[float]
+    eps: float
+    weight_decay: float
+    clip_grad: float
+    lr_scheduler: str
+    lr_warmup_steps_ratio: float
+    min_lr_ratio: float
+    stable_ratio: float
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save_contents: list[str]
+    load_contents: list[str]
+    export_dtype: str
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    project_name: str
+    experiment_name: str
+    default_local_dir: str
+    logger: list[str]
+    total_epochs: int
+    total_training_steps: int | None
+    save_freq: int
+    test_freq: int
+    max_ckpt_to_keep: int | None
+    resume_mode: str
+    resume_from_path: str | None
+    seed: int
+    device: str
+    max_nonfinite_steps: int
+    dist_timeout_s: int
+    checkpoint: CheckpointConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    data: DataConfig
+    model: ModelConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+    resolved: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The same tree as plain containers: what is printed, stored with the run and sent to trackers."""
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Turn a resolved mapping into a checked `Config`. Raises `ConfigError` naming the key, the cause and a fix."""
+    if "experiment" in tree:
+        tree = {key: value for key, value in tree.items() if key != "experiment"}
+    config = dataclasses.replace(_build(Config, tree, prefix="", skip=("resolved",)), resolved=tree)
+    _check(config)
+    return config
+
+
+def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
+    """All dotted leaf keys, in the order of the schema."""
+    keys: list[str] = []
+    for name, hint in typing.get_type_hints(cls).items():
+        if name == "resolved":
+            continue
+        dotted = f"{prefix}{name}"
+        keys += known_keys(hint, f"{dotted}.") if dataclasses.is_dataclass(hint) else [dotted]
+    return keys
+
+
+def nearest_key(dotted: str) -> str | None:
+    """The known key closest to a mistyped one, judged by its last part first, then as a whole."""
+    keys = known_keys()
+    by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
+    leaf = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.6)
+    if leaf:
+        return by_leaf[leaf[0]]
+    whole = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.5)
+    return whole[0] if whole else None
+
+
+def unknown_key_error(dotted: str) -> ConfigError:
+    nearest = nearest_key(dotted)
+    hint = f"did you mean '{nearest}'?" if nearest else "see conf/sft.yaml for all keys"
+    return ConfigError(f"unknown configuration key '{dotted}': {hint}")
+
+
+def _build(cls: Any, tree: Any, *, prefix: str, skip: tuple[str, ...] = ()) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"'{prefix.rstrip('.')}' must be a group of keys, got {tree!r}")
+    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name not in skip}
+    for name in tree:
+        if name not in hints:
+            raise unknown_key_error(f"{prefix}{name}")
+    values = {}
+    for name, hint in hints.items():
+        dotted = f"{prefix}{name}"
+        if name not in tree:
+            raise ConfigError(f"missing configuration key '{dotted}' (conf/sft.yaml holds its default)")
+        if dataclasses.is_dataclass(hint):
+            values[name] = _build(hint, tree[name], prefix=f"{dotted}.")
+        else:
+            values[name] = _coerce(tree[name], hint, dotted)
+    return cls(**values)
+
+
+def _coerce(value: Any, hint: Any, dotted: str) -> Any:
+    """Check `value` against `hint`; numbers written as text (`1e-5`) and whole floats are accepted where they fit."""
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        for option in typing.get_args(hint):
+            if option is not type(None):
+                try:
+                    return _coerce(value, option, dotted)
+                except ConfigError:
+                    continue
+    elif origin is list:
+        if isinstance(value, list | tuple):
+            return [_coerce(item, typing.get_args(hint)[0], dotted) for item in value]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return value
+    elif hint is bool:
+        if isinstance(value, bool):
+            return value
+    elif hint in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if hint is float and number == number:
+            return number
+        if hint is int and number == number and number == int(number):
+            return int(number)
+    elif hint is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    name = getattr(hint, "__name__", None) or str(hint)
+    raise ConfigError(f"'{dotted}' must be {name if origin is None else hint}, got {value!r}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _one_of(dotted: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        close = difflib.get_close_matches(value, allowed, n=1)
+        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        raise ConfigError(f"'{dotted}' must be one of {', '.join(allowed)}; got '{value}'{hint}")
+
+
+def _check(config: Config) -> None:
+    _check_data(config.data)
+    _check_model(config.model)
+    _check_optim(config.optim)
+    _check_trainer(config.trainer)
+
+
+def _check_data(data: DataConfig) -> None:
+    _one_of("data.truncation", data.truncation, ("error", "left", "right", "drop"))
+    _one_of("data.on_bad_row", data.on_bad_row, ("error", "skip"))
+    for name in ("train_batch_size", "max_length"):
+        _require(getattr(data, name) >= 1, f"'data.{name}' must be at least 1, got {getattr(data, name)}")
+    for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+        value = getattr(data, name)
+        _require(value is None or value >= 1, f"'data.{name}' must be null or at least 1, got {value}")
+    for name in ("train_max_samples", "val_max_samples"):
+        value = getattr(data, name)
+        _require(value == -1 or value >= 1, f"'data.{name}' must be -1 (all) or at least 1, got {value}")
+    _require(data.num_workers >= 0, f"'data.num_workers' must not be negative, got {data.num_workers}")
+    _require(0 <= data.val_ratio < 1, f"'data.val_ratio' must be in [0, 1), got {data.val_ratio}")
+    _require(0 <= data.max_bad_fraction <= 1, f"'data.max_bad_fraction' must be in [0, 1], got {data.max_bad_fraction}")
+    _require(
+        data.max_token_len_per_gpu is None or data.max_token_len_per_gpu >= data.max_length,
+        f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}) is below 'data.max_length' ({data.max_length}): "
+        f"a single sample would not fit; raise the first or lower the second",
+    )
+    _require(
+        (data.prompt_key is None) == (data.response_key is None),
+        "'data.prompt_key' and 'data.response_key' go together: set both or neither",
+    )
+    _require(bool(data.train_files), "'data.train_files' is empty: give a path, a glob or a list")
+
+
+def _check_model(model: ModelConfig) -> None:
+    fsdp = model.fsdp_config
+    _one_of("model.attention", model.attention, ("auto", "packed", "per_document"))
+    _one_of("model.fsdp_config.param_dtype", fsdp.param_dtype, DTYPES[:2])
+    _one_of("model.fsdp_config.reduce_dtype", fsdp.reduce_dtype, DTYPES[:2])
+    _require(fsdp.fsdp_size == -1 or fsdp.fsdp_size >= 1, "'model.fsdp_config.fsdp_size' must be -1 (all ranks) or >= 1")
+
+
+def _check_optim(optim: OptimConfig) -> None:
+    _one_of("optim.lr_scheduler", optim.lr_scheduler, ("cosine", "linear", "constant", "wsd"))
+    _require(optim.lr is None or 0 < optim.lr < 1, f"'optim.lr' must be in (0, 1), got {optim.lr}")
+    _require(len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas), "'optim.betas' must be two numbers in [0, 1)")
+    _require(optim.eps > 0, f"'optim.eps' must be positive, got {optim.eps}")
+    _require(optim.weight_decay >= 0, f"'optim.weight_decay' must not be negative, got {optim.weight_decay}")
+    _require(optim.clip_grad > 0, f"'optim.clip_grad' must be positive (a large value never clips), got {optim.clip_grad}")
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio", "stable_ratio"):
+        value = getattr(optim, name)
+        _require(0 <= value <= 1, f"'optim.{name}' must be in [0, 1], got {value}")
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    _one_of("trainer.resume_mode", trainer.resume_mode, ("auto", "disable", "resume_path"))
+    _one_of("trainer.device", trainer.device, ("auto", "cuda", "cpu"))
+    for backend in trainer.logger:
+        _one_of("trainer.logger", backend, BACKENDS)
+    for name in ("save_freq", "test_freq"):
+        value = getattr(trainer, name)
+        _require(value == -1 or value >= 1, f"'trainer.{name}' must be -1 (only at the end) or at least 1, got {value}")
+    for name in ("total_training_steps", "max_ckpt_to_keep"):
+        value = getattr(trainer, name)
+        _require(value is None or value >= 1, f"'trainer.{name}' must be null or at least 1, got {value}")
+    for name in ("total_epochs", "max_nonfinite_steps", "dist_timeout_s"):
+        value = getattr(trainer, name)
+        _require(value >= 1, f"'trainer.{name}' must be at least 1, got {value}")
+    _require(
+        (trainer.resume_mode == "resume_path") == (trainer.resume_from_path is not None),
+        "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither",
+    )
+    _check_checkpoint(trainer.checkpoint)
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    for name in ("save_contents", "load_contents"):
+        for item in getattr(checkpoint, name):
+            _one_of(f"trainer.checkpoint.{name}", item, SAVE_CONTENTS if name == "save_contents" else SAVE_CONTENTS[:3])
+    _one_of("trainer.checkpoint.export_dtype", checkpoint.export_dtype, DTYPES)
+    _require("model" in checkpoint.load_contents, "'trainer.checkpoint.load_contents' must contain 'model'")
+    _require(
+        {"model", "optimizer", "extra"} <= set(checkpoint.save_contents),
+        "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without them a run cannot resume",
+    )

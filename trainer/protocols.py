@@ -1,0 +1,38 @@
+"""The vocabulary of the loop (floor 0): what a part must offer, without saying which class offers it."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+EXIT_DONE = 0
+EXIT_CRASH = 1
+EXIT_USAGE = 2
+EXIT_BAD_DATA = 65
+EXIT_CANNOT_WRITE = 73
+EXIT_RESUMABLE = 75
+EXIT_DIVERGED = 76
+
+
+class DataError(ValueError):
+    """The user's data cannot be trained on; the message names files, lines and reasons. Exit code 65."""
+
+
+class CannotWriteError(OSError):
+    """The run directory cannot be written; the message names the path and the cause. Exit code 73."""
+
+
+class Stateful(Protocol):
+    """A part that survives a restart."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Backend(Protocol):
+    """A place metrics are sent to. Called from one thread; may raise: the facade then drops it."""
+
+    def open(self) -> None: ...
+
+    def log(self, data: Mapping[str, float], step: int) -> None: ...
+
+    def close(self, exit_code: int) -> None: ...
