@@ -3,6 +3,7 @@
 Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervised positions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +48,7 @@ class PackedBatch:
     def to(self, device: torch.device) -> "PackedBatch":
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _map(self, fn) -> "PackedBatch":  # type: ignore[no-untyped-def]
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> "PackedBatch":
         return replace(
             self,
             input_ids_T=fn(self.input_ids_T),
@@ -71,3 +72,6 @@ class StepBatch:
     num_loss_tokens: int
     num_tokens: int
     num_samples: int
+
+    def pin_memory(self) -> "StepBatch":
+        return replace(self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches))

@@ -15,6 +15,7 @@ QUICKSTART = "quickstart"
 BACKENDS = ("console", "wandb", "tensorboard", "mlflow", "csv")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
 
 
 class ConfigError(ValueError):
@@ -124,7 +125,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
     return config
 
 
-def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
+def known_keys(cls: Any = Config, prefix: str = "") -> list[str]:
     """All dotted leaf keys, in the order of the schema."""
     keys: list[str] = []
     for name, hint in typing.get_type_hints(cls).items():
@@ -254,19 +255,25 @@ def _check_data(data: DataConfig) -> None:
 
 def _check_model(model: ModelConfig) -> None:
     fsdp = model.fsdp_config
-    _one_of("model.attention", model.attention, ("auto", "packed", "per_document"))
-    _one_of("model.fsdp_config.param_dtype", fsdp.param_dtype, DTYPES[:2])
+    _one_of("model.attention", model.attention, (AUTO, "packed", "per_document"))
+    _one_of("model.fsdp_config.param_dtype", fsdp.param_dtype, (AUTO, *DTYPES[:2]))
     _one_of("model.fsdp_config.reduce_dtype", fsdp.reduce_dtype, DTYPES[:2])
-    _require(fsdp.fsdp_size == -1 or fsdp.fsdp_size >= 1, "'model.fsdp_config.fsdp_size' must be -1 (all ranks) or >= 1")
+    _require(
+        fsdp.fsdp_size == -1 or fsdp.fsdp_size >= 1, "'model.fsdp_config.fsdp_size' must be -1 (all ranks) or >= 1"
+    )
 
 
 def _check_optim(optim: OptimConfig) -> None:
     _one_of("optim.lr_scheduler", optim.lr_scheduler, ("cosine", "linear", "constant", "wsd"))
     _require(optim.lr is None or 0 < optim.lr < 1, f"'optim.lr' must be in (0, 1), got {optim.lr}")
-    _require(len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas), "'optim.betas' must be two numbers in [0, 1)")
+    _require(
+        len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas), "'optim.betas' must be two numbers in [0, 1)"
+    )
     _require(optim.eps > 0, f"'optim.eps' must be positive, got {optim.eps}")
     _require(optim.weight_decay >= 0, f"'optim.weight_decay' must not be negative, got {optim.weight_decay}")
-    _require(optim.clip_grad > 0, f"'optim.clip_grad' must be positive (a large value never clips), got {optim.clip_grad}")
+    _require(
+        optim.clip_grad > 0, f"'optim.clip_grad' must be positive (a large value never clips), got {optim.clip_grad}"
+    )
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio", "stable_ratio"):
         value = getattr(optim, name)
         _require(0 <= value <= 1, f"'optim.{name}' must be in [0, 1], got {value}")
@@ -274,7 +281,7 @@ def _check_optim(optim: OptimConfig) -> None:
 
 def _check_trainer(trainer: TrainerConfig) -> None:
     _one_of("trainer.resume_mode", trainer.resume_mode, ("auto", "disable", "resume_path"))
-    _one_of("trainer.device", trainer.device, ("auto", "cuda", "cpu"))
+    _one_of("trainer.device", trainer.device, (AUTO, "cuda", "cpu"))
     for backend in trainer.logger:
         _one_of("trainer.logger", backend, BACKENDS)
     for name in ("save_freq", "test_freq"):

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Train: bash run_sft.sh [N] [key=value ...]   (bash run_sft.sh --help lists the keys)
+# The first call makes .venv, unless the active environment has the dependencies already.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/trainer/cli/environment.sh"
+prepare_python ""
+exec "$python" -m trainer.cli.launch "$@"

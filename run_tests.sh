@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Check style and types, then run the tests: bash run_tests.sh [pytest arguments]   (-m vllm: the export in vLLM)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+source trainer/cli/environment.sh
+prepare_python dev
+"$python" -m ruff check --quiet .
+"$python" -m ruff format --check --quiet .
+"$python" -m mypy --no-error-summary
+exec "$python" -m pytest -m "not vllm" "$@"

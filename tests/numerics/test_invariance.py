@@ -1,0 +1,117 @@
+"""Promise 1: a step's loss and gradient depend on the global batch alone.
+
+Tolerances: fp32 sums in another order agree to a few 1e-8 relative; 1e-6 for the loss and 1e-5 for the norm leave room
+for twelve steps of training on top of each other.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from toy import ToySamples, build_toy_model, full_parameters, optim_config, toy_parts, write_model_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.data.loader import validation_batches
+from trainer.data.plan import Schedule
+from trainer.optim.schedule import Schedule as LrSchedule
+from trainer.runtime import seeding
+from trainer.sft_trainer import SFTTrainer
+
+STEPS = 8
+
+
+def train(world, source, max_samples=None, max_tokens=None, is_packed=True, **model_changes):  # type: ignore[no-untyped-def]
+    """(losses, norms, validation losses, whole parameters) of a short run."""
+    model = build_toy_model(world, source, is_packed=is_packed, **model_changes)
+    held_out = ToySamples(5, seed=1)
+    parts = toy_parts(world, model, ToySamples(), total_steps=STEPS, max_samples=max_samples, max_tokens=max_tokens)
+    batches = validation_batches(held_out, parts.train_batches._plan, batch_size=4)
+    parts = type(parts)(**{**parts.__dict__, "validation_batches": batches})
+    assert SFTTrainer(parts).fit() == 0
+    rows = parts.tracker
+    return rows.column("train/loss"), rows.column("train/grad_norm"), rows.column("val/loss"), full_parameters(model)
+
+
+def plain_transformers(source):  # type: ignore[no-untyped-def]
+    """The same run as an unpacked loop over a stock model: one sample per forward, nothing of ours but the order."""
+    torch.manual_seed(seeding.key("init", 7))
+    config = AutoConfig.from_pretrained(source.path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    samples, schedule = ToySamples(), Schedule(24, 8, seed=3)
+    lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for index in schedule.samples(step):
+            ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
+            logits = model(input_ids=ids[None].long()).logits[0, :-1]
+            labels = torch.where(mask[1:], ids[1:].long(), -100)
+            total = total + F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double()
+            count += int(mask[1:].sum())
+        (total / count).backward()
+        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+        for p in model.parameters():
+            p.grad *= min(1.0, 1.0 / norm.item())
+        for group in optimizer.param_groups:
+            group["lr"] = lr.lr_at(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((total / count).item())
+        norms.append(norm.item())
+    return losses, norms
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def source(request, tmp_path_factory):  # type: ignore[no-untyped-def]
+    return write_model_config(tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(source):  # type: ignore[no-untyped-def]
+    return plain_transformers(source)
+
+
+@pytest.mark.parametrize("max_samples", [1, 4, 16])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_loss_and_norm_equal_the_plain_loop(source, reference, world_size: int, max_samples: int) -> None:  # type: ignore[no-untyped-def]
+    losses, norms, _, _ = run_ranks(train, world_size, source, max_samples)[0]
+    assert relative(losses, reference[0]) < 1e-6
+    assert relative(norms, reference[1]) < 1e-5
+    assert losses[-1] < losses[0]
+
+
+def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
+    """Token budget, ZeRO-2, recomputation, one document per forward, HSDP: the same numbers."""
+    source = write_model_config(tmp_path)
+    expected, _, val_expected, parameters = run_ranks(train, 1, source)[0]
+    variants = {
+        "token budget": run_ranks(train, 2, source, max_tokens=48)[0],
+        "zero-2": run_ranks(train, 2, source, reshard_after_forward=False)[0],
+        "recompute": run_ranks(train, 2, source, enable_gradient_checkpointing=True)[0],
+        "per document": run_ranks(train, 2, source, is_packed=False)[0],
+        "hsdp": run_ranks(train, 4, source, fsdp_size=2)[0],
+        "more ranks than samples per step": run_ranks(train, 5, source, max_samples=1)[0],
+    }
+    for name, (losses, _, val_losses, theirs) in variants.items():
+        assert relative(losses, expected) < 1e-6, name
+        assert relative(val_losses, val_expected) < 1e-6, name
+        worst = max(float((theirs[key] - value).abs().max()) for key, value in parameters.items())
+        assert worst < 2e-5, (name, worst)
+
+
+def test_same_run_twice_is_bit_equal(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    first, second = (run_ranks(train, 2, source, 4)[0] for _ in range(2))
+    assert first[0] == second[0] and first[1] == second[1]
+    assert all(torch.equal(first[3][name], second[3][name]) for name in first[3])

@@ -1,0 +1,71 @@
+"""Run a function on several gloo ranks, each a process forked from a server that has imported torch once."""
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from trainer.runtime.distributed import free_port
+
+# the server imports before it is told the parent's sys.path
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["toy"])
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **kwargs: Any
+) -> list[Any]:
+    """`function(world, *args, **kwargs)` on every rank; their results in rank order. Fails with the first traceback.
+
+    `kwargs` may hold `fsdp_size` for the mesh. Processes are gone when this returns.
+    """
+    port = free_port()
+    pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        _context.Process(
+            target=_main, args=(function, rank, world_size, port, pipes[rank][1], args, kwargs), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process, (_, sender) in zip(processes, pipes, strict=True):
+        process.start()
+        sender.close()
+    try:
+        results = [_receive(receiver, rank, timeout_s) for rank, (receiver, _) in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            process.kill()
+            process.join()
+    return results
+
+
+def _receive(receiver: Connection, rank: int, timeout_s: float) -> Any:
+    assert receiver.poll(timeout_s), f"rank {rank} gave no result within {timeout_s} s"
+    try:
+        is_ok, value = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        raise AssertionError(f"rank {rank} died without a result") from None
+    assert is_ok, f"rank {rank} failed:\n{value}"
+    return value
+
+
+def _main(function, rank, world_size, port, sender, args, kwargs):  # type: ignore[no-untyped-def]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    from trainer.runtime import distributed
+
+    torch.set_num_threads(1)
+    try:
+        world = distributed.start(torch.device("cpu"), timeout_s=60, fsdp_size=kwargs.pop("fsdp_size", -1))
+        sender.send_bytes(pickle.dumps((True, function(world, *args, **kwargs))))
+        distributed.stop()
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))

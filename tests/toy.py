@@ -1,0 +1,179 @@
+"""Small models, samples and training runs for tests, built from the project's own parts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from trainer.config import FsdpConfig, ModelConfig, OptimConfig
+from trainer.data.loader import RankPlan, TrainLoader
+from trainer.data.plan import Limits, Schedule
+from trainer.model import flops, load, packed_lm, parallelize
+from trainer.monitor.guard import NonFiniteGuard
+from trainer.monitor.memory import memory_metrics
+from trainer.monitor.meters import reduce_loss, reduce_step
+from trainer.optim import clip
+from trainer.optim.adamw import build_adamw
+from trainer.optim.schedule import Schedule as LrSchedule
+from trainer.runtime.distributed import World
+from trainer.runtime.signals import StopRequest
+from trainer.sft_trainer import Cadence, Parts
+
+VOCAB = 160
+
+
+class ToySamples:
+    """Random conversations of 2 to 40 tokens; about half the tokens supervised, at least one."""
+
+    fingerprint = "toy"
+
+    def __init__(self, num_samples: int = 24, seed: int = 0) -> None:
+        generator = np.random.default_rng(seed)
+        self._samples = []
+        for _ in range(num_samples):
+            length = int(generator.integers(2, 41))
+            mask = generator.random(length) < 0.5
+            mask[-1] = True
+            self._samples.append((generator.integers(0, VOCAB, length).astype(np.int32), mask))
+        self.lengths = np.array([len(ids) for ids, _ in self._samples])
+        self.num_loss_tokens = np.array([int(mask[1:].sum()) for _, mask in self._samples])
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._samples[index]
+
+
+def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) -> packed_lm.ModelSource:
+    """A directory with only a config.json: 2 layers, hidden 64."""
+    settings = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = AutoConfig.for_model(model_type, **{**settings, **changes})
+    config.save_pretrained(path)
+    return packed_lm.ModelSource(str(path), random_weights=True, trust_remote_code=False)
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    fsdp = FsdpConfig(
+        param_dtype=changes.pop("param_dtype", "float32"),
+        reduce_dtype="float32",
+        cpu_offload=False,
+        reshard_after_forward=changes.pop("reshard_after_forward", True),
+        fsdp_size=-1,
+    )
+    settings = {
+        "partial_pretrain": "toy",
+        "random_weights": True,
+        "trust_remote_code": False,
+        "enable_gradient_checkpointing": False,
+        "compile": False,
+        "attention": "auto",
+        "fsdp_config": fsdp,
+    }
+    return ModelConfig(**{**settings, **changes})
+
+
+def optim_config(**changes: Any) -> OptimConfig:
+    settings = {
+        "lr": 3e-3,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "clip_grad": 1.0,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps_ratio": 0.2,
+        "min_lr_ratio": 0.0,
+        "stable_ratio": 0.9,
+    }
+    return OptimConfig(**{**settings, **changes})
+
+
+def build_toy_model(world: World, source: packed_lm.ModelSource, *, is_packed: bool = True, **changes: Any) -> Any:
+    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=is_packed)
+    parallelize.parallelize(model, model_config(**changes), world)
+    load.materialize(model, world.device, buffer_device=world.device)
+    load.load_weights(model, source, seed=7)
+    return model
+
+
+class Recorder:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        self.rows.append((step, dict(data)))
+
+    def column(self, key: str) -> list[float]:
+        return [data[key] for _, data in self.rows if key in data]
+
+
+class NoCheckpoints:
+    def save(self, step: int, *, loss: float, grad_norm: float, is_required: bool) -> bool:
+        return True
+
+
+def toy_parts(
+    world: World,
+    model: Any,
+    samples: ToySamples,
+    *,
+    total_steps: int,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    max_samples: int | None = None,
+    **changes: Any,
+) -> Parts:
+    optim = optim_config()
+    if not model.is_packed:
+        max_samples = 1
+    plan = RankPlan(world.rank, world.size, Limits(max_tokens, max_samples), flops.quadratic_cost(model))
+    schedule = Schedule(len(samples.lengths), batch_size, seed=3)
+    settings: dict[str, Any] = {
+        "world": world,
+        "model": model,
+        "optimizer": build_adamw(model, optim),
+        "schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
+        "guard": NonFiniteGuard(max_in_a_row=3),
+        "train_batches": TrainLoader(
+            samples,
+            plan=plan,
+            schedule=schedule,
+            total_steps=total_steps,
+            num_workers=0,
+            fingerprint=samples.fingerprint,
+            pin_memory=False,
+        ),
+        "validation_batches": None,
+        "checkpoints": NoCheckpoints(),
+        "tracker": Recorder(),
+        "stop": StopRequest(),
+        "cadence": Cadence(total_steps, save_freq=-1, test_freq=-1),
+        "seed": 3,
+        "clip_grad": optim.clip_grad,
+        "local_square_sum": clip.local_square_sum,
+        "clip_by_norm": clip.clip_by_norm,
+        "reduce_step": reduce_step,
+        "reduce_loss": reduce_loss,
+        "memory_metrics": memory_metrics,
+    }
+    return Parts(**{**settings, **changes})
+
+
+def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """{name: whole tensor}, collective."""
+    return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]

@@ -1,0 +1,190 @@
+"""Files of a checkpoint: hashed, synced, exclusive, atomic; errors say where."""
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint import fsio
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is synced, renamed and made, in order."""
+    log: list[str] = []
+    sync, replace, rename = os.fsync, os.replace, os.rename
+
+    def name(descriptor: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (log.append(f"fsync {name(fd)}"), sync(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (log.append(f"replace {b.name}"), replace(a, b))[1])
+    monkeypatch.setattr(os, "rename", lambda a, b: (log.append(f"rename {b.name}"), rename(a, b))[1])
+    return log
+
+
+def test_hashing_file_records_what_is_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    with fsio.HashingFile(tmp_path / "sub" / "a.bin", root=tmp_path) as file:
+        assert file.write(b"abc") == 3
+        assert file.write(memoryview(b"\0" * 16).cast("I")) == 16
+        with pytest.raises(ValueError, match="not closed"):
+            _ = file.record
+    data = (tmp_path / "sub" / "a.bin").read_bytes()
+    assert data == b"abc" + b"\0" * 16
+    assert file.record == fsio.FileRecord("sub/a.bin", 19, hashlib.sha256(data).hexdigest())
+    assert fsio.sha256_of(tmp_path / "sub" / "a.bin") == file.record.sha256
+
+
+def test_torch_save_writes_to_a_hashing_file(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {"w": torch.arange(100_000, dtype=torch.float32), "b": torch.zeros(3)}
+    with fsio.HashingFile(tmp_path / "m.pt", root=tmp_path) as file:
+        torch.save(tensors, file)
+    assert file.record.size_bytes == (tmp_path / "m.pt").stat().st_size
+    assert file.record.sha256 == fsio.sha256_of(tmp_path / "m.pt")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True, mmap=True)
+    assert torch.equal(loaded["w"], tensors["w"])
+
+
+DISK_FULL = """
+import resource, signal, sys, torch
+from pathlib import Path
+from trainer.checkpoint import fsio
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+root = Path(sys.argv[1])
+try:
+    with fsio.HashingFile(root / "m.pt", root=root) as file:
+        torch.save({"w": torch.zeros(1_000_000)}, file)
+except OSError as error:
+    print(error.errno, error.filename)
+"""
+
+
+def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert found.stdout.split() == [str(errno.EFBIG), str(tmp_path / "m.pt")], found.stderr
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("a", "link"):
+        with pytest.raises(FileExistsError):
+            fsio.write_file(tmp_path / name, b"new", root=tmp_path)
+    with pytest.raises(FileExistsError):
+        fsio.make_dir(tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "old" and not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_is_synced_once_before_it_has_a_record(tmp_path: Path, calls: list[str]) -> None:
+    fsio.write_file(tmp_path / "a", b"x", root=tmp_path)
+    assert calls == ["fsync a"]
+
+
+def test_a_failed_fsync_is_not_repeated_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def fail(descriptor: int) -> None:
+        attempts.append(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with (
+        pytest.raises(OSError, match=r"Input/output error: .*/a'"),
+        fsio.HashingFile(tmp_path / "a", root=tmp_path) as f,
+    ):
+        f.write(b"x")
+    assert len(attempts) == 1
+    with pytest.raises(OSError, match=str(tmp_path.name)):
+        fsio.fsync_dir(tmp_path)
+
+
+def test_a_short_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: os.ftruncate(fd, 1))
+    with pytest.raises(OSError, match="1 bytes on disk after 3 were written"):
+        fsio.write_file(tmp_path / "a", b"xyz", root=tmp_path)
+
+
+def test_an_exception_in_the_block_wins_and_leaves_no_record(tmp_path: Path, calls: list[str]) -> None:
+    with pytest.raises(KeyError), fsio.HashingFile(tmp_path / "a", root=tmp_path) as file:
+        file.write(b"x")
+        raise KeyError("unrelated")
+    assert calls == []
+    with pytest.raises(ValueError, match="not closed"):
+        _ = file.record
+
+
+def test_atomic_write_replaces_whole_files_in_durable_order(tmp_path: Path, calls: list[str]) -> None:
+    fsio.atomic_write(tmp_path / "p", b"1")
+    fsio.atomic_write(tmp_path / "p", b"2")
+    assert (tmp_path / "p").read_bytes() == b"2" and os.listdir(tmp_path) == ["p"]
+    first = calls[:3]
+    assert first[0].startswith("fsync .p.") and first[1:] == ["replace p", f"fsync {tmp_path.name}"]
+
+
+def test_a_failed_atomic_write_keeps_the_old_file_and_no_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsio.atomic_write(tmp_path / "p", b"1")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        fsio.atomic_write(tmp_path / "p", b"2")
+    assert (tmp_path / "p").read_bytes() == b"1" and os.listdir(tmp_path) == ["p"]
+
+
+def test_directories_are_synced_after_what_changes_in_them(tmp_path: Path, calls: list[str]) -> None:
+    fsio.make_dirs(tmp_path / "a" / "b")
+    fsio.make_dirs(tmp_path / "a" / "b")
+    assert calls == [f"fsync {tmp_path.name}", "fsync a"]
+    calls.clear()
+    fsio.rename(tmp_path / "a", tmp_path / "c")
+    assert calls == ["rename c", f"fsync {tmp_path.name}"]
+    calls.clear()
+    fsio.fsync_tree(tmp_path / "c")
+    assert calls == ["fsync b", "fsync c"]
+
+
+def test_rename_does_not_replace_a_directory_with_content(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with pytest.raises(OSError, match="not empty"):
+        fsio.rename(tmp_path / "a", tmp_path / "b")
+
+
+def test_copy_file_equals_its_source(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(fsio.COPY_CHUNK_BYTES + 17))
+    record = fsio.copy_file(source, tmp_path / "copy", root=tmp_path)
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
+    assert record == fsio.FileRecord("copy", source.stat().st_size, fsio.sha256_of(source))
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    root = tmp_path / "root"
+    (root / "real").mkdir(parents=True)
+    (root / "link").symlink_to(outside)
+    (root / "file").symlink_to(outside / "precious")
+    for relative in ("link/precious", "file", "real", "missing", "file/precious"):
+        with pytest.raises(OSError, match=r"symbolic link|not a|No such file"):
+            fsio.size_within(root, relative)
+    for read in (fsio.sha256_of, fsio.read_bytes):
+        with pytest.raises(OSError, match="symbolic links"):
+            read(root / "file")
+    fsio.remove_tree(root)
+    assert not root.exists() and (outside / "precious").read_text() == "x"

@@ -1,0 +1,322 @@
+"""Which checkpoint a run continues from: every state of the run directory has one right answer, never step 0."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoint_fakes import commit, content_of, is_whole, save, stage, write_foreign
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.layout import POINTER, NoUsableCheckpointError, inspect, publish, read_pointer, select
+from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [info.step for info in select(run_dir).candidates]
+
+
+def point(run_dir: Path, text: str) -> None:
+    (run_dir / POINTER).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("global_step_0", 0), ("global_step_12", 12)]
+    + [(f"global_step_{bad}", None) for bad in ("", "-1", "01", "1 ", "1\n", "1.0", "x", "٣", "1.old")]
+    + [(name, None) for name in (".corrupt_global_step_1.0", ".staging_global_step_1.ab", "step_1", "Global_step_1")],
+)
+def test_only_exact_names_are_steps(name: str, step: int | None) -> None:
+    assert layout.parse_step(name) == step
+
+
+def test_file_names_are_those_other_tools_know() -> None:
+    assert layout.step_dir_name(12) == "global_step_12"
+    assert layout.model_file(8, 3) == "model_world_size_8_rank_3.pt"
+    assert layout.optim_file(8, 3) == "optim_world_size_8_rank_3.pt"
+    assert layout.extra_file(8, 3) == "extra_state_world_size_8_rank_3.pt"
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [("20", 20), ("20\n", 20), (" 20 ", 20), ("0", 0), ("9" * 18, int("9" * 18))]
+    + [
+        (bad, None) for bad in ("", "\n", "garbage", "-1", "05", "2 0", "٢", "9" * 5000, "../x", "20\n10", "20.0", "\0")
+    ],
+    ids=range(17),
+)
+def test_pointer_text(tmp_path: Path, text: str, step: int | None) -> None:
+    point(tmp_path, text)
+    assert read_pointer(tmp_path) == layout.Pointer(text[:80], step)
+
+
+def test_pointer_that_is_no_text_file(tmp_path: Path) -> None:
+    assert read_pointer(tmp_path) == layout.Pointer(None, None)
+    (tmp_path / POINTER).write_bytes(b"\xff\xfe")
+    assert read_pointer(tmp_path).step is None
+    (tmp_path / POINTER).unlink()
+    (tmp_path / POINTER).mkdir()
+    assert read_pointer(tmp_path) == layout.Pointer("unreadable: Is a directory", None)
+
+
+def test_a_new_run_directory_has_nothing_to_continue(tmp_path: Path) -> None:
+    assert select(tmp_path / "missing") == select(tmp_path) == layout.Selection((), ())
+    stage(tmp_path, 10)
+    (tmp_path / ".trash_global_step_5.ab").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    assert select(tmp_path).chosen is None
+
+
+def test_the_pointer_is_followed_without_remark(tmp_path: Path) -> None:
+    save(tmp_path, 9, 10, 100)
+    assert (tmp_path / POINTER).read_text() == "100"
+    selection = select(tmp_path)
+    assert [info.step for info in selection.candidates] == [100, 10, 9] and selection.notes == ()
+    assert selection.chosen is not None and selection.chosen.manifest is not None
+    assert selection.chosen.published and selection.chosen.manifest.step == 100
+
+
+BROKEN_POINTERS = ["", "garbage", "-1", "9" * 30, "../x", "15", "20/../10", "10 20"]
+
+
+@pytest.mark.parametrize("text", [*BROKEN_POINTERS, None])
+def test_a_broken_pointer_means_the_newest_committed_one_and_a_warning(tmp_path: Path, text: str | None) -> None:
+    save(tmp_path, 10, 20)
+    if text is None:
+        (tmp_path / POINTER).unlink()
+    else:
+        point(tmp_path, text)
+    selection = select(tmp_path)
+    assert [info.step for info in selection.candidates] == [20, 10]
+    (note,) = selection.notes
+    assert (
+        note.startswith("WARNING") and "global_step_20" in note and ("missing" if text is None else text[:80]) in note
+    )
+    publish(tmp_path, 20)
+    assert read_pointer(tmp_path).step == 20
+
+
+def test_a_pointer_to_a_damaged_or_uncommitted_directory_falls_back(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20)
+    (tmp_path / "global_step_20" / "data.pt").unlink()
+    selection = select(tmp_path)
+    assert [info.step for info in selection.candidates] == [10]
+    assert "'20'" in selection.notes[0] and "global_step_10" in selection.notes[0]
+    assert selection.notes[1] == "WARNING: passed over global_step_20: data.pt: No such file or directory"
+
+
+def test_a_crash_before_publish_rolls_forward(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    assert steps(tmp_path) == [10] and not select(tmp_path).notes[0].startswith("WARNING")
+    publish(tmp_path, 10)
+    commit(tmp_path, 20)
+    selection = select(tmp_path)
+    assert [info.step for info in selection.candidates] == [20, 10] and "global_step_20" in selection.notes[0]
+    (tmp_path / POINTER).write_text("20")  # a crash between pointer and mark
+    assert steps(tmp_path) == [20, 10] and select(tmp_path).notes == ()
+
+
+def test_a_pointer_moved_back_by_hand_is_honoured(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    point(tmp_path, "20\n")
+    selection = select(tmp_path)
+    assert [info.step for info in selection.candidates] == [20, 10]
+    assert "moved back to global_step_20" in selection.notes[0]
+    commit(tmp_path, 25)  # the continued run dies between commit and publish, beside the abandoned 30
+    assert steps(tmp_path) == [25, 20, 10]
+
+
+def test_foreign_directories_are_used_only_where_the_pointer_says_so(tmp_path: Path) -> None:
+    write_foreign(tmp_path, 40)
+    point(tmp_path, "40")
+    selection = select(tmp_path)
+    assert [(i.step, i.status) for i in selection.candidates] == [
+        (40, "foreign")
+    ] and "cannot be proven" in selection.notes[0]
+    publish(tmp_path, 40)
+    assert steps(tmp_path) == [40], "used again after it was continued from"
+    commit(tmp_path, 50)
+    assert steps(tmp_path) == [50, 40], "its first own checkpoint rolls forward"
+    publish(tmp_path, 50)
+    assert steps(tmp_path) == [50]
+
+
+NEVER_STEP_0: list[Callable[[Path], object]] = [
+    lambda run: point(run, "10"),
+    lambda run: point(run, ""),
+    lambda run: write_foreign(run, 10),
+    lambda run: (run / "global_step_10").mkdir(),
+    lambda run: (run / "global_step_10").touch(),
+    lambda run: (run / "global_step_10").symlink_to(commit(run.parent, 10)),
+    lambda run: (commit(run, 10) / MANIFEST).write_text("{"),
+    lambda run: (commit(run, 10) / "huggingface" / "config.json").unlink(),
+    lambda run: os.truncate(commit(run, 10) / "data.pt", 1),
+    lambda run: layout.quarantine(commit(run, 10), "hash"),
+]
+
+
+@pytest.mark.parametrize("damage", NEVER_STEP_0, ids=range(len(NEVER_STEP_0)))
+def test_damage_never_means_a_silent_start_at_step_0(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    damage(run)
+    with pytest.raises(
+        NoUsableCheckpointError, match=r"(?s)(global_step_10|: '1?0?'|missing).*trainer.experiment_name"
+    ):
+        select(run)
+
+
+def reason_after(path: Path, change: Callable[[Path], object]) -> str:
+    change(path)
+    info = inspect(path)
+    assert info.status == "incomplete"
+    return info.reason
+
+
+def test_reasons_name_the_file(tmp_path: Path) -> None:
+    def edit(key: str, value: object) -> Callable[[Path], object]:
+        def change(path: Path) -> None:
+            tree = json.loads((path / MANIFEST).read_text()) | {key: value}
+            del tree[OWN_DIGEST]
+            (path / MANIFEST).write_text(json.dumps(tree | {OWN_DIGEST: digest_of(tree)}))
+
+        return change
+
+    def link_directory(path: Path) -> None:
+        shutil.move(path / "huggingface", tmp_path / "outside")
+        (path / "huggingface").symlink_to(tmp_path / "outside")
+
+    cases: list[tuple[Callable[[Path], object], str]] = [
+        (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, 7 were written"),
+        (lambda p: (p / layout.model_file(2, 1)).unlink(), "model_world_size_2_rank_1.pt: No such file"),
+        (edit("step", 11), "manifest.json: it belongs to step 11"),
+        (edit("format", 9), "format 9 is not format 1"),
+        (edit("files", [{"path": "../x", "size_bytes": 0, "sha256": "0" * 64}]), "plain relative path"),
+        (edit("files", [{"path": "a" * 300, "size_bytes": 0, "sha256": "0" * 64}]), "File name too long"),
+        (link_directory, "huggingface is a symbolic link"),
+        (lambda p: (p / MANIFEST).unlink(), ""),
+    ]
+    for step, (change, expected) in enumerate(cases[:-1]):
+        assert expected in reason_after(commit(tmp_path, 10 + step), change)
+    bare = commit(tmp_path, 99)
+    (bare / "fsdp_config.json").unlink()
+    assert "its save did not finish" in reason_after(bare, cases[-1][0])
+    save(tmp_path, 100)
+    assert reason_after(tmp_path / "global_step_100", cases[-1][0]) == "its manifest.json was removed"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"world_size": "2"}', '{"world_size": 0}', '{"world_size": true}'])
+def test_an_incomplete_foreign_directory_is_not_used(tmp_path: Path, text: str) -> None:
+    path = write_foreign(tmp_path, 10)
+    assert inspect(path).status == "foreign"
+    (path / "fsdp_config.json").write_text(text)
+    assert "fsdp_config.json" in inspect(path).reason
+    (path / "fsdp_config.json").write_text('{"world_size": 3}')
+    assert inspect(path).reason == "model_world_size_3_rank_0.pt: No such file or directory"
+
+
+def test_a_path_with_another_name_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(layout.ConfigError, match="global_step_<step>"):
+        inspect(tmp_path)
+
+
+def test_publish_repairs_and_then_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    commit(tmp_path, 20)
+    point(tmp_path, "20")  # the rename of the pointer may not be on the disk yet: write it again before the mark
+    order: list[str] = []
+    write, write_file = fsio.atomic_write, fsio.write_file
+    monkeypatch.setattr(fsio, "atomic_write", lambda p, d: (order.append(p.name), write(p, d)))
+    monkeypatch.setattr(fsio, "write_file", lambda p, d, root: (order.append(p.name), write_file(p, d, root=root))[1])
+    publish(tmp_path, 20)
+    assert [name for name in order if not name.endswith(".tmp")] == [POINTER, ".published"]
+    order.clear()
+    publish(tmp_path, 20)
+    assert order == []
+
+
+def test_commit_sets_an_abandoned_attempt_aside_but_never_the_pointers_target(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20)
+    with pytest.raises(FileExistsError, match="never replaced"):
+        commit(tmp_path, 20)
+    assert is_whole(tmp_path / "global_step_20")
+    point(tmp_path, "10")
+    (tmp_path / "global_step_20" / "data.pt").write_bytes(b"abandoned")
+    assert is_whole(commit(tmp_path, 20))
+    assert (tmp_path / ".corrupt_global_step_20.0" / "data.pt").read_bytes() == b"abandoned"
+    assert layout.quarantine(tmp_path / "global_step_20", "test").name == ".corrupt_global_step_20.1"
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 10)
+    layout.quarantine(commit(tmp_path, 11), "test")
+    stage(tmp_path, 20)
+    stage(tmp_path, 20)
+    fsio.rename(commit(tmp_path, 5), tmp_path / ".trash_global_step_5.ab")
+    fsio.temporary_path(tmp_path / POINTER).touch()
+    (tmp_path / ".train.lock").touch()
+    outside = tmp_path.with_name(tmp_path.name + "_outside")
+    outside.mkdir()
+    (tmp_path / ".trash_link").symlink_to(outside)
+    caplog.clear()
+    layout.clean_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [".corrupt_global_step_11.0", ".train.lock", "global_step_10", POINTER]
+    )
+    assert outside.is_dir() and is_whole(tmp_path / "global_step_10") and not caplog.records
+
+
+def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(tmp_path: Path) -> None:
+    save(tmp_path, 5, 6, 9, 10, 20, 30)
+    write_foreign(tmp_path, 1)
+    (commit(tmp_path, 40) / "data.pt").unlink()
+    point(tmp_path, "9")
+
+    def victims(keep: int | None, protect: frozenset[int] = frozenset()) -> list[str]:
+        return [path.name for path in layout.rotation_victims(tmp_path, keep=keep, protect=protect)]
+
+    assert victims(2) == ["global_step_5", "global_step_6", "global_step_10"]
+    assert victims(2, frozenset({6})) == ["global_step_5", "global_step_10"]
+    assert victims(None) == [] and victims(9) == []
+    with pytest.raises(ValueError, match="at least 1"):
+        victims(0)
+    layout.rotate(tmp_path, keep=2)
+    assert sorted(os.listdir(tmp_path)) == sorted([f"global_step_{step}" for step in (1, 9, 20, 30, 40)] + [POINTER])
+
+
+def test_a_failed_deletion_is_logged_and_the_next_victim_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 5, 6, 10)
+    rename = fsio.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.name == "global_step_5":
+            raise PermissionError(13, "Permission denied", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(fsio, "rename", refuse)
+    with caplog.at_level(logging.WARNING):
+        layout.rotate(tmp_path, keep=1)
+    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == ["global_step_10", "global_step_5"]
+    assert "Permission denied" in caplog.text
+    monkeypatch.undo()
+    layout.rotate(tmp_path, keep=1)
+    assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_10"]
+
+
+def test_clocks_do_not_matter(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    for age, step in enumerate((30, 10, 20)):
+        for path in (tmp_path / f"global_step_{step}").iterdir():
+            os.utime(path, (age, age))
+        os.utime(tmp_path / f"global_step_{step}", (age, age))
+    (tmp_path / POINTER).unlink()
+    assert steps(tmp_path) == [30, 20, 10]
+    assert [p.name for p in layout.rotation_victims(tmp_path, keep=2, protect=frozenset())] == ["global_step_10"]
+    assert set(content_of(30)) < {
+        str(p.relative_to(tmp_path / "global_step_30")) for p in (tmp_path / "global_step_30").rglob("*")
+    }

@@ -1,0 +1,216 @@
+"""The manifest: an exact round trip, nothing malformed accepted, every changed byte found."""
+
+import json
+import math
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_fakes import commit, content_of, manifest_of
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    OWN_DIGEST,
+    ManifestError,
+    deal_by_size,
+    digest_of,
+    parse_manifest,
+    verify_files,
+)
+
+RECORD = FileRecord("data.pt", 3, "0" * 64)
+GOOD = manifest_of(7, (RECORD,))
+
+
+def test_round_trip_is_exact() -> None:
+    for manifest in (
+        GOOD,
+        replace(GOOD, loss=0.1 + 0.2, grad_norm=None, tensors={"s": GOOD.tensors["lm_head.weight"]}),
+    ):
+        assert parse_manifest(manifest.to_json()) == manifest
+        assert parse_manifest(manifest.to_json().encode()) == manifest
+
+
+def test_a_state_that_is_not_finite_has_no_manifest() -> None:
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            replace(GOOD, loss=bad).to_json()
+
+
+def mutated(key: str, value: Any) -> str:
+    tree = json.loads(GOOD.to_json())
+    *path, last = key.split(".")
+    node = tree
+    for part in path:
+        node = node[int(part)] if part.isdigit() else node[part]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return sealed(tree)
+
+
+def sealed(tree: dict[str, Any]) -> str:
+    """As a writer with other ideas would leave it: malformed, but not damaged."""
+    tree.pop(OWN_DIGEST, None)
+    return json.dumps(tree | {OWN_DIGEST: digest_of(tree)})
+
+
+@pytest.mark.parametrize("name", [name for name in json.loads(GOOD.to_json()) if name != OWN_DIGEST])
+def test_every_key_is_required_and_typed(name: str) -> None:
+    for value in (..., [None], "text" if name not in ("created_utc", "nonce") else 3):
+        with pytest.raises(ManifestError, match=name):
+            parse_manifest(mutated(name, value))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        ".",
+        "..",
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "a/..",
+        "a//b",
+        "./a",
+        "a/",
+        "a/./b",
+        "a\0b",
+        "a\ud800",
+        "a\nb",
+    ],
+)
+def test_a_path_that_is_not_plain_is_refused(path: str) -> None:
+    with pytest.raises(ManifestError, match=r"files\[0\].path"):
+        parse_manifest(mutated("files.0.path", path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("format", 2, "format 2 is not format 1"),
+        ("format", True, "format must be int"),
+        ("surprise", 1, "unknown key 'surprise'"),
+        ("step", True, "step must be int"),
+        ("step", -1, "step must not be negative"),
+        ("step", 7.0, "step must be int"),
+        ("world_size", 0, "world_size must be at least 1"),
+        ("mesh.fsdp", "2", "mesh.fsdp must be int"),
+        ("files", [], "files is empty"),
+        ("files", [vars(RECORD), vars(RECORD)], "each file once"),
+        ("files.0.size_bytes", -1, "must not be negative"),
+        ("files.0.sha256", "0" * 63, "64 lower-case hex"),
+        ("files.0.sha256", "G" * 64, "64 lower-case hex"),
+        ("files.0.mode", 1, "must have the keys"),
+        ("tensors.lm_head.weight", [], "tensors"),
+        ("loss", "1", "loss must be a finite number"),
+        ("loss", True, "loss must be a finite number"),
+        ("loss", 10**400, "beyond the range"),
+        ("finite", 1, "finite must be bool"),
+    ],
+)
+def test_malformed_values_name_the_key(key: str, value: Any, message: str) -> None:
+    if key == "tensors.lm_head.weight":
+        text = mutated("tensors", {"lm_head.weight": value})
+    else:
+        text = mutated(key, value)
+    with pytest.raises(ManifestError, match=message.replace("[", r"\[")):
+        parse_manifest(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"format": 1',
+        "[" * 100_000,
+        b"\xff\xfe\x00",
+        '{"format": 1, "format": 1}',
+        '{"loss": NaN}',
+        f'{{"format": {"9" * 5000}}}',
+    ],
+    ids=range(10),
+)
+def test_what_is_not_a_json_object_is_refused(text: str | bytes) -> None:
+    with pytest.raises(ManifestError):
+        parse_manifest(text)
+
+
+def test_no_truncation_of_a_manifest_parses() -> None:
+    text = GOOD.to_json()
+    for length in range(len(text.rstrip())):
+        with pytest.raises(ManifestError):
+            parse_manifest(text[:length])
+
+
+def test_every_flipped_bit_of_a_manifest_is_found() -> None:
+    data = bytearray(GOOD.to_json().rstrip().encode())
+    for position in range(len(data)):
+        for bit in range(8):
+            data[position] ^= 1 << bit
+            with pytest.raises(ManifestError):
+                parse_manifest(bytes(data))
+            data[position] ^= 1 << bit
+
+
+def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
+    path = commit(tmp_path, 7)
+    manifest = parse_manifest((path / MANIFEST).read_bytes())
+    assert verify_files(path, manifest) == []
+    chance = random.Random(0)
+    for name, data in content_of(7).items():
+        position = chance.randrange(len(data))
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << chance.randrange(8)
+        for damage in (bytes(flipped), data[:-1], b"", data + b"\0", bytes(len(data))):
+            (path / name).write_bytes(damage)
+            (problem,) = verify_files(path, manifest)
+            assert name in problem
+        (path / name).unlink()
+        assert verify_files(path, manifest) == [f"{name} cannot be read: No such file or directory"]
+        (path / name).symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").write_bytes(data)
+        assert verify_files(path, manifest) == [f"{name} cannot be read: {name} is a symbolic link"]
+        (path / name).unlink()
+        (path / name).write_bytes(data)
+    assert verify_files(path, manifest) == []
+
+
+def test_swapped_rank_files_are_found(tmp_path: Path) -> None:
+    path = commit(tmp_path, 7)
+    a, b = (path / layout.model_file(2, rank) for rank in range(2))
+    os.rename(a, tmp_path / "t")
+    os.rename(b, a)
+    os.rename(tmp_path / "t", b)
+    assert layout.inspect(path).status == "committed", "sizes alone cannot tell"
+    assert len(verify_files(path, parse_manifest((path / MANIFEST).read_bytes()))) == 2
+
+
+def test_shares_cover_every_file_once_and_are_balanced(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    files = tuple(FileRecord(f"f{i}", chance.randrange(1000), "0" * 64) for i in range(97))
+    for count in (1, 2, 7, 120):
+        shares = deal_by_size(files, count)
+        assert len(shares) == count
+        assert sorted((r for share in shares for r in share), key=lambda r: r.path) == sorted(
+            files, key=lambda r: r.path
+        )
+        loads = [sum(r.size_bytes for r in share) for share in shares]
+        assert max(loads) - min(loads) <= max(r.size_bytes for r in files)
+        assert deal_by_size(tuple(reversed(files)), count) == shares
+
+    path = commit(tmp_path, 7)
+    manifest = parse_manifest((path / MANIFEST).read_bytes())
+    (path / "data.pt").write_bytes(b"DATA 7")
+    found = [verify_files(path, manifest, share=(rank, 3)) for rank in range(3)]
+    assert sorted(found) == [[], [], ["data.pt changed after it was written (sha256 differs)"]]

@@ -1,0 +1,238 @@
+"""Golden loss masks: the supervised text is exactly what the assistant said, each turn with its end token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizer_fixtures as fixtures
+from tokenizer_fixtures import make_tokenizer
+from tokenizers import AddedToken
+
+from trainer.data.chat import ChatEncoder, Encoded, preview, tokenizer_digest
+from trainer.data.conversation import Conversation
+from trainer.protocols import DataError
+
+CODE = "```python\ndef f(x):\n        return 🙂\n```"
+ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE]
+
+
+def chat(*answers: str, system: bool = False) -> Conversation:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}] if system else []
+    for number, answer in enumerate(answers):
+        messages += [{"role": "user", "content": f"question {number}?"}, {"role": "assistant", "content": answer}]
+    return Conversation(messages, None)
+
+
+def encode(template: str, conversation: Conversation, **kwargs: Any) -> tuple[Any, Encoded | str]:
+    tokenizer = make_tokenizer(template)
+    return tokenizer, ChatEncoder(tokenizer, template_kwargs=kwargs).encode([conversation])[0]
+
+
+def supervised(template: str, conversation: Conversation, **kwargs: Any) -> list[str]:
+    """The decoded text of every supervised run; also checks that the tokens are those of transformers."""
+    tokenizer, encoded = encode(template, conversation, **kwargs)
+    assert isinstance(encoded, Encoded), encoded
+    whole = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools, tokenize=False, **kwargs)
+    assert encoded.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert encoded.input_ids.dtype == np.int32 and encoded.loss_mask.dtype == np.bool_
+    marked = preview(encoded.input_ids, encoded.loss_mask, tokenizer, color=False)
+    assert marked.replace("[[", "").replace("]]", "") == whole
+    return [part.split("]]")[0] for part in marked.split("[[")[1:]]
+
+
+def reason(template: str, conversation: Conversation, **kwargs: Any) -> str:
+    _, encoded = encode(template, conversation, **kwargs)
+    assert isinstance(encoded, str)
+    return encoded
+
+
+CHATML_LIKE = {
+    "prefixes": fixtures.CHATML,
+    "tags": fixtures.CHATML_TAGGED,
+    "end token behind the tag": fixtures.CHATML_TAGGED_OUTSIDE,
+    "newline inside the tag": fixtures.CHATML_TAGGED_NEWLINE,
+}
+
+
+@pytest.mark.parametrize("template", CHATML_LIKE.values(), ids=CHATML_LIKE)
+def test_chatml(template: str) -> None:
+    assert supervised(template, chat(*ANSWERS, system=True)) == [f"{answer}<|im_end|>" for answer in ANSWERS]
+
+
+def test_masks_are_equal_with_and_without_tags_and_with_trimmed_offsets() -> None:
+    masks = []
+    for template in CHATML_LIKE.values():
+        for trim_offsets in (True, False):
+            tokenizer = make_tokenizer(template, trim_offsets=trim_offsets)
+            encoded = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(*ANSWERS)])[0]
+            assert isinstance(encoded, Encoded)
+            masks.append((encoded.input_ids.tolist(), encoded.loss_mask.tolist()))
+    assert all(mask == masks[0] for mask in masks)
+
+
+def test_a_space_before_the_answer_is_not_supervised() -> None:
+    template = fixtures.CHATML.replace("message['role'] + '\n'", "message['role'] + ': '")
+    assert supervised(template.replace("assistant\n", "assistant: "), chat("42")) == ["42<|im_end|>"]
+
+
+def test_llama3() -> None:
+    expected = [f"{answer.strip()}<|eot_id|>" for answer in ANSWERS]
+    assert supervised(fixtures.LLAMA3, chat(*ANSWERS, system=True)) == expected
+
+
+def test_llama2_has_no_header_and_ends_with_eos() -> None:
+    assert supervised(fixtures.LLAMA2, chat("one", "two")) == [" one <|im_end|>", " two <|im_end|>"]
+
+
+def test_gemma() -> None:
+    assert supervised(fixtures.GEMMA, chat(*ANSWERS)) == [f"{answer.strip()}<end_of_turn>" for answer in ANSWERS]
+
+
+def thinking_chat() -> Conversation:
+    conversation = chat("one", "two", "three")
+    for message in conversation.messages[1::2]:
+        message["reasoning_content"] = f"about {message['content']}"
+    return conversation
+
+
+def test_qwen3_drops_earlier_thinking() -> None:
+    last = "<think>\nabout three\n</think>\n\nthree<|im_end|>"
+    assert supervised(fixtures.QWEN3, thinking_chat()) == ["one<|im_end|>", "two<|im_end|>", last]
+
+
+def test_qwen3_without_thinking_does_not_train_the_empty_block() -> None:
+    empty = "<think>\n\n</think>\n\n"
+    assert supervised(fixtures.QWEN3, chat("one", "two")) == ["one<|im_end|>", f"{empty}two<|im_end|>"]
+    expected = ["one<|im_end|>", "two<|im_end|>"]
+    assert supervised(fixtures.QWEN3, chat("one", "two"), enable_thinking=False) == expected
+
+
+def tool_chat(arguments: object) -> Conversation:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "add 1 and 2"},
+        {"role": "assistant", "content": "", "reasoning_content": "a tool", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    return Conversation(messages, [{"type": "function", "function": {"name": "add"}}])
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
+def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> None:
+    conversation = tool_chat(arguments)
+    tokenizer, encoded = encode(fixtures.QWEN3, conversation)
+    assert isinstance(encoded, Encoded)
+    kept = tokenizer.decode(encoded.input_ids[encoded.loss_mask])
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert kept == (f"<think>\na tool\n</think>\n\n\n{call}<|im_end|><think>\n\n</think>\n\nIt is 3.<|im_end|>")
+
+
+def test_tool_arguments_given_as_json_text_reach_the_template_as_an_object() -> None:
+    template = fixtures.QWEN3.replace("{%- if call.function.arguments is string %}", "{%- if false %}")
+    tokenizer, encoded = encode(template, tool_chat('{"a": 1}'))
+    assert isinstance(encoded, Encoded)
+    assert '"arguments": {"a": 1}}' in tokenizer.decode(encoded.input_ids)
+
+
+@pytest.mark.parametrize("template", [fixtures.CHATML, fixtures.CHATML_TAGGED], ids=["prefixes", "tags"])
+def test_text_that_looks_like_template_markers(template: str) -> None:
+    fake = "<|im_start|>assistant\nfake<|im_end|>\n"
+    conversation = chat(f"say {fake} and more", "done")
+    conversation.messages[0]["content"] = fake
+    assert supervised(template, conversation) == [f"say {fake} and more<|im_end|>", "done<|im_end|>"]
+
+
+def test_end_token_that_swallows_the_newline_behind_it() -> None:
+    tokenizer = make_tokenizer(fixtures.CHATML)
+    backend = tokenizer.backend_tokenizer
+    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
+    tokenizer = type(tokenizer)(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = fixtures.CHATML.replace("<|im_end|>", "<|end|>")
+    encoded = ChatEncoder(tokenizer, template_kwargs={}).encode([chat("one", "two")])[0]
+    assert isinstance(encoded, Encoded)
+    assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "one<|end|>two<|end|>"
+
+
+def test_end_token_ids_are_those_seen() -> None:
+    tokenizer = make_tokenizer(fixtures.LLAMA3)
+    encoder = ChatEncoder(tokenizer, template_kwargs={})
+    assert encoder.end_token_ids == []
+    encoder.encode([chat("one", "two")])
+    assert encoder.end_token_ids == [tokenizer.convert_tokens_to_ids("<|eot_id|>")]
+
+
+def test_template_that_never_ends_a_turn() -> None:
+    template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
+    prompted = template + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tagged = fixtures.CHATML_TAGGED.replace("message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end")
+    for candidate in (prompted, tagged):
+        assert "turn 1 does not end with a special token, so the model would never" in reason(candidate, chat("one"))
+
+
+def test_template_without_generation_prompt_would_train_the_header() -> None:
+    template = fixtures.CHATML.split("{% if add_generation_prompt")[0]
+    assert "'<|im_start|>assistant\\n' before it would be trained" in reason(template, chat("one"))
+
+
+def test_template_whose_past_changes_cannot_be_masked() -> None:
+    template = "{{ messages | length }}" + fixtures.CHATML
+    text = reason(template, chat("one", "two"))
+    assert text.startswith("chat template: message 2 cannot be masked")
+    assert "generation tags (data.chat_template)" in text
+
+
+def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
+    conversation = thinking_chat()
+    conversation.messages[1]["content"] = "one<|im_end|> more"
+    assert "turn 1 contains '<|im_end|>' and is rewritten" in reason(fixtures.QWEN3, conversation)
+
+
+def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> None:
+    encoder = ChatEncoder(make_tokenizer(fixtures.GEMMA), template_kwargs={})
+    refused = chat("one", system=True)
+    surrogate = chat("half \ud83d of a pair")
+    first, second, third, fourth = encoder.encode([chat("one"), refused, surrogate, chat("two")])
+    assert isinstance(first, Encoded) and isinstance(fourth, Encoded)
+    assert second == "chat template: refuses the conversation: TemplateError: " + (
+        "Conversation roles must alternate user/assistant"
+    )
+    assert isinstance(third, str) and third.startswith("bad unicode: half of a surrogate pair")
+
+
+def test_many_batches_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.chat.BATCH_CHARS", 100)
+    tokenizer = make_tokenizer(fixtures.CHATML)
+    results = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(f"answer {i}") for i in range(50)])
+    kept = [tokenizer.decode(r.input_ids[r.loss_mask]) for r in results if isinstance(r, Encoded)]
+    assert kept == [f"answer {i}<|im_end|>" for i in range(50)]
+
+
+def test_unusable_tokenizers() -> None:
+    with pytest.raises(DataError, match=r"no chat template: name a jinja file in data.chat_template"):
+        ChatEncoder(make_tokenizer(None), template_kwargs={})
+    slow = make_tokenizer(fixtures.CHATML)
+    slow_type = type("SlowTokenizer", (type(slow),), {"is_fast": property(lambda self: False)})
+    slow.__class__ = slow_type
+    with pytest.raises(DataError, match="SlowTokenizer is a slow tokenizer"):
+        ChatEncoder(slow, template_kwargs={})
+    with pytest.raises(DataError, match="chat template is broken in line 2"):
+        encode("{{ bos_token }}\n{% for %}", chat("one"))
+
+
+def test_digest_covers_vocabulary_template_and_special_tokens_only() -> None:
+    tokenizer = make_tokenizer(fixtures.CHATML)
+    digest = tokenizer_digest(tokenizer)
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_digest(tokenizer) == digest == tokenizer_digest(make_tokenizer(fixtures.CHATML))
+    others = [make_tokenizer(fixtures.CHATML_TAGGED), make_tokenizer(fixtures.CHATML, eos_token="</s>")]
+    longer = make_tokenizer(fixtures.CHATML)
+    longer.add_tokens(["<new>"])
+    assert len({digest, *map(tokenizer_digest, [*others, longer])}) == 4
+
+
+def test_preview_colours_on_request() -> None:
+    tokenizer, encoded = encode(fixtures.CHATML, chat("one"))
+    assert isinstance(encoded, Encoded)
+    text = preview(encoded.input_ids, encoded.loss_mask, tokenizer, color=True)
+    assert text.endswith("<|im_start|>assistant\n\x1b[32mone<|im_end|>\x1b[0m\n")

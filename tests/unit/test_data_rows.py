@@ -1,0 +1,253 @@
+"""Files to conversations: formats, shapes, and every kind of bad row with file, line and reason."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.data.rows import BadRow, Row, iter_rows, resolve_files
+from trainer.protocols import DataError
+
+KEYS = RowKeys()
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "hello"}
+GOOD = {"messages": [USER, ASSISTANT]}
+
+
+def write_jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def convert(record: dict, keys: RowKeys = KEYS) -> Conversation | BadRow:
+    return to_conversation(Row(Path("a.jsonl"), 7, record), keys)
+
+
+def messages_of(record: dict, keys: RowKeys = KEYS) -> list[dict]:
+    conversation = convert(record, keys)
+    assert isinstance(conversation, Conversation), conversation
+    return conversation.messages
+
+
+def row(*messages: object, **columns: object) -> str:
+    return json.dumps({"messages": list(messages), **columns})
+
+
+BAD_LINES: list[tuple[str | bytes, str]] = [
+    ('{"messages": [', "broken JSON: Expecting value at column 15"),
+    (b'{"messages": "\xff"}', "bad UTF-8: byte 0xff at position 15"),
+    ("[" * 100_000, "broken JSON: maximum recursion depth exceeded"),
+    ("[1, 2]", "not an object: the row is a list"),
+    ('{"question": "a", "answer": "b"}', "unrecognised columns: found 'question', 'answer'; tried 'messages'"),
+    ('{"messages": "hi"}', "messages not a list: 'messages' is str"),
+    ('{"messages": null}', "messages not a list: 'messages' is null"),
+    ('{"messages": []}', "no messages: 'messages' is an empty list"),
+    (row("hi", ASSISTANT), "message not an object: message 1 is str"),
+    (row({"content": "hi"}, ASSISTANT), "missing role: message 1 has only 'content'"),
+    (row({"role": "robot", "content": "hi"}), "unknown role: message 1 has role 'robot'"),
+    (row({"role": "user", "content": None}, ASSISTANT), "wrong content type: content of message 1 (user) is null"),
+    (row(USER, {"role": "assistant", "content": 5}), "wrong content type: content of message 2 (assistant) is int"),
+    (row(USER, {"role": "assistant", "content": None}), "wrong content type: content of message 2 (assistant) is null"),
+    (
+        row({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, ASSISTANT),
+        "wrong content type: content of message 1 (user) has a part of type 'image_url'",
+    ),
+    (row(USER), "no assistant turn: 1 messages"),
+    (row(USER, {"role": "assistant", "content": " \n"}), "empty assistant turn: message 2"),
+    (row({"role": "user", "content": ""}, ASSISTANT), "empty prompt: message 1"),
+    (row(USER, ASSISTANT, tools="[{"), "broken tools: 'tools' is text but not JSON"),
+    (row(USER, ASSISTANT, tools=["f"]), "broken tools: 'tools' must be a list of objects"),
+    (row(USER, {"role": "assistant", "tool_calls": "f()"}), "broken tool_calls: 'tool_calls' of message 2"),
+    ('{"conversations": [{"from": "alien", "value": "x"}]}', "unknown role: message 1 is from 'alien'"),
+    ('{"conversations": [{"from": "function_call", "value": "f("}]}', "broken tool_calls: function_call in message 1"),
+    ('{"instruction": "a", "output": null}', "wrong content type: content of message 2 (assistant) is null"),
+    ('{"instruction": "", "output": "b"}', "empty prompt: message 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=[reason[:40] for _, reason in BAD_LINES])
+def test_bad_line_is_named_by_file_line_and_reason(tmp_path: Path, line: str | bytes, reason: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    raw = line if isinstance(line, bytes) else line.encode()
+    good = json.dumps(GOOD).encode()
+    path.write_bytes(good + b"\n\n" + raw + b"\n" + good + b"\n")
+    results = [item if isinstance(item, BadRow) else to_conversation(item, KEYS) for item in iter_rows(path)]
+    assert [type(item) for item in results] == [Conversation, BadRow, Conversation]
+    bad = results[1]
+    assert isinstance(bad, BadRow)
+    assert (bad.file, bad.line) == (path, 3)
+    assert bad.reason.startswith(reason)
+    assert bad.kind == reason.split(":")[0]
+    assert bad.excerpt and len(bad.excerpt) <= 201
+
+
+def test_bad_lines_cover_twelve_kinds() -> None:
+    assert len({reason.split(":")[0] for _, reason in BAD_LINES}) >= 12
+
+
+def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}')
+    assert [(item.line, item.record) for item in iter_rows(path)] == [(1, {"a": 1}), (4, {"a": "🙂"})]
+
+
+def test_json_array(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([GOOD, 3, GOOD]))
+    first, second, third = iter_rows(path)
+    assert (first.line, third.line) == (1, 3)
+    assert isinstance(second, BadRow) and second.line == 2 and second.reason.startswith("not an object")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": 1}\n{"a": 2}\n', "Extra data in line 2 column 1; one object per line belongs into a .jsonl file"),
+        (b'[\n{"a": 1},\n{"a" 2}]', "Expecting ':' delimiter in line 3"),
+        (b'{"a": 1}', "holds a dict: a .json file must be an array"),
+        (b'[\n"\xff"]', "is not UTF-8: invalid start byte in line 2"),
+    ],
+)
+def test_broken_json_file_is_named(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(text)
+    with pytest.raises(DataError, match=r"rows\.json") as error:
+        list(iter_rows(path))
+    assert message in str(error.value)
+
+
+def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": null}'}}
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [{"x": {"a": 1}}]},
+        {"messages": [USER, {**ASSISTANT, "reasoning_content": "hm"}], "tools": [{"x": {"b": 2}}]},
+    ]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    read = [item.record for item in iter_rows(path)]
+    assert [record["tools"] for record in read] == [record["tools"] for record in rows]
+    first, second = map(messages_of, read)
+    assert first == [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert second == [USER, {**ASSISTANT, "reasoning_content": "hm"}]
+
+
+def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
+    raw = pa.array([b"fine", b"\xff\xfe", b"fine"], pa.binary())
+    text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"q": text, "a": ["x", "y", None]}), path)
+    keys = RowKeys(prompt_key="q", response_key="a")
+    results = [item if isinstance(item, BadRow) else to_conversation(item, keys) for item in iter_rows(path)]
+    assert isinstance(results[0], Conversation)
+    assert [(item.line, item.kind) for item in results[1:]] == [(2, "bad UTF-8"), (3, "wrong content type")]
+
+
+def test_parquet_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_text("hello")
+    with pytest.raises(DataError, match=r"rows\.parquet' is not a readable parquet file"):
+        list(iter_rows(path))
+
+
+def test_prompt_and_response_keys_nested() -> None:
+    keys = RowKeys(prompt_key="extra.question", response_key="extra.answer")
+    assert messages_of({"extra": {"question": "hi", "answer": "hello"}}, keys) == GOOD["messages"]
+    dotted = {"extra.question": "hi", "extra.answer": "hello"}
+    assert messages_of(dotted, keys) == GOOD["messages"]
+    system = {"role": "system", "content": "be kind"}
+    chat_prompt = {"extra": {"question": [system, USER], "answer": "hello"}}
+    assert messages_of(chat_prompt, keys) == [system, *GOOD["messages"]]
+    bad = convert({"extra": {"question": "hi"}}, keys)
+    assert isinstance(bad, BadRow)
+    assert bad.reason == "unrecognised columns: found 'extra'; tried 'extra.answer' (data.response_key)"
+
+
+def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:
+    record = {
+        "chat": {
+            "turns": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
+                    "name": None,
+                },
+                {**ASSISTANT, "reasoning_content": "hm"},
+            ]
+        },
+        "functions": '[{"type": "function"}]',
+    }
+    conversation = convert(record, RowKeys(messages_key="chat.turns", tools_key="functions"))
+    assert conversation == Conversation(
+        [{"role": "user", "content": "a b"}, {**ASSISTANT, "reasoning_content": "hm"}], [{"type": "function"}]
+    )
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_no_tools(tools: object) -> None:
+    conversation = convert({**GOOD, "tools": tools})
+    assert isinstance(conversation, Conversation) and conversation.tools is None
+
+
+def test_sharegpt() -> None:
+    record = {
+        "system": "be kind",
+        "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "hello"},
+        ],
+    }
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert messages_of(record) == [
+        {"role": "system", "content": "be kind"},
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        ASSISTANT,
+    ]
+
+
+def test_alpaca() -> None:
+    record = {"instruction": "add", "input": "1 2", "output": "3", "system": "s", "history": [["hi", "hello"]]}
+    assert messages_of(record) == [
+        {"role": "system", "content": "s"},
+        USER,
+        ASSISTANT,
+        {"role": "user", "content": "add\n1 2"},
+        {"role": "assistant", "content": "3"},
+    ]
+    assert messages_of({"instruction": "add", "input": "", "output": "3"})[0]["content"] == "add"
+
+
+def test_resolve_files(tmp_path: Path) -> None:
+    b, a = write_jsonl(tmp_path / "b.jsonl", GOOD), write_jsonl(tmp_path / "a.jsonl", GOOD)
+    odd = write_jsonl(tmp_path / "odd[1].jsonl", GOOD)
+    assert resolve_files(str(a)) == [a]
+    assert resolve_files(f"{tmp_path}/?.jsonl") == [a, b]
+    assert resolve_files([str(b), f"{tmp_path}/a*.jsonl"]) == [b, a]
+    assert resolve_files(str(odd)) == [odd]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.jsonl", "no such file: '.*missing.jsonl'"),
+        ("*.parquet", r"no file matches '.*\*.parquet'"),
+        (".", "is a directory"),
+        ("notes.txt", "unsupported format '.txt': supported are .jsonl, .json, .parquet"),
+    ],
+)
+def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "notes.txt").write_text("hi")
+    with pytest.raises(DataError, match=message):
+        resolve_files([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("spec", ["", []])
+def test_no_files_at_all(spec: str | list[str]) -> None:
+    with pytest.raises(DataError, match=r"no data files given|no such file: ''"):
+        resolve_files(spec)

@@ -1,0 +1,313 @@
+"""The token cache: prepared once per content, whole or not at all, every row accounted for."""
+
+import json
+import multiprocessing
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizer_fixtures as fixtures
+from tokenizer_fixtures import make_tokenizer
+
+from trainer.data import sample_writer
+from trainer.data.chat import ChatEncoder, tokenizer_digest
+from trainer.data.conversation import RowKeys
+from trainer.data.sample_writer import PrepareOptions
+from trainer.data.token_cache import TokenDataset, prepare, split
+from trainer.protocols import CannotWriteError, DataError
+
+OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_length=64)
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def good_rows(count: int) -> list[dict[str, str]]:
+    return [{"q": f"question {i}", "a": f"answer {i}"} for i in range(count)]
+
+
+def run(
+    files: Path | list[Path],
+    options: PrepareOptions = OPTIONS,
+    *,
+    cache: Path,
+    template: str = fixtures.CHATML,
+    wait: bool = False,
+) -> TokenDataset:
+    tokenizer = make_tokenizer(template)
+    paths = [files] if isinstance(files, Path) else files
+    digest = tokenizer_digest(tokenizer)
+    return prepare(paths, tokenizer=tokenizer, tokenizer_digest=digest, options=options, cache_dir=cache, wait=wait)
+
+
+@pytest.fixture
+def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many conversations each call of the encoder took."""
+    calls: list[int] = []
+    encode = ChatEncoder.encode
+
+    def counted(self: ChatEncoder, conversations: list[Any]) -> Any:
+        calls.append(len(conversations))
+        return encode(self, conversations)
+
+    monkeypatch.setattr(ChatEncoder, "encode", counted)
+    return calls
+
+
+def test_samples_are_those_of_the_encoder_over_chunks_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_encoded: list[int]
+) -> None:
+    monkeypatch.setattr(sample_writer, "CHUNK_ROWS", 4)
+    first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
+    second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
+    dataset = run([first, second], cache=tmp_path / "cache")
+    tokenizer = make_tokenizer()
+    assert num_encoded == [4, 3]
+    assert len(dataset) == 7
+    for index, answer in enumerate([*(row["a"] for row in good_rows(6)), "row 🙂"]):
+        input_ids, loss_mask = dataset.sample(index)
+        assert tokenizer.decode(input_ids[loss_mask]) == f"{answer}<|im_end|>"
+        assert dataset.lengths[index] == len(input_ids)
+        assert dataset.num_loss_tokens[index] == loss_mask.sum()
+    assert (dataset.location(0), dataset.location(6)) == (f"{first}:1", f"{second}:2")
+    assert isinstance(dataset.input_ids, np.memmap) and not dataset.input_ids.flags.writeable
+    summary = dataset.summary
+    assert (summary.num_rows, summary.num_samples, summary.num_bad_rows) == (7, 7, 0)
+    assert summary.num_tokens == dataset.lengths.sum() == len(dataset.input_ids)
+    assert summary.num_loss_tokens == dataset.num_loss_tokens.sum()
+    assert summary.end_token_ids == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_second_call_does_not_tokenize(tmp_path: Path, num_encoded: list[int]) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(3))
+    first = run(path, cache=tmp_path / "cache")
+    moved = path.rename(tmp_path / "moved.jsonl")
+    second = run(moved, cache=tmp_path / "cache")
+    assert num_encoded == [3]
+    assert first.directory == second.directory
+    assert first.summary == second.summary
+    assert second.location(0) == f"{moved}:1"
+
+
+def test_anything_that_matters_gives_another_directory(tmp_path: Path) -> None:
+    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
+    first = run(path, cache=cache)
+    template = fixtures.CHATML.replace("message['role'] + '\n'", "message['role'] + ': '").replace(
+        "assistant\n", "assistant: "
+    )
+    others = [
+        run(path, cache=cache, template=template),
+        run(path, replace(OPTIONS, max_length=63), cache=cache),
+        run(path, replace(OPTIONS, template_kwargs={"enable_thinking": False}), cache=cache),
+        run(write_rows(path, *good_rows(2), {"q": "question 2", "a": "answer 3"}), cache=cache),
+    ]
+    assert len({first.directory, *(other.directory for other in others)}) == 5
+    fingerprints = [other.fingerprint for other in others]
+    assert fingerprints[1:3] == [first.fingerprint] * 2  # the same tokens
+    assert len({first.fingerprint, fingerprints[0], fingerprints[3]}) == 3
+
+
+def bad_file(tmp_path: Path) -> Path:
+    rows = good_rows(4)
+    return write_rows(
+        tmp_path / "rows.jsonl",
+        rows[0],
+        "{",
+        rows[1],
+        {"q": "long", "a": "x" * 200},
+        rows[2],
+        {"q": "", "a": "b"},
+        rows[3],
+    )
+
+
+def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
+    path = bad_file(tmp_path)
+    with pytest.raises(DataError) as error:
+        run(path, cache=tmp_path / "cache")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "3 of 7 rows cannot be trained on (4 can):"
+    assert lines[1].startswith(f"  {path}:2: broken JSON: Expecting property name")
+    assert lines[2].startswith(f"  {path}:4: over-long: ") and lines[2].endswith(" tokens > data.max_length 64")
+    assert lines[3].startswith(f"  {path}:6: empty prompt: ")
+    assert lines[4] == "by reason: broken JSON 1, over-long 1, empty prompt 1"
+    listed = [json.loads(line) for line in Path(lines[5].removeprefix("all of them: ")).read_text().splitlines()]
+    assert [(row["file"], row["line"]) for row in listed] == [(str(path), 2), (str(path), 4), (str(path), 6)]
+    assert listed[2]["reason"].startswith("empty prompt") and listed[2]["excerpt"] == '{"q": "", "a": "b"}'
+    assert "data.on_bad_row=skip" in lines[6] and "data.truncation=right" in lines[6]
+
+
+def test_long_lists_are_cut_in_the_message_only(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *["{"] * 30, *good_rows(1))
+    with pytest.raises(DataError, match="… and 10 more") as error:
+        run(path, cache=tmp_path / "cache")
+    assert str(error.value).count("rows.jsonl:") == 20
+    (listed,) = (tmp_path / "cache").glob("bad_rows_*.jsonl")
+    assert len(listed.read_text().splitlines()) == 30
+
+
+def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:
+    options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=0.5)
+    dataset = run(bad_file(tmp_path), options, cache=tmp_path / "cache")
+    assert [dataset.location(i).rsplit(":")[-1] for i in range(len(dataset))] == ["1", "3", "5", "7"]
+    assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
+    assert dataset.summary.num_bad_rows == 3
+    assert len((dataset.directory / "bad_rows.jsonl").read_text().splitlines()) == 3
+
+
+def test_too_many_bad_rows_to_skip(tmp_path: Path) -> None:
+    options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=0.4)
+    with pytest.raises(DataError, match=r"raise data.max_bad_fraction \(now 0.4\)"):
+        run(bad_file(tmp_path), options, cache=tmp_path / "cache")
+
+
+def test_no_usable_row(tmp_path: Path) -> None:
+    empty = write_rows(tmp_path / "empty.jsonl")
+    with pytest.raises(DataError, match="no row left to train on: 0 rows read"):
+        run(empty, cache=tmp_path / "cache")
+    options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=1.0)
+    with pytest.raises(DataError, match=r"1 of 1 rows cannot be trained on \(0 can\)"):
+        run(write_rows(tmp_path / "bad.jsonl", "{"), options, cache=tmp_path / "cache")
+    options = replace(OPTIONS, truncation="drop", max_length=2)
+    with pytest.raises(DataError, match=r"2 rows read, 2 dropped by data.truncation"):
+        run(write_rows(tmp_path / "long.jsonl", *good_rows(2)), options, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_truncation_cuts_one_side(tmp_path: Path, truncation: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "long", "a": "x y z " * 30})
+    whole = run(path, replace(OPTIONS, max_length=1000), cache=tmp_path / "cache")
+    cut = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
+    ids, mask = whole.sample(1)
+    kept = slice(-64, None) if truncation == "left" else slice(0, 64)
+    assert np.array_equal(cut.sample(1)[0], ids[kept]) and np.array_equal(cut.sample(1)[1], mask[kept])
+    assert np.array_equal(cut.sample(0)[0], whole.sample(0)[0])
+    assert (cut.summary.num_truncated, cut.summary.num_cut_tokens) == (1, len(ids) - 64)
+
+
+def test_a_supervised_first_token_is_no_label(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {"q": "q", "a": "x y z " * 30})
+    options = replace(OPTIONS, truncation="left", max_length=20)
+    dataset = run(path, options, cache=tmp_path / "cache")
+    _, mask = dataset.sample(0)
+    assert mask[0] and dataset.num_loss_tokens[0] == mask.sum() - 1
+
+
+def test_drop_is_counted_and_not_bad(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(2), {"q": "long", "a": "x" * 200})
+    summary = run(path, replace(OPTIONS, truncation="drop"), cache=tmp_path / "cache").summary
+    assert (summary.num_rows, summary.num_samples, summary.num_dropped, summary.num_bad_rows) == (3, 2, 1, 0)
+
+
+def test_nothing_supervised_after_truncation(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {"q": "x" * 200, "a": "b"})
+    with pytest.raises(
+        DataError, match=r"nothing supervised: none of 20 .* after data.truncation=right to data.max_len"
+    ):
+        run(path, replace(OPTIONS, truncation="right", max_length=20), cache=tmp_path / "cache")
+
+
+def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
+    files = [write_rows(tmp_path / f"{i}.jsonl", *good_rows(3)) for i in range(2)]
+    dataset = run(files, replace(OPTIONS, max_samples=4), cache=tmp_path / "cache")
+    assert [dataset.location(i) for i in (2, 3)] == [f"{files[0]}:3", f"{files[1]}:1"]
+    assert len(dataset) == dataset.summary.num_rows == 4
+
+
+def test_killed_preparation_leaves_nothing_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(3)), tmp_path / "cache"
+
+    def killed(staging: Path, directory: Path) -> None:
+        staging.rename(directory.with_name(f"{directory.name}.tmp-elsewhere-1"))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.data.token_cache._publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(path, cache=cache)
+    (leftover,) = (entry for entry in (cache / "tokens").iterdir() if entry.is_dir())
+    (leftover / "input_ids.npy").write_bytes(b"half a file")
+    dataset = run(path, cache=cache)
+    assert len(dataset) == 3 and not leftover.exists()
+    assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [dataset.directory.name]
+
+
+def test_pickled_dataset_maps_the_same_files(tmp_path: Path) -> None:
+    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(3)), cache=tmp_path / "cache")
+    data = pickle.dumps(dataset)
+    again = pickle.loads(data)
+    assert len(data) < 1000 and isinstance(again.input_ids, np.memmap)
+    assert np.array_equal(again.sample(2)[0], dataset.sample(2)[0])
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(CannotWriteError, match=r"point data.cache_dir to a writable directory"):
+        run(write_rows(tmp_path / "rows.jsonl", *good_rows(1)), cache=tmp_path / "cache")
+
+
+def _prepare_in_process(path: Path, cache: Path, wait: bool, results: Any) -> None:
+    try:
+        results.put((wait, run(path, cache=cache, wait=wait).fingerprint))
+    except DataError as error:
+        results.put((wait, str(error)))
+
+
+def _outcomes(path: Path, cache: Path, waits: list[bool]) -> list[tuple[bool, str]]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_prepare_in_process, args=(path, cache, wait, results)) for wait in waits]
+    for process in processes:
+        process.start()
+    outcomes = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    return outcomes
+
+
+def test_two_preparers_and_a_waiter_at_once_see_the_same(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(2000))
+    outcomes = _outcomes(path, tmp_path / "cache", [True, False, False])
+    assert sorted(wait for wait, _ in outcomes) == [False, False, True]
+    assert len({fingerprint for _, fingerprint in outcomes}) == 1
+    assert len([entry for entry in (tmp_path / "cache/tokens").iterdir() if entry.is_dir()]) == 1
+
+
+def test_a_waiter_learns_that_preparing_failed(tmp_path: Path) -> None:
+    outcomes = _outcomes(write_rows(tmp_path / "rows.jsonl", "{"), tmp_path / "cache", [True, False])
+    assert all("1 of 1 rows cannot be trained on" in text for _, text in outcomes)
+
+
+def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(tmp_path: Path, num_encoded: list[int]) -> None:
+
+    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(50)), tmp_path / "cache"
+    threads = [threading.Thread(target=run, args=(path,), kwargs={"cache": cache}) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_encoded == [50]
+
+
+@pytest.mark.parametrize(
+    ("count", "ratio", "num_val"), [(100, 0.02, 2), (100, 0.0, 0), (10, 0.02, 1), (2, 0.9, 1), (1, 0.5, 0)]
+)
+def test_split(tmp_path: Path, count: int, ratio: float, num_val: int) -> None:
+    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(count)), cache=tmp_path / "cache")
+    train, val = split(dataset, val_ratio=ratio, seed=3)
+    assert len(val) == num_val
+    assert sorted([*train, *val]) == list(range(count))
+    assert np.array_equal(train, np.sort(train)) and np.array_equal(val, np.sort(val))
+    assert np.array_equal(split(dataset, val_ratio=ratio, seed=3)[1], val)
+
+
+def test_split_depends_on_the_seed(tmp_path: Path) -> None:
+    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(100)), cache=tmp_path / "cache")
+    assert not np.array_equal(split(dataset, val_ratio=0.2, seed=1)[1], split(dataset, val_ratio=0.2, seed=2)[1])

@@ -1,0 +1,222 @@
+"""The backends, read back with the readers their users have, over a restart of the run."""
+
+import csv
+import io
+import json
+import logging
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.tracking import Tracking, read_metrics
+from trainer.tracking.mlflow_backend import MetricNames
+
+CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["csv"]}}
+
+
+def attempt(run_dir: Path, backend: str, *, steps: range, exit_code: int = 0) -> Tracking:
+    """Log `steps`, validating every second one, as one attempt of a run; `finish` at its end."""
+    tracking = Tracking("project", "exp", backend, CONFIG, run_dir=run_dir, total_steps=8)
+    for step in steps:
+        tracking.log({"train/loss": tracking.attempt + step / 100, "train/lr(1e-3)": 0.125}, step=step)
+        if step % 2 == 0:
+            tracking.log({"val/loss": float(step)}, step=step)
+    tracking.finish(exit_code)
+    return tracking
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    attempt(tmp_path, "tensorboard", steps=range(1, 7), exit_code=1)
+    attempt(tmp_path, "tensorboard", steps=range(5, 9))
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = [(event.step, round(event.value, 4)) for event in events.Scalars("train/loss")]
+    assert losses == [(1, 1.01), (2, 1.02), (3, 1.03), (4, 1.04), (5, 2.05), (6, 2.06), (7, 2.07), (8, 2.08)]
+    assert [event.step for event in events.Scalars("val/loss")] == [2, 4, 6, 8]
+    assert {"train/lr(1e-3)"} <= set(events.Tags()["scalars"])
+
+
+def test_tensorboard_from_scratch_again_purges_all(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for _ in range(2):
+        attempt(tmp_path, "tensorboard", steps=range(3))
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(0, "FINISHED"), (76, "FAILED")])
+def test_mlflow_continues_one_run_and_sets_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int, status: str
+) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    client = tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    first = attempt(tmp_path, "mlflow", steps=range(1, 5), exit_code=75)
+    run_id = first.state_dict()["run_ids"]["mlflow"]
+    assert client.get_run(run_id).info.status == "KILLED"
+    second = attempt(tmp_path, "mlflow", steps=range(5, 9), exit_code=exit_code)
+    assert second.state_dict()["run_ids"]["mlflow"] == run_id
+
+    experiment = client.get_experiment_by_name("project")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "exp", status)
+    assert run.data.params["optim.lr"] == "0.0001"
+    history = client.get_metric_history(run_id, "train/lr_1e-3")
+    assert [(metric.step, metric.value) for metric in history] == [(step, 0.125) for step in range(1, 9)]
+    assert run.data.tags["metric_name/train/lr_1e-3"] == "train/lr(1e-3)"
+
+
+def test_mlflow_names_are_unique_stable_and_reversible() -> None:
+    names = MetricNames({})
+    converted = [names.convert(name) for name in ("train/loss", "a(b)", "a_b", "a[b]", "a(b)")]
+    assert converted == [("train/loss", False), ("a_b", True), ("a_b_", True), ("a_b__", True), ("a_b", False)]
+    restored = MetricNames({"metric_name/a_b": "a(b)", "metric_name/a_b_": "a_b", "mlflow.user": "x"})
+    assert restored.convert("a_b") == ("a_b_", False)
+    assert restored.convert("a(b)") == ("a_b", False)
+
+
+def test_csv_restart_appends_under_one_header_and_new_columns_widen(tmp_path: Path) -> None:
+    attempt(tmp_path, "csv", steps=range(1, 4))
+    history = tmp_path / "training_history.csv"
+    with history.open("a") as file:
+        file.write("4,1,0.")
+    attempt(tmp_path, "csv", steps=range(3, 5))
+    tracking = Tracking("project", "exp", "csv", CONFIG, run_dir=tmp_path, total_steps=8)
+    tracking.log({"train/loss": float("nan"), "train/grad_norm": 0.5}, step=5)
+    tracking.finish(0)
+    rows = list(csv.DictReader(io.StringIO(history.read_text())))
+    assert [(row["step"], row["attempt"]) for row in rows] == [
+        ("1", "1"), ("2", "1"), ("3", "1"), ("3", "2"), ("4", "2"), ("5", "3"),
+    ]  # fmt: skip
+    assert [row["train/grad_norm"] for row in rows] == ["", "", "", "", "", "0.5"]
+    assert rows[0]["train/loss"] == "1.01" and rows[5]["train/loss"] == "nan" and rows[5]["train/lr(1e-3)"] == ""
+    validation = (tmp_path / "validation_history.csv").read_text()
+    assert validation == "step,attempt,val/loss\n2,1,2.0\n4,2,4.0\n"
+
+
+@pytest.fixture
+def wandb_offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """The protobuf records of a `.wandb` file: LevelDB log format after a header of 7 bytes, which block 0 includes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, block, header = path.read_bytes(), 32768, struct.Struct("<IHB")
+    records, part, place = [], b"", 7
+    while place + header.size <= len(content):
+        if block - place % block < header.size:
+            place += block - place % block
+            continue
+        _, size, kind = header.unpack_from(content, place)
+        part += content[place + header.size : place + header.size + size]
+        place += header.size + size
+        if kind in (1, 4):  # full, last
+            records.append(Record.FromString(part))
+            part = b""
+    return records
+
+
+def test_wandb_offline_continues_one_run(tmp_path: Path, wandb_offline: None, caplog: pytest.LogCaptureFixture) -> None:
+    first = attempt(tmp_path, "wandb", steps=range(1, 5), exit_code=75)
+    time.sleep(1.1)  # wandb names its offline directories by the second
+    second = attempt(tmp_path, "wandb", steps=range(5, 9))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    run_id = first.state_dict()["run_ids"]["wandb"]
+    assert second.state_dict()["run_ids"] == {"wandb": run_id}
+    assert json.loads((tmp_path / "run.json").read_text()) == {"run_ids": {"wandb": run_id}}
+
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
+    steps, exit_codes, metrics = [], [], set()
+    for record in (record for file in files for record in wandb_records(file)):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            assert (record.run.run_id, record.run.project) == (run_id, "project")
+        elif kind == "history":
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            steps += [items["trainer/step"]] if "train/loss" in items else []
+        elif kind == "exit":
+            exit_codes.append(record.exit.exit_code)
+        elif kind == "metric":
+            metrics.add((record.metric.glob_name, record.metric.step_metric))
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert exit_codes == [75, 0]
+    assert ("*", "trainer/step") in metrics
+
+
+def test_wandb_without_key_is_dropped_and_never_asks(
+    tmp_path: Path, wandb_offline: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import wandb
+
+    wandb.teardown()  # its settings are read once per process
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    attempt(tmp_path, "wandb", steps=range(1, 3))
+    wandb.teardown()
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "'wandb' dropped" in warning and "WANDB_MODE=offline" in warning
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_console_prints_one_plain_line_per_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracking = Tracking("project", "exp", "console", CONFIG, run_dir=tmp_path, total_steps=200)
+    train = {
+        "train/loss": 2.341,
+        "train/lr(1e-3)": 0.12,
+        "train/grad_norm": 1.02,
+        "throughput/train/tokens_per_s": 3900.4,
+        "train/time(s)": 0.84,
+        "memory/cpu/rss_gib": 3.0,
+    }
+    tracking.log(train, step=12)
+    tracking.log({"val/loss": 1.2345, "val/tokens": 12345}, step=12)
+    tracking.log({"memory/cpu/rss_gib": 3.0}, step=12)
+    tracking.log({"train/loss": float("nan"), "optim/skipped_steps": 1}, step=13)
+    tracking.finish(0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 12/200 | loss 2.3410 | lr 1.20e-04 | grad_norm 1.02 | 3,900 tok/s | 0.84 s | eta 0:02:38"
+    assert lines[1] == "step 12/200 | val/loss 1.2345 | val/tokens 12,345"
+    assert lines[2].startswith("step 13/200 | loss nan | skipped 1 | eta ")
+    assert len(lines) == 3
+
+
+def test_console_eta_follows_the_wall_time_of_recent_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.tracking.console_backend import _Eta
+
+    now = iter([0.0, 2.0, 6.0, 100.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    eta = _Eta(total_steps=10)
+    assert eta.update(5, None) is None
+    assert eta.update(6, 9.9) == 2.0 * 4
+    assert eta.update(7, 9.9) == 3.0 * 3
+    assert eta.update(5, 1.0) == 1.0 * 5  # a step repeated: start over
+
+
+def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "140")
+    tracking = Tracking("project", "exp", "console", CONFIG, run_dir=tmp_path, total_steps=200)
+    tracking.log({"train/loss": 2.5, "train/time(s)": 1.0}, step=101)
+    tracking.log({"val/loss": 1.25}, step=101)
+    tracking.finish(0)
+    shown = terminal.getvalue()
+    assert "100/200" in shown and "101/200" in shown and "loss 2.5000 | 1.00 s | eta 0:01:39" in shown
+    assert "step 101/200 | val/loss 1.2500" in shown
+    assert sys.stdout is terminal

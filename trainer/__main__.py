@@ -1,0 +1,114 @@
+"""`python -m trainer [overrides]`: compose the configuration, run, leave with the documented exit code (floor 5).
+
+Nothing here imports torch before the configuration is known to be right.
+"""
+
+import logging
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config import Config, ConfigError, known_keys, parse_config, unknown_key_error
+from trainer.protocols import EXIT_BAD_DATA, EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_USAGE, CannotWriteError, DataError
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
+  experiment=NAME        load conf/experiment/NAME.yaml over the defaults
+  --cfg job              print the resolved configuration and exit
+  --help                 print this and all keys with their defaults and meaning"""
+
+
+def main(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(f"{USAGE}\n\n{(CONF_DIR / 'sft.yaml').read_text()}")
+        return 0
+    try:
+        if "--cfg" in argv:
+            overrides = [word for word in argv if word not in ("--cfg", "job")]
+            print(OmegaConf.to_yaml(OmegaConf.create(load_config(overrides).resolved)), end="")
+            return 0
+        return _run(load_config(argv))
+    except ConfigError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def load_config(overrides: list[str]) -> Config:
+    """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what the user got wrong."""
+    if flags := [word for word in overrides if word.startswith("-")]:
+        raise ConfigError(f"unknown flag '{flags[0]}'\n{USAGE}")
+    _check_keys(overrides)
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            composed = compose("sft", overrides=overrides)
+        tree: Any = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_plain(error)) from error
+    return parse_config(tree)
+
+
+def _check_keys(overrides: list[str]) -> None:
+    """Name a mistyped key with the nearest known one; hydra would only say that it is not in the struct."""
+    groups = {key.rsplit(".", depth)[0] for key in known_keys() for depth in range(1, key.count(".") + 1)}
+    experiments = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
+    for override in overrides:
+        if override.startswith("experiment=") and override.partition("=")[2] not in (*experiments, "null"):
+            raise ConfigError(
+                f"no recipe '{override.partition('=')[2]}' in conf/experiment: known are {', '.join(experiments)}"
+            )
+        match = re.match(r"^[+~]{0,2}([^=]+)(=|$)", override)
+        key = match[1].split("@")[0] if match else override
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"'{override}' is not of the form key=value\n{USAGE}")
+        is_free = key.startswith("data.apply_chat_template_kwargs.")
+        if key not in known_keys() and key not in groups and key != "experiment" and not is_free:
+            raise unknown_key_error(key)
+
+
+def _plain(error: Exception) -> str:
+    """The lines of a hydra error a user can act on."""
+    lines = [
+        line
+        for line in str(error).splitlines()
+        if line.strip() and "full_key" not in line and "object_type" not in line
+    ]
+    return "\n".join(lines[:6])
+
+
+def _run(config: Config) -> int:
+    from trainer.runtime import log, signals
+    from trainer.runtime.environment import rank_and_size
+
+    log.configure(rank_and_size()[0])
+    logger = logging.getLogger("trainer")
+    signals.join_launcher()
+    stop = signals.StopRequest()
+    stop.install()
+    try:
+        from trainer.build import run
+
+        return run(config, stop)
+    except ConfigError:
+        raise
+    except DataError as error:
+        logger.error("%s", error)
+        return EXIT_BAD_DATA
+    except CannotWriteError as error:
+        logger.error("%s", error)
+        return EXIT_CANNOT_WRITE
+    except Exception:
+        logger.error("%s", traceback.format_exc())
+        return EXIT_CRASH
+
+
+if __name__ == "__main__":
+    from trainer.runtime.signals import leave
+
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,236 @@
+"""Every file operation of a checkpoint: nothing else in this package writes, renames, removes or reads a file.
+
+A function returns when its effect is durable, unless its docstring says who makes it so. A failed `fsync` is never
+repeated on the same descriptor (the kernel may have dropped the pages and report success the second time): the error
+ends this save, and the next save writes new files.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+COPY_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What was written: `path` is relative to the checkpoint directory, with forward slashes."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+class HashingFile:
+    """A new file that counts and hashes what is written to it; `torch.save` and streaming writers take it as a file.
+
+    As a context manager it is closed durably on success, and dropped unsynced when the block raises. The directory
+    entry becomes durable with `fsync_tree`. `record` exists after `close`. Raises `OSError`: the path exists, or the
+    disk refuses; `torch.save` turns that into an opaque `RuntimeError`, the end of the block turns it back.
+    """
+
+    def __init__(self, path: Path, *, root: Path) -> None:
+        self._path = path
+        self._relative = path.relative_to(root).as_posix()
+        self._file = open(path, "xb")  # noqa: SIM115  lives as long as this object
+        self._sha256 = hashlib.sha256()
+        self._size_bytes = 0
+        self._error: OSError | None = None
+        self._record: FileRecord | None = None
+
+    @property
+    def record(self) -> FileRecord:
+        if self._record is None:
+            raise ValueError(f"{self._path} is not closed yet: its record is not final")
+        return self._record
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            with _named(self._path):
+                self._file.write(view)
+        except OSError as error:
+            self._error = error
+            raise
+        self._sha256.update(view)
+        self._size_bytes += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        with _named(self._path):
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flush, sync and close; the size on disk must then equal the bytes written."""
+        with _named(self._path):
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()  # NFS reports a full disk here
+        found_bytes = os.stat(self._path).st_size
+        if found_bytes != self._size_bytes:
+            raise OSError(f"{self._path} has {found_bytes} bytes on disk after {self._size_bytes} were written")
+        self._record = FileRecord(self._relative, self._size_bytes, self._sha256.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with suppress(OSError):
+            self._file.close()
+        if self._error is not None and isinstance(error, Exception):
+            raise self._error from error
+
+
+def make_dir(path: Path) -> None:
+    """Create one directory that must not exist yet."""
+    os.mkdir(path)
+    fsync_dir(path.parent)
+
+
+def make_dirs(path: Path) -> None:
+    """Create a directory and its missing parents; one that exists is left as it is."""
+    if not path.is_dir():
+        make_dirs(path.parent)
+        try:
+            make_dir(path)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+
+
+def write_file(path: Path, data: bytes, *, root: Path) -> FileRecord:
+    """Write a new small file; its directory entry becomes durable with `fsync_tree`."""
+    with HashingFile(path, root=root) as file:
+        file.write(data)
+    return file.record
+
+
+def copy_file(source: Path, path: Path, *, root: Path) -> FileRecord:
+    """Copy into a new file; its directory entry becomes durable with `fsync_tree`."""
+    with open(source, "rb") as reader, HashingFile(path, root=root) as file:
+        while chunk := reader.read(COPY_CHUNK_BYTES):
+            file.write(chunk)
+    return file.record
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Create or replace a small file: a reader, or the machine after a power loss, sees the old or the new one."""
+    temporary = temporary_path(path)
+    try:
+        write_file(temporary, data, root=path.parent)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def temporary_path(path: Path) -> Path:
+    """A new name beside `path` for its next content: `.<name>.<nonce>.tmp`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename within one directory. Raises `OSError` if `target` is a directory with content."""
+    os.rename(source, target)
+    fsync_dir(target.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, or a file, with all it holds; symbolic links are removed, never followed. Not synced."""
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the creations, renames and removals in one directory durable."""
+    with _named(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def fsync_tree(path: Path) -> None:
+    """Make every directory entry below `path` durable, bottom-up."""
+    for directory, _, _ in os.walk(path, topdown=False, onerror=_raise):
+        fsync_dir(Path(directory))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def list_dir(path: Path) -> list[str]:
+    """Names in a directory, sorted; none if it does not exist."""
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file. Raises `OSError`, also for a symbolic link."""
+    with _named(path), open(path, "rb", opener=_open_without_following) as file:
+        return file.read()
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a regular file. Raises `OSError`, also for a symbolic link."""
+    with _named(path), open(path, "rb", buffering=0, opener=_open_without_following) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of `read`, `write` and `fsync` do not say where: add the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _open_without_following(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
+
+
+def require_dir(path: Path) -> None:
+    """Raise `OSError` unless `path` is itself a directory, not a link to one."""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
+        raise OSError(f"{path.name} is a symbolic link")
+    if not stat.S_ISDIR(mode):
+        raise OSError(f"{path.name} is not a directory")
+
+
+def size_within(root: Path, relative: str) -> int:
+    """Size in bytes of a regular file below `root`. Raises `OSError` if it is missing or a link is on the way."""
+    path = root
+    *directories, name = relative.split("/")
+    for directory in directories:
+        path = path / directory
+        require_dir(path)
+    found = os.lstat(path / name)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{relative} is a symbolic link" if stat.S_ISLNK(found.st_mode) else f"{relative} is not a file")
+    return found.st_size

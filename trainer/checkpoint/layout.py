@@ -1,0 +1,300 @@
+"""The run directory: names, which checkpoint to continue from, and which old ones may go. Rank 0 only; no torch.
+
+A checkpoint appears by one rename (`commit`), becomes the one to continue from by `publish`, and leaves by `rotate`.
+Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification time.
+"""
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainer.checkpoint import fsio
+from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
+from trainer.config import ConfigError
+
+POINTER = "latest_checkpointed_iteration.txt"
+PUBLISHED = ".published"
+FSDP_CONFIG = "fsdp_config.json"
+DATA = "data.pt"
+HUGGINGFACE = "huggingface"
+STAGING_PREFIX = ".staging_"
+TRASH_PREFIX = ".trash_"
+CORRUPT_PREFIX = ".corrupt_"
+
+_STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
+_POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
+_POINTER_TEMPORARY = re.compile(re.escape(f".{POINTER}.") + r"[0-9a-f]+\.tmp")
+
+logger = logging.getLogger(__name__)
+
+
+class NoUsableCheckpointError(ConfigError):
+    """The run has checkpoints, and none can be continued from: never an excuse to begin at step 0. Exit code 2."""
+
+
+def step_dir_name(step: int) -> str:
+    return f"global_step_{step}"
+
+
+def parse_step(name: str) -> int | None:
+    match = _STEP_DIR.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def model_file(world_size: int, rank: int) -> str:
+    return f"model_world_size_{world_size}_rank_{rank}.pt"
+
+
+def optim_file(world_size: int, rank: int) -> str:
+    return f"optim_world_size_{world_size}_rank_{rank}.pt"
+
+
+def extra_file(world_size: int, rank: int) -> str:
+    return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
+
+
+def staging_dir(run_dir: Path, step: int) -> Path:
+    """A new name for a checkpoint in the making, on the same file system as its final one."""
+    return run_dir / f"{STAGING_PREFIX}{step_dir_name(step)}.{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """`raw` is what the pointer file says, or why it cannot be read; None = no file. `step` is None if it is none."""
+
+    raw: str | None
+    step: int | None
+
+
+def read_pointer(run_dir: Path) -> Pointer:
+    try:
+        raw = fsio.read_bytes(run_dir / POINTER).decode(errors="replace")
+    except FileNotFoundError:
+        return Pointer(None, None)
+    except OSError as error:
+        return Pointer(f"unreadable: {error.strerror}", None)
+    match = _POINTER_TEXT.fullmatch(raw.strip())
+    return Pointer(raw[:80], int(match[1]) if match else None)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What stands in one `global_step_N`.
+
+    committed: its manifest and the sizes of all its files agree (contents are proven by `verify_files`). foreign: a
+    complete directory of verl, which has no manifest. incomplete: neither, for the `reason` given. `published`: the
+    pointer has named it once.
+    """
+
+    step: int
+    path: Path
+    status: Literal["committed", "foreign", "incomplete"]
+    reason: str = ""
+    published: bool = False
+    manifest: Manifest | None = None
+
+
+def inspect(path: Path) -> CheckpointInfo:
+    """Judge one directory from names and sizes. Raises `ConfigError` if it is not called `global_step_N`."""
+    step = parse_step(path.name)
+    if step is None:
+        raise ConfigError(f"'{path}' is not a checkpoint: give a directory called global_step_<step>")
+    try:
+        fsio.require_dir(path)
+        names = fsio.list_dir(path)
+        if MANIFEST not in names:
+            if PUBLISHED in names:
+                raise OSError(f"its {MANIFEST} was removed")
+            _require_complete_foreign(path)
+            return CheckpointInfo(step, path, "foreign")
+        manifest = parse_manifest(fsio.read_bytes(path / MANIFEST))
+        _require_listed_files(path, step, manifest)
+    except ManifestError as error:
+        return CheckpointInfo(step, path, "incomplete", f"{MANIFEST}: {error}")
+    except OSError as error:
+        return CheckpointInfo(step, path, "incomplete", _describe(error))
+    return CheckpointInfo(step, path, "committed", published=PUBLISHED in names, manifest=manifest)
+
+
+def _require_listed_files(path: Path, step: int, manifest: Manifest) -> None:
+    if manifest.step != step:
+        raise ManifestError(f"it belongs to step {manifest.step}")
+    for record in manifest.files:
+        size_bytes = fsio.size_within(path, record.path)
+        if size_bytes != record.size_bytes:
+            raise OSError(f"{record.path} has {size_bytes} bytes, {record.size_bytes} were written")
+
+
+def _require_complete_foreign(path: Path) -> None:
+    """verl names the number of files in `fsdp_config.json`, written by its rank 0 after the shards."""
+    try:
+        world_size = json.loads(fsio.read_bytes(path / FSDP_CONFIG))["world_size"]
+    except FileNotFoundError as error:
+        raise OSError(f"it has neither {MANIFEST} nor {FSDP_CONFIG}: its save did not finish") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise OSError(f"it has no {MANIFEST}, and {FSDP_CONFIG} names no world_size") from error
+    if type(world_size) is not int or world_size < 1:
+        raise OSError(f"it has no {MANIFEST}, and {FSDP_CONFIG} names world_size {world_size!r:.40}")
+    for rank in range(world_size):
+        if fsio.size_within(path, model_file(world_size, rank)) == 0:
+            raise OSError(f"{model_file(world_size, rank)} is empty")
+
+
+def _describe(error: OSError) -> str:
+    if error.errno is None:
+        return str(error)
+    return f"{Path(str(error.filename)).name}: {error.strerror}"
+
+
+def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
+    """Everything called `global_step_N`, whatever its state, by rising step."""
+    names = [name for name in fsio.list_dir(run_dir) if parse_step(name) is not None]
+    return sorted((inspect(run_dir / name) for name in names), key=lambda info: info.step)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """`candidates`: the one to continue from, then older ones for the case that its contents do not verify.
+
+    `notes` are for the log: why this one, and what was passed over; a note to worry about begins with `WARNING`.
+    """
+
+    candidates: tuple[CheckpointInfo, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def chosen(self) -> CheckpointInfo | None:
+        return self.candidates[0] if self.candidates else None
+
+
+def select(run_dir: Path) -> Selection:
+    """Which checkpoint an interrupted run continues from; none in a new run directory.
+
+    The pointer is followed. A newer committed checkpoint goes before it if no pointer ever named it: the run died
+    between commit and publish. One that was named before says that a person moved the pointer back. Raises
+    `NoUsableCheckpointError` if there are checkpoints or a pointer, and nothing to continue from.
+    """
+    found, pointer = checkpoints(run_dir), read_pointer(run_dir)
+    pointed = next((info for info in found if info.step == pointer.step and info.status != "incomplete"), None)
+    usable = [info for info in reversed(found) if info.status == "committed" or info is pointed]
+    if not usable:
+        _require_new(run_dir, found, pointer)
+        return Selection((), ())
+    chosen, note = _choose(usable, pointed, pointer)
+    notes = [note] if note else []
+    if chosen.status == "foreign":
+        notes.append(f"WARNING: {chosen.path.name} has no {MANIFEST} (written by verl?): its contents cannot be proven")
+    notes += [f"WARNING: passed over {i.path.name}: {i.reason}" for i in found if i.status == "incomplete"]
+    return Selection(tuple(info for info in usable if info.step <= chosen.step), tuple(notes))
+
+
+def _choose(
+    usable: list[CheckpointInfo], pointed: CheckpointInfo | None, pointer: Pointer
+) -> tuple[CheckpointInfo, str | None]:
+    """The first choice among `usable` (newest first), and the reason unless the pointer simply names the newest."""
+    newest = usable[0]
+    unpublished = [info for info in usable if not info.published and (pointed is None or info.step > pointed.step)]
+    if pointed is None and (pointer.raw is not None or len(unpublished) < len(usable)):
+        said = "is missing" if pointer.raw is None else f"says {pointer.raw!r}, which is no usable checkpoint"
+        return newest, f"WARNING: {POINTER} {said}: continuing from the newest committed one, {newest.path.name}"
+    if pointed is None or unpublished:
+        name = unpublished[0].path.name
+        return unpublished[0], f"{name} was committed just before the run died, {POINTER} not yet moved: taking {name}"
+    if newest is not pointed:
+        return pointed, f"{POINTER} was moved back to {pointed.path.name}: honoured, newer ones are kept"
+    return pointed, None
+
+
+def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -> None:
+    corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(CORRUPT_PREFIX)]
+    if not found and not corrupt and pointer.raw is None:
+        return
+    lines = [f"  {info.path.name}: {info.reason or 'written by verl, not named by the pointer'}" for info in found]
+    lines += [f"  {name}: set aside as corrupt" for name in corrupt]
+    lines += [f"  {POINTER}: {'missing' if pointer.raw is None else repr(pointer.raw)}"]
+    raise NoUsableCheckpointError(
+        f"no checkpoint in '{run_dir}' can be continued from:\n" + "\n".join(lines) + "\nRestore one of them (to use "
+        f"one of verl's, write its step into {POINTER}), or begin anew in another directory: "
+        "trainer.experiment_name=<new name>"
+    )
+
+
+def commit(staging: Path, step: int) -> Path:
+    """Give a finished staging directory its final name: the moment from which the checkpoint exists.
+
+    Its files must be synced (`fsio.fsync_tree`). What already has the name, left by a corrupt or an abandoned
+    attempt at this step, is set aside. Raises `FileExistsError` instead if the pointer names it and it is whole: no
+    crash may leave the run without it, and a step that is saved need not be saved again.
+    """
+    final = staging.parent / step_dir_name(step)
+    if final.name in fsio.list_dir(final.parent):
+        if read_pointer(final.parent).step == step and inspect(final).status != "incomplete":
+            raise FileExistsError(f"'{final}' is the checkpoint this run continues from: it is never replaced")
+        quarantine(final, "this step is being written anew")
+    fsio.rename(staging, final)
+    return final
+
+
+def publish(run_dir: Path, step: int) -> None:
+    """Point to `step`, then mark it as named once. Repairs what a crash left; writes nothing if all is right.
+
+    A foreign checkpoint gets no mark: with one and without a manifest it would be one of ours that lost it.
+    """
+    step_dir = run_dir / step_dir_name(step)
+    names = fsio.list_dir(step_dir)
+    unmarked = MANIFEST in names and PUBLISHED not in names
+    if unmarked or read_pointer(run_dir).step != step:
+        fsio.atomic_write(run_dir / POINTER, str(step).encode())
+    if unmarked:
+        fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
+        fsio.fsync_dir(step_dir)
+
+
+def quarantine(path: Path, reason: str) -> Path:
+    """Set a checkpoint aside as `.corrupt_global_step_N.<k>`; it is never deleted automatically."""
+    taken = fsio.list_dir(path.parent)
+    name = next(name for k in range(len(taken) + 1) if (name := f"{CORRUPT_PREFIX}{path.name}.{k}") not in taken)
+    fsio.rename(path, path.parent / name)
+    logger.warning("set %s aside as %s: %s", path, name, reason)
+    return path.parent / name
+
+
+def rotation_victims(run_dir: Path, *, keep: int | None, protect: Set[int]) -> list[Path]:
+    """Committed checkpoints that may go, oldest first: all but the newest `keep`, the pointer's and the protected."""
+    if keep is None:
+        return []
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}: the newest checkpoint always stays")
+    committed = [info for info in checkpoints(run_dir) if info.status == "committed"]
+    spared = {*protect, read_pointer(run_dir).step}
+    return [info.path for info in committed[:-keep] if info.step not in spared]
+
+
+def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
+    """Delete old checkpoints; what cannot be deleted is logged and tried again next time.
+
+    Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do not prove that the
+    newest is good. `protect` holds the step this run resumed from, until a newer one is published.
+    """
+    for victim in rotation_victims(run_dir, keep=keep, protect=protect):
+        trash = run_dir / f"{TRASH_PREFIX}{victim.name}.{secrets.token_hex(4)}"
+        try:
+            fsio.rename(victim, trash)
+            fsio.remove_tree(trash)
+        except OSError as error:
+            logger.warning("cannot delete the old checkpoint %s: %s", victim, error)
+
+
+def clean_leftovers(run_dir: Path) -> None:
+    """Remove what an earlier crash left half-written or half-deleted. Only under the run's lock."""
+    for name in fsio.list_dir(run_dir):
+        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or _POINTER_TEMPORARY.fullmatch(name):
+            try:
+                fsio.remove_tree(run_dir / name)
+            except OSError as error:
+                logger.warning("cannot remove the leftover %s: %s", run_dir / name, error)

@@ -1,0 +1,144 @@
+"""Sharded state on disk: one file per rank and kind, readable by any number of ranks.
+
+A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows / S), as FSDP2 does.
+"""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed.tensor  # registers the classes that weights_only loading needs
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.fsio import FileRecord, HashingFile
+
+
+class CorruptShardError(ValueError):
+    """A shard file does not contain what the checkpoint promises; the message names file and tensor."""
+
+
+def write_torch(path: Path, value: Any, *, root: Path) -> FileRecord:
+    """`torch.save` into a new file of the checkpoint being staged at `root`."""
+    with HashingFile(path, root=root) as file:
+        torch.save(value, cast(IO[bytes], file))
+    return file.record
+
+
+def read_torch(path: Path) -> Any:
+    """Load without executing pickled code; tensors stay on disk until they are used."""
+    try:
+        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise CorruptShardError(f"{path}: {error}") from error
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names."""
+    return {name: _compact(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """{"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{..., "param_names": [...]}]}."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    state = {
+        names[parameter]: {key: _compact(value) for key, value in values.items()}
+        for parameter, values in optimizer.state.items()
+    }
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "param_names": [names[parameter] for parameter in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def load_model(model: nn.Module, directory: Path, *, world_size: int, num_shards: int) -> None:
+    """Copy the saved parameters into `model`, whatever the number of ranks that saved them.
+
+    `world_size` ranks wrote the files; the first `num_shards` of them hold one whole copy.
+    """
+    parts = [read_torch(directory / layout.model_file(world_size, rank)) for rank in range(num_shards)]
+    for name, parameter in model.named_parameters():
+        _copy_slice([_entry(part, name, directory) for part in parts], parameter, name)
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, *, world_size: int, num_shards: int
+) -> None:
+    """Copy the saved moments and step counts; rates and decay stay as configured now."""
+    parts = [read_torch(directory / layout.optim_file(world_size, rank))["state"] for rank in range(num_shards)]
+    for name, parameter in model.named_parameters():
+        saved = [_entry(part, name, directory) for part in parts]
+        for key, value in optimizer.state[parameter].items():
+            _copy_slice([entry[key] for entry in saved], value, f"{name}.{key}")
+
+
+def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
+    if name not in part:
+        raise CorruptShardError(f"{directory.name} has no tensor '{name}': it was saved from another model")
+    return part[name]
+
+
+def _compact(value: Any) -> Any:
+    """Without autograd, and without the padding FSDP keeps behind an uneven shard (it would be saved too)."""
+    if not isinstance(value, DTensor):
+        return value.detach() if isinstance(value, Tensor) else value
+    local = value.to_local().detach()
+    if local.untyped_storage().nbytes() != local.numel() * local.element_size():
+        local = local.clone()
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+@torch.no_grad()
+def _copy_slice(saved: list[Any], live: Tensor, name: str) -> None:
+    """Fill this rank's part of `live` from the pieces that `saved` holds, in rank order."""
+    if tuple(saved[0].shape) != tuple(live.shape) or saved[0].dtype != live.dtype:
+        raise CorruptShardError(
+            f"'{name}' was saved as {tuple(saved[0].shape)} {saved[0].dtype}, "
+            f"the model has {tuple(live.shape)} {live.dtype}"
+        )
+    if not isinstance(live, DTensor):
+        live.copy_(saved[0])
+        return
+    local = live.to_local()
+    _, offset = compute_local_shape_and_global_offset(live.shape, live.device_mesh, live.placements)
+    if _shard_dim(saved[0], name) is None:
+        local.copy_(_piece(saved[0])[offset[0] : offset[0] + local.shape[0]])
+        return
+    rows = live.shape[0]
+    chunk = -(-rows // len(saved))
+    for index, entry in enumerate(saved):
+        first, last = min(index * chunk, rows), min((index + 1) * chunk, rows)
+        piece = _piece(entry)
+        if piece.shape[0] != last - first:
+            raise CorruptShardError(f"'{name}': piece {index} has {piece.shape[0]} rows, expected {last - first}")
+        begin, end = max(first, offset[0]), min(last, offset[0] + local.shape[0])
+        if begin < end:
+            local[begin - offset[0] : end - offset[0]].copy_(piece[begin - first : end - first])
+
+
+def _piece(entry: DTensor) -> Tensor:
+    # the mesh revived from the file belongs to the run that saved it: only the local tensor is used
+    local = entry._local_tensor
+    assert isinstance(local, Tensor)
+    return local
+
+
+def _shard_dim(entry: Any, name: str) -> int | None:
+    if not isinstance(entry, DTensor):
+        raise CorruptShardError(f"'{name}' is not a sharded tensor")
+    placement = entry.placements[-1]
+    if isinstance(placement, Replicate):
+        return None
+    if type(placement) is Shard and placement.dim == 0:
+        return 0
+    raise CorruptShardError(f"'{name}' has the placement {placement}, only Shard(0) and Replicate() are known")

@@ -1,0 +1,303 @@
+"""The second half of `run_sft.sh`: check the configuration, start the ranks, pass signals on, return the exit code.
+
+Three generations of processes: this launcher, torchrun's agent in a session of its own, and the ranks. Each dies with
+its parent, so killing the launcher leaves nothing behind. torchrun folds every failure into 1 and kills ranks 30 s
+after a signal; so ranks write their pid and exit code into `SFT_STATUS_DIR`, and signals go to them directly.
+Floor 5; imports no torch, so that a mistyped key fails at once.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.protocols import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
+
+USAGE = """usage: bash run_sft.sh [N] [key=value ...]
+  N                      ranks on this machine; default: the number of GPUs, else 2
+  key=value              any key of conf/sft.yaml; experiment=NAME loads conf/experiment/NAME.yaml
+  --cfg job | --help     print the resolved configuration | all keys with their defaults
+several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per node under srun"""
+DEFAULT_NUM_CPU_RANKS = 2
+DEFAULT_MASTER_PORT = 29500
+SLURM_PORTS = range(20000, 30000)
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_AGENT = signal.SIGHUP
+POLL_S = 1.0
+
+
+class UsageError(ValueError):
+    """The command line or the environment variables are wrong. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    num_ranks: int | None
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Which of several machines this is; alone it needs no address."""
+
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["--agent"]:
+        return run_agent(argv[1:])
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # from here on they wait for `supervise`
+    try:
+        arguments = parse_arguments(argv)
+        from trainer.__main__ import load_config
+        from trainer.__main__ import main as run_here
+
+        if {"--help", "-h", "--cfg"} & set(arguments.overrides):
+            return run_here(arguments.overrides)
+        config = load_config(arguments.overrides)
+        layout = node_layout(os.environ)
+        num_ranks = choose_num_ranks(
+            arguments.num_ranks, num_gpus=0 if config.trainer.device == "cpu" else count_gpus()
+        )
+    except (ConfigError, UsageError) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if layout.num_nodes > 1:
+        print(
+            f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
+            flush=True,
+        )
+    with tempfile.TemporaryDirectory(prefix="sft-", ignore_cleanup_errors=True) as status_dir:
+        env = rank_environment(os.environ, num_ranks=num_ranks, status_dir=Path(status_dir))
+        code = supervise(agent_command(num_ranks, layout, arguments.overrides), env=env, status_dir=Path(status_dir))
+    if code == EXIT_RESUMABLE:
+        print("resume with the same command", flush=True)
+    return code
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """The number of ranks, if given, and the words for hydra. Raises `UsageError`."""
+    if not argv:
+        return Arguments(None, [])
+    first = argv[0]
+    if re.fullmatch(r"[+-]?\d+", first):
+        if int(first) < 1:
+            raise UsageError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
+        return Arguments(int(first), list(argv[1:]))
+    if "=" not in first and not first.startswith(("-", "~")):
+        raise UsageError(f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}")
+    return Arguments(None, list(argv))
+
+
+def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
+    """Ranks to start here; `num_gpus` is 0 for a run on CPU. Raises `UsageError` for more ranks than GPUs."""
+    if asked is not None and 0 < num_gpus < asked:
+        raise UsageError(
+            f"{asked} ranks asked for, but this machine has {num_gpus} GPUs: start at most {num_gpus}, or set "
+            f"trainer.device=cpu"
+        )
+    return asked or num_gpus or DEFAULT_NUM_CPU_RANKS
+
+
+def count_gpus() -> int:
+    """The GPUs torch sees; without a driver torch is not asked, because importing it takes seconds."""
+    if not any(Path(driver).exists() for driver in GPU_DRIVERS):
+        return 0
+    question = "import torch; print(torch.cuda.device_count())"
+    answer = subprocess.run([sys.executable, "-c", question], stdout=subprocess.PIPE, text=True)
+    if answer.returncode:
+        raise UsageError(f"{sys.executable} cannot import torch (its error stands above): repair this environment")
+    return int(answer.stdout)
+
+
+def node_layout(env: Mapping[str, str]) -> NodeLayout:
+    """This machine's place, from `NNODES` and its companions or from SLURM. Raises `UsageError`.
+
+    Under SLURM the port follows from the job id; two multi-machine runs inside one job need `MASTER_PORT`.
+    """
+    if "NNODES" in env:
+        num_nodes = _whole(env, "NNODES", minimum=1)
+        if num_nodes == 1:
+            return NodeLayout()
+        port = _port(env, DEFAULT_MASTER_PORT)
+        layout = NodeLayout(num_nodes, _whole(env, "NODE_RANK"), _needed(env, "MASTER_ADDR"), port)
+    elif env.get("SLURM_NNODES", "1") != "1":
+        if env.get("SLURM_LOCALID", "0") != "0":
+            raise UsageError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
+        port = _port(env, SLURM_PORTS[_whole(env, "SLURM_JOB_ID") % len(SLURM_PORTS)])
+        host = env.get("MASTER_ADDR") or first_host(_needed(env, "SLURM_JOB_NODELIST"))
+        layout = NodeLayout(_whole(env, "SLURM_NNODES"), _whole(env, "SLURM_NODEID"), host, port)
+    else:
+        return NodeLayout()
+    if layout.node_rank >= layout.num_nodes:
+        raise UsageError(f"NODE_RANK={layout.node_rank}, but NNODES={layout.num_nodes}: machines count from 0")
+    return layout
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's list: `gpu[03-07,11]-a,cpu1` gives `gpu03-a`. Raises `UsageError`."""
+    if shutil.which("scontrol"):
+        shown = subprocess.run(["scontrol", "show", "hostnames", nodelist], stdout=subprocess.PIPE, text=True)
+        if shown.returncode == 0 and shown.stdout.strip():
+            return shown.stdout.split()[0]
+    match = re.match(r"([^\[\],]+)(?:\[(\d+)[^\[\]]*\])?([^\[\],]*)(?:,|$)", nodelist)
+    if match is None:
+        raise UsageError(f"cannot read SLURM_JOB_NODELIST={nodelist}: set MASTER_ADDR to the first machine")
+    return "".join(part or "" for part in match.groups())
+
+
+def _needed(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise UsageError(f"{name} is not set: a run on several machines needs it\n{USAGE}")
+    return env[name]
+
+
+def _whole(env: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
+    text = _needed(env, name)
+    if not text.isdecimal() or int(text) < minimum:
+        raise UsageError(f"{name} must be a whole number of at least {minimum}, got '{text}'")
+    return int(text)
+
+
+def _port(env: Mapping[str, str], default: int) -> int:
+    return _whole(env, "MASTER_PORT", minimum=1) if "MASTER_PORT" in env else default
+
+
+def thread_count(num_ranks: int, *, num_cores: int) -> int:
+    """CPU threads of one rank; torchrun would give it one."""
+    return max(1, num_cores // num_ranks)
+
+
+def rank_environment(env: Mapping[str, str], *, num_ranks: int, status_dir: Path) -> dict[str, str]:
+    """Environment of the ranks; what the user has set stays."""
+    threads = thread_count(num_ranks, num_cores=len(os.sched_getaffinity(0)))
+    added = {"OMP_NUM_THREADS": str(threads)}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in env:
+        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return {**added, **env, "SFT_STATUS_DIR": str(status_dir)}
+
+
+def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str]) -> list[str]:
+    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host never meet."""
+    if layout.num_nodes == 1:
+        meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        meeting += [f"--rdzv-id={uuid.uuid4().hex}"]
+    else:
+        meeting = [f"--node-rank={layout.node_rank}", f"--master-addr={layout.master_addr}"]
+        meeting += [f"--master-port={layout.master_port}"]
+    options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
+    options += [f"--signals-to-handle={STOP_AGENT.name}"]
+    return [sys.executable, "-m", "trainer.cli.launch", "--agent", *options, "-m", "trainer", *overrides]
+
+
+def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Path) -> int:
+    """Run the agent to its end, pass every signal on to the ranks once, and return the run's exit code."""
+    awaited = {*FORWARDED, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    try:
+        if signal.sigpending() & set(FORWARDED):
+            return EXIT_RESUMABLE
+        child_setup = functools.partial(_set_up_agent, os.getpid())
+        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=child_setup)
+        was_signalled = was_stopped_early = False
+        while agent.poll() is None:
+            received = signal.sigtimedwait(awaited, POLL_S)
+            if received is None or received.si_signo == signal.SIGCHLD:
+                continue
+            was_signalled = True
+            if not _signal_ranks(status_dir, received.si_signo):
+                was_stopped_early = True
+                agent.send_signal(STOP_AGENT)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    reported = _reported_code(status_dir)
+    if reported is None and agent.returncode < 0 and not was_stopped_early:
+        print(f"ERROR: the ranks were killed by {signal.Signals(-agent.returncode).name}", file=sys.stderr)
+    if was_stopped_early and reported is None and agent.returncode:
+        return EXIT_RESUMABLE
+    return run_exit_code(reported, agent_code=agent.returncode, was_signalled=was_signalled)
+
+
+def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
+    """What the ranks reported, unless they reported an orderly end that the agent did not see.
+
+    Then one rank was lost and another, stopped because of it, only believed in an orderly end.
+    """
+    if reported is None:
+        return EXIT_DONE if agent_code == 0 else EXIT_CRASH
+    if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0 and not was_signalled:
+        return EXIT_CRASH
+    return reported
+
+
+def _set_up_agent(launcher_pid: int) -> None:
+    """In the new process: die with the launcher, and undo the launcher's way of receiving signals."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        os._exit(EXIT_CRASH)
+    signal.signal(STOP_AGENT, signal.SIG_DFL)  # nohup has it ignored
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
+
+
+def _signal_ranks(status_dir: Path, number: int) -> bool:
+    """Send a signal to every registered rank; False when there is none yet."""
+    texts = [path.read_text() for path in status_dir.glob("rank_*.pid")]
+    pids = [int(text) for text in texts if text]
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+    return bool(pids)
+
+
+def _reported_code(status_dir: Path) -> int | None:
+    try:
+        return int((status_dir / "exit_code").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def run_agent(argv: list[str]) -> int:
+    """torchrun without its own words: the last thing a user reads is the error of the rank.
+
+    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted would kill them.
+    """
+    for number in FORWARDED:
+        signal.signal(number, lambda *_: None)
+    logging.disable(logging.CRITICAL)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(argv))
+    except SignalException:
+        return EXIT_CRASH
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                print(f"ERROR: rank {rank} was killed by {name}; continue with the same command", file=sys.stderr)
+        return EXIT_CRASH
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

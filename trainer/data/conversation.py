@@ -1,0 +1,205 @@
+"""Rows to conversations: the usual shapes recognised, messages checked; what is unusable becomes a `BadRow`."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.data.rows import BadRow, Row, excerpt
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """Where a row keeps its conversation (`data.messages_key`, …); nested columns as `a.b`."""
+
+    messages_key: str = "messages"
+    tools_key: str = "tools"
+    prompt_key: str | None = None
+    response_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Checked messages as a chat template takes them: `content` is always text, `tools` a list of objects or None."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+
+
+class _UnusableError(Exception):
+    """Why a row is bad, as `kind: detail`."""
+
+
+def to_conversation(row: Row, keys: RowKeys) -> Conversation | BadRow:
+    """The conversation in a row: prompt and response columns, chat messages, ShareGPT or Alpaca."""
+    try:
+        messages = [_checked_message(message, index) for index, message in enumerate(_messages(row.record, keys))]
+        if not any(message["role"] == "assistant" for message in messages):
+            raise _UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
+        return Conversation(messages, _tools(_lookup(row.record, keys.tools_key), keys.tools_key))
+    except _UnusableError as error:
+        return BadRow(row.file, row.line, str(error), excerpt(row.record))
+
+
+def _messages(record: dict[str, Any], keys: RowKeys) -> list[Any]:
+    if keys.prompt_key is not None and keys.response_key is not None:
+        return _from_prompt_response(record, keys.prompt_key, keys.response_key)
+    for key in (keys.messages_key, "conversations"):
+        if (turns := _lookup(record, key)) is not None:
+            return _from_turns(record, key, turns)
+    if "instruction" in record and "output" in record:
+        return _from_alpaca(record)
+    if keys.messages_key in record:
+        raise _UnusableError(f"messages not a list: '{keys.messages_key}' is null")
+    tried = f"'{keys.messages_key}' (data.messages_key), 'conversations' (ShareGPT), 'instruction' + 'output' (Alpaca)"
+    raise _UnusableError(
+        f"unrecognised columns: found {_names(record)}; tried {tried}; "
+        f"for single-turn columns set data.prompt_key and data.response_key"
+    )
+
+
+def _from_prompt_response(record: dict[str, Any], prompt_key: str, response_key: str) -> list[Any]:
+    prompt, response = _lookup(record, prompt_key), _lookup(record, response_key)
+    for name, key, value in (("prompt_key", prompt_key, prompt), ("response_key", response_key, response)):
+        if value is None and key not in record:
+            raise _UnusableError(f"unrecognised columns: found {_names(record)}; tried '{key}' (data.{name})")
+    if not isinstance(prompt, list):
+        _require_text(prompt, f"'{prompt_key}'")
+        prompt = [{"role": "user", "content": prompt}]
+    _require_text(response, f"'{response_key}'")
+    return [*prompt, {"role": "assistant", "content": response}]
+
+
+def _from_turns(record: dict[str, Any], key: str, turns: Any) -> list[Any]:
+    if not isinstance(turns, list):
+        raise _UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
+    if not turns:
+        raise _UnusableError(f"no messages: '{key}' is an empty list")
+    if not (isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]):
+        return turns
+    system = record.get("system")
+    head = [{"role": "system", "content": system}] if system else []
+    return head + [_from_sharegpt(turn, index) for index, turn in enumerate(turns)]
+
+
+def _from_sharegpt(turn: Any, index: int) -> Message:
+    if not isinstance(turn, dict):
+        raise _UnusableError(f"message not an object: message {index + 1} is {_type(turn)}")
+    speaker, value = turn.get("from"), turn.get("value")
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        kind = "missing role" if speaker is None else "unknown role"
+        raise _UnusableError(f"{kind}: message {index + 1} is from {speaker!r}, known are {', '.join(SHAREGPT_ROLES)}")
+    if speaker != "function_call":
+        return {"role": SHAREGPT_ROLES[speaker], "content": value}
+    text = _require_text(value, f"function_call in message {index + 1}")
+    try:
+        calls = json.loads(text)
+    except ValueError as error:
+        raise _UnusableError(f"broken tool_calls: function_call in message {index + 1} is not JSON: {error}") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) for call in calls):
+        raise _UnusableError(f"broken tool_calls: function_call in message {index + 1} must be an object")
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _from_alpaca(record: dict[str, Any]) -> list[Any]:
+    messages: list[Any] = []
+    if record.get("system"):
+        messages.append({"role": "system", "content": record["system"]})
+    for turn in record.get("history") or []:
+        if not (isinstance(turn, list | tuple) and len(turn) == 2):
+            raise _UnusableError(
+                f"wrong content type: 'history' must hold pairs of user and assistant text, got {_type(turn)}"
+            )
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    prompt = record["instruction"]
+    _require_text(prompt, "'instruction'")
+    if record.get("input"):
+        _require_text(record["input"], "'input'")
+        prompt = f"{prompt}\n{record['input']}" if prompt else record["input"]
+    return [*messages, {"role": "user", "content": prompt}, {"role": "assistant", "content": record["output"]}]
+
+
+def _checked_message(message: Any, index: int) -> Message:
+    where = f"message {index + 1}"
+    if not isinstance(message, dict):
+        raise _UnusableError(f"message not an object: {where} is {_type(message)}")
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if role is None:
+        raise _UnusableError(f"missing role: {where} has only {_names(message)}")
+    if role not in ROLES:
+        raise _UnusableError(f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}")
+    calls = message.get("tool_calls") or []
+    if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise _UnusableError(f"broken tool_calls: 'tool_calls' of {where} must be a list of objects")
+    content = message.get("content")
+    if content is None and role == "assistant" and calls:
+        content = ""
+    content = _content_text(content, f"content of {where} ({role})")
+    if role == "assistant" and not content.strip() and not calls:
+        raise _UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
+    if role == "user" and not content.strip():
+        raise _UnusableError(f"empty prompt: {where} (user) has no text")
+    return {**message, "content": content}
+
+
+def _content_text(content: Any, what: str) -> str:
+    """Text, or the text parts of a list joined as they are."""
+    if not isinstance(content, list):
+        return _require_text(content, what)
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = repr(part.get("type")) if isinstance(part, dict) else _type(part)
+            raise _UnusableError(f"wrong content type: {what} has a part of type {kind}, only text can be trained on")
+    return "".join(part["text"] for part in content)
+
+
+def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise _UnusableError(f"broken tools: '{key}' is text but not JSON: {error}") from None
+    if not tools:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise _UnusableError(
+            f"broken tools: '{key}' must be a list of objects or that list as JSON, got {_type(tools)}"
+        )
+    return tools
+
+
+def _lookup(record: dict[str, Any], key: str) -> Any:
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _require_text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise _UnusableError(f"wrong content type: {what} is {_type(value)}, not text")
+    return value
+
+
+def _type(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _names(record: dict[str, Any]) -> str:
+    return ", ".join(map(repr, record)) or "no columns"

@@ -1,0 +1,218 @@
+"""From the plan to batches: one item per optimizer step, built by torchdata's `StatefulDataLoader`.
+
+The position of a run is one integer, the step; torchdata's own state is stored beside it as a cross-check only.
+"""
+
+import hashlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
+from trainer.data.plan import Limits, Schedule, split_batch
+from trainer.data.token_cache import TokenDataset
+
+
+class Samples(Protocol):
+    """Prepared samples: `lengths` and `num_loss_tokens` int arrays [N], and tokens with loss mask by index."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def num_loss_tokens(self) -> np.ndarray: ...
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class View:
+    """Some samples of a prepared dataset, under indices of their own."""
+
+    def __init__(self, dataset: TokenDataset, indices: np.ndarray) -> None:
+        self._dataset, self._indices = dataset, indices
+        self.lengths = np.asarray(dataset.lengths)[indices]
+        self.num_loss_tokens = np.asarray(dataset.num_loss_tokens)[indices]
+
+    @classmethod
+    def whole(cls, dataset: TokenDataset) -> "View":
+        return cls(dataset, np.arange(len(dataset)))
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal samples in equal order."""
+        digest = hashlib.sha256(self._dataset.fingerprint.encode())
+        digest.update(np.ascontiguousarray(self._indices, dtype=np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._dataset.sample(int(self._indices[index]))
+
+    def location(self, index: int) -> str:
+        """`file:line` of a sample."""
+        return self._dataset.location(int(self._indices[index]))
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """How this rank takes its part of every global batch."""
+
+    rank: int
+    world_size: int
+    limits: Limits
+    quadratic_cost: float
+
+
+def pack(samples: Samples, indices: list[int]) -> PackedBatch:
+    """Lay samples end to end and shift labels inside each; no samples gives one token of padding without a label."""
+    if not indices:
+        parts = [(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))]
+    else:
+        parts = [samples.sample(index) for index in indices]
+    seqlens = tuple(len(ids) for ids, _ in parts)
+    ids_T = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
+    labels_T = np.full(len(ids_T), IGNORE_INDEX, dtype=np.int64)
+    start = 0
+    for ids, mask in parts:
+        shifted = np.where(mask[1:], ids[1:], IGNORE_INDEX)
+        labels_T[start : start + len(shifted)] = shifted
+        start += len(ids)
+    supervised_S = np.flatnonzero(labels_T != IGNORE_INDEX)
+    return PackedBatch(
+        input_ids_T=torch.from_numpy(ids_T),
+        labels_T=torch.from_numpy(labels_T),
+        position_ids_T=torch.from_numpy(np.concatenate([np.arange(n) for n in seqlens])),
+        cu_seqlens_D1=torch.from_numpy(np.cumsum((0, *seqlens)).astype(np.int32)),
+        seqlens=seqlens,
+        supervised_S=torch.from_numpy(supervised_S),
+        num_loss_tokens=len(supervised_S),
+        sample_ids=tuple(indices),
+    )
+
+
+def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int) -> StepBatch:
+    """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global counts."""
+    dealt = split_batch(
+        samples.lengths[ids], world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost
+    )
+    micro_batches = tuple(pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.rank])
+    return StepBatch(
+        step=step,
+        epoch=epoch,
+        micro_batches=micro_batches,
+        num_loss_tokens=int(samples.num_loss_tokens[ids].sum()),
+        num_tokens=int(samples.lengths[ids].sum()),
+        num_samples=len(ids),
+    )
+
+
+class _StepDataset(Dataset[StepBatch]):
+    def __init__(self, samples: Samples, plan: RankPlan, schedule: Schedule) -> None:
+        self.samples, self.plan, self.schedule = samples, plan, schedule
+
+    def __getitem__(self, step: int) -> StepBatch:
+        epoch, _ = self.schedule.position(step)
+        return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
+
+
+class _StepSampler(Sampler[int]):
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last))
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+def _ignore_signals(worker_id: int) -> None:
+    """Stop signals are the training process's business; workers live until it no longer needs them."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+class TrainLoader:
+    """Steps `[next_step, total_steps)` of a run, resumable at any step and on any number of ranks."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        plan: RankPlan,
+        schedule: Schedule,
+        total_steps: int,
+        num_workers: int,
+        fingerprint: str,
+        pin_memory: bool,
+    ) -> None:
+        self._samples, self._plan, self._schedule = samples, plan, schedule
+        self._total_steps, self._num_workers, self._pin_memory = total_steps, num_workers, pin_memory
+        self._fingerprint = fingerprint
+        self.next_step = 0
+        self._loader: StatefulDataLoader[StepBatch] | None = None
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        self._loader = StatefulDataLoader(
+            _StepDataset(self._samples, self._plan, self._schedule),
+            sampler=_StepSampler(self.next_step, self._total_steps),
+            batch_size=None,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+            worker_init_fn=_ignore_signals,
+            multiprocessing_context="fork" if self._num_workers else None,
+        )
+        for batch in self._loader:
+            if batch.step != self.next_step:
+                raise RuntimeError(f"loader returned step {batch.step} where step {self.next_step} was due")
+            self.next_step += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch, samples_consumed = self._schedule.position(self.next_step)
+        return {
+            "step": self.next_step,
+            "epoch": epoch,
+            "samples_consumed": samples_consumed,
+            "train_batch_size": self._schedule.batch_size,
+            "num_samples": self._schedule.num_samples,
+            "seed": self._schedule.seed,
+            "fingerprint": self._fingerprint,
+            "loader": self._loader.state_dict() if self._loader is not None else {},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the saved step. Raises `ValueError` listing every difference that would change the order."""
+        schedule = self._schedule
+        expected = {
+            "train_batch_size": schedule.batch_size,
+            "num_samples": schedule.num_samples,
+            "seed": schedule.seed,
+            "fingerprint": self._fingerprint,
+        }
+        changed = [
+            f"{name}: saved {state_dict[name]!r}, now {value!r}"
+            for name, value in expected.items()
+            if state_dict[name] != value
+        ]
+        if changed:
+            raise ValueError("; ".join(changed))
+        self.next_step = int(state_dict["step"])
+
+
+def validation_batches(samples: Samples, plan: RankPlan, *, batch_size: int) -> Callable[[], Iterator[StepBatch]]:
+    """A function that walks all samples in order, every one once over all ranks, `batch_size` at a time."""
+    num_samples = len(samples.lengths)
+
+    def batches() -> Iterator[StepBatch]:
+        for step, start in enumerate(range(0, num_samples, batch_size)):
+            ids = np.arange(start, min(start + batch_size, num_samples))
+            yield build_step(samples, ids, plan, step=step, epoch=0)
+
+    return batches

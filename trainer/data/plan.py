@@ -1,0 +1,108 @@
+"""Which samples a step trains, and how ranks share them: pure functions of lengths and counts, no torch.
+
+A global batch is a set of samples; splitting it into micro-batches and ranks only decides who computes what.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.config import ConfigError
+from trainer.runtime import seeding
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one micro-batch; `None` = unbounded."""
+
+    max_tokens: int | None
+    max_samples: int | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of a whole run: step s (from 0) of epoch e trains `permutation(seed, e)[k * B : (k + 1) * B]`,
+    with k the step inside the epoch. The last batch of an epoch holds what is left; no sample is dropped.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.num_samples / self.batch_size)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(epoch, samples consumed in it) before step `step`; a finished epoch is the start of the next."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        return epoch, index * self.batch_size
+
+    def samples(self, step: int) -> np.ndarray:
+        """Sample ids of one global batch, int64, in the order of the epoch."""
+        epoch, start = self.position(step)
+        order = seeding.permutation(self.seed, epoch=epoch, num_samples=self.num_samples)
+        return order[start : start + self.batch_size]
+
+
+def split_batch(
+    lengths: np.ndarray, *, world_size: int, limits: Limits, quadratic_cost: float
+) -> list[list[list[int]]]:
+    """Deal the samples of one global batch to ranks as micro-batches within `limits`, balanced by cost.
+
+    `lengths` [samples] are token counts. Returns, for each rank, the same number of micro-batches, each a list of
+    indices into `lengths` (possibly empty). A sample of n tokens costs `n + quadratic_cost * n**2`.
+    Raises `ConfigError` when one sample exceeds `limits.max_tokens`.
+    """
+    if limits.max_tokens is not None and lengths.size and lengths.max() > limits.max_tokens:
+        raise ConfigError(
+            f"a sample of {int(lengths.max())} tokens exceeds data.max_token_len_per_gpu={limits.max_tokens}; "
+            f"raise it, or lower data.max_length"
+        )
+    costs = lengths + quadratic_cost * lengths.astype(np.float64) ** 2
+    num_bins = _fewest_bins(lengths, limits)
+    num_bins = math.ceil(num_bins / world_size) * world_size
+    while (bins := _fill(lengths, costs, num_bins, limits)) is None:
+        num_bins += world_size
+    return _deal(bins, costs, world_size)
+
+
+def _fewest_bins(lengths: np.ndarray, limits: Limits) -> int:
+    by_tokens = math.ceil(lengths.sum() / limits.max_tokens) if limits.max_tokens else 1
+    by_samples = math.ceil(len(lengths) / limits.max_samples) if limits.max_samples else 1
+    return max(by_tokens, by_samples, 1)
+
+
+def _fill(lengths: np.ndarray, costs: np.ndarray, num_bins: int, limits: Limits) -> list[list[int]] | None:
+    """Longest first into the cheapest bin with room; None when some sample finds none."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    tokens = np.zeros(num_bins)
+    load = np.zeros(num_bins)
+    for index in np.argsort(-lengths, kind="stable"):
+        fits = np.ones(num_bins, dtype=bool)
+        if limits.max_tokens is not None:
+            fits &= tokens + lengths[index] <= limits.max_tokens
+        if limits.max_samples is not None:
+            fits &= np.array([len(members) < limits.max_samples for members in bins])
+        if not fits.any():
+            return None
+        target = int(np.argmin(np.where(fits, load, np.inf)))
+        bins[target].append(int(index))
+        tokens[target] += lengths[index]
+        load[target] += costs[index]
+    return [sorted(members) for members in bins]
+
+
+def _deal(bins: list[list[int]], costs: np.ndarray, world_size: int) -> list[list[list[int]]]:
+    """Costliest bin first to the least loaded rank that still has a free slot; every rank gets the same number."""
+    load = [float(costs[members].sum()) if members else 0.0 for members in bins]
+    per_rank = len(bins) // world_size
+    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
+    totals = [0.0] * world_size
+    for index in sorted(range(len(bins)), key=lambda i: (-load[i], i)):
+        open_ranks = [rank for rank in range(world_size) if len(ranks[rank]) < per_rank]
+        target = min(open_ranks, key=lambda rank: (totals[rank], rank))
+        ranks[target].append(bins[index])
+        totals[target] += load[index]
+    return ranks

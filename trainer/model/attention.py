@@ -1,0 +1,113 @@
+"""Attention over packed documents, plugged into transformers by name.
+
+Shape suffixes: N query heads, T packed tokens, K head size; transformers passes q, k, v as [1, heads, T, K].
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+PACKED = "packed"
+
+
+def register() -> None:
+    """Make `attn_implementation="packed"` known. No mask is registered for the name, so transformers builds none:
+    causality and document bounds come from `seqlens` alone.
+    """
+    AttentionInterface.register(PACKED, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    seqlens: tuple[int, ...] = (),
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document. Returns [1, T, N, K].
+
+    `sliding_window` W counts the token itself, as in transformers. Raises `ValueError` for what packing cannot express.
+    """
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"packed attention has no '{name}'; use model.attention=per_document")
+    if attention_mask is not None or cu_seq_lens_q is None:
+        raise ValueError("packed attention needs document bounds and takes no mask; use model.attention=per_document")
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if dropout:
+            raise ValueError("packed attention on CUDA has no dropout; set attention_dropout=0 in the model's config")
+        output = _varlen(query, key, value, cu_seq_lens_q, max(seqlens), scaling, sliding_window)
+    else:
+        output = _per_document(query, key, value, seqlens, scaling, sliding_window, dropout)
+    return output, None
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_D1: Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    query_TNK, key_TNK, value_TNK = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    output_TNK = varlen_attn(
+        query_TNK,
+        key_TNK,
+        value_TNK,
+        cu_seqlens_D1,
+        cu_seqlens_D1,
+        max_seqlen,
+        max_seqlen,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query_TNK.shape[1] != key_TNK.shape[1],
+    )
+    assert isinstance(output_TNK, Tensor)
+    return output_TNK[None]
+
+
+@torch.compiler.disable
+def _per_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seqlens: tuple[int, ...],
+    scaling: float | None,
+    sliding_window: int | None,
+    dropout: float,
+) -> Tensor:
+    """One scaled-dot-product call per document: the reference, and the path where no packed kernel exists."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    outputs = []
+    documents = zip(*(x.split(seqlens, dim=2) for x in (query, key, value)), strict=True)
+    for query_D, key_D, value_D in documents:
+        mask = _window_mask(query_D.shape[2], sliding_window, query.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query_D, key_D, value_D, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    if sliding_window is None or length <= sliding_window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < sliding_window)

@@ -1,0 +1,74 @@
+"""What is done to a model on meta before it gets weights, in the only order that works: recompute, compile, shard."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from trainer.config import ModelConfig
+from trainer.model.packed_lm import decoder_layers
+from trainer.runtime.distributed import World, compute_dtype
+
+
+def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
+    """Apply activation checkpointing, compilation and FSDP2 in place, as configured."""
+    if config.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.compile:
+        compile_layers(model)
+    shard(model, config, world)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each layer's forward, one graph for all since they are alike; FSDP's hooks stay outside of it."""
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward)
+
+
+def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
+    """One FSDP unit per decoder layer; embeddings and head are units of their own unless they share a weight."""
+    fsdp = config.fsdp_config
+    unit = partial(
+        fully_shard,
+        mesh=world.mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype(fsdp.param_dtype, world.device),
+            reduce_dtype=getattr(torch, fsdp.reduce_dtype),
+            cast_forward_inputs=False,
+        ),
+        offload_policy=CPUOffloadPolicy() if fsdp.cpu_offload and world.device.type == "cuda" else OffloadPolicy(),
+    )
+    for layer in decoder_layers(model):
+        unit(layer, reshard_after_forward=fsdp.reshard_after_forward)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embeddings.weight is not head.weight:
+        unit(embeddings, reshard_after_forward=fsdp.reshard_after_forward)
+        # needed again at once in the backward pass, so it stays gathered
+        unit(head, reshard_after_forward=False)
+    unit(model, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _sum_gradients(module)
+    model.register_forward_hook(_reshard_without_backward)
+
+
+def _sum_gradients(module: nn.Module) -> None:
+    """Ranks add their gradients: the loss is already divided by the global token count.
+
+    FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it lacks.
+    """
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _reshard_without_backward(model: nn.Module, args: object, output: object) -> None:
+    """Units that stay gathered for their backward pass would stay so for good when there is none: the parameters that
+    an optimizer or a checkpoint then sees would be the gathered copies.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -1,0 +1,65 @@
+"""The learning rate as a pure function of the step: resume needs no state, and the horizon is what really runs."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from trainer.config import OptimConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`lr_at(step)` for step 0 .. total_steps - 1. The first step already learns; the last reaches `min_lr_ratio`."""
+
+    kind: str
+    peak_lr: float
+    total_steps: int
+    warmup_steps: int
+    min_lr_ratio: float
+    stable_ratio: float
+
+    @classmethod
+    def from_config(cls, config: OptimConfig, *, peak_lr: float, total_steps: int) -> "Schedule":
+        return cls(
+            kind=config.lr_scheduler,
+            peak_lr=peak_lr,
+            total_steps=total_steps,
+            warmup_steps=int(total_steps * config.lr_warmup_steps_ratio),
+            min_lr_ratio=config.min_lr_ratio,
+            stable_ratio=config.stable_ratio,
+        )
+
+    def lr_at(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        # 0 at the first step after warm-up, 1 at the last step of the run
+        progress = (step - self.warmup_steps) / max(self.total_steps - 1 - self.warmup_steps, 1)
+        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * self._decay(min(progress, 1.0)))
+
+    def _decay(self, progress: float) -> float:
+        if self.kind == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        if self.kind == "linear":
+            return 1 - progress
+        if self.kind == "wsd":
+            return 1.0 if progress <= self.stable_ratio else (1 - progress) / (1 - self.stable_ratio)
+        return 1.0
+
+    def apply(self, optimizer: Optimizer, *, step: int) -> float:
+        """Set the rate of every group for `step` and return it."""
+        lr = self.lr_at(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Written for readers of the checkpoint; a run computes its rate from its own configuration and step."""
+        return {
+            "kind": self.kind,
+            "peak_lr": self.peak_lr,
+            "total_steps": self.total_steps,
+            "warmup_steps": self.warmup_steps,
+            "min_lr_ratio": self.min_lr_ratio,
+        }

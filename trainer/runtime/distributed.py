@@ -1,0 +1,86 @@
+"""Process group, device and mesh of one rank (floor 1)."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config import AUTO, ConfigError
+from trainer.runtime.environment import local_rank, rank_and_size
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this rank is. `mesh` is `("fsdp",)`, or `("ddp", "fsdp")` when a copy of the parameters spans fewer ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same parameter shard."""
+        return self.mesh["ddp"].size() if "ddp" in (self.mesh.mesh_dim_names or ()) else 1
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        return {name: self.mesh[name].size() for name in self.mesh.mesh_dim_names or ()}
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes CUDA when there is one. Raises `ConfigError` when CUDA is asked for and absent."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; use trainer.device=cpu or auto")
+    return torch.device("cuda", local_rank())
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, else float32: emulation is up to 100 times slower."""
+    if name != AUTO:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def start(device: torch.device, *, timeout_s: int, fsdp_size: int) -> World:
+    """Join the process group and build the mesh. Collective: every rank calls it once."""
+    rank, size = rank_and_size()
+    fsdp_size = size if fsdp_size == -1 else fsdp_size
+    if size % fsdp_size:
+        raise ConfigError(f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run")
+    if "RANK" not in os.environ:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), rank=rank, world_size=size)
+    if fsdp_size == size:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
+    else:
+        mesh = init_device_mesh(device.type, (size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+    return World(rank=rank, size=size, device=device, mesh=mesh)
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,60 @@
+"""Randomness keyed by what it belongs to, so that no generator state decides a result (floor 1)."""
+
+import functools
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+
+def key(*parts: int | str) -> int:
+    """A 63-bit seed from its parts: equal parts, equal seed; on every machine and Python version."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_step(seed: int, *, step: int, rank: int) -> None:
+    """Seed every generator for one optimizer step: dropout of step k does not depend on how the run got there."""
+    value = key("step", seed, step, rank)
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+
+
+@functools.lru_cache(maxsize=2)
+def permutation(seed: int, *, epoch: int, num_samples: int) -> np.ndarray:
+    """Order of one epoch, int64 [num_samples]: a pure function of its arguments."""
+    generator = np.random.Generator(np.random.Philox(key("epoch", seed, epoch)))
+    return generator.permutation(num_samples)
+
+
+def rng_state() -> dict[str, object]:
+    """The generators' states as tensors and plain containers (loadable without pickle globals)."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state: dict[str, object] = {
+        "cpu": torch.get_rng_state(),
+        "numpy": [
+            name,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "random": [version, list(internal), gauss_next],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, internal, gauss_next = state["random"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,98 @@
+"""Stop signals, and the rank's side of the launcher's protocol (floor 1).
+
+The launcher gives every rank `SFT_STATUS_DIR`. A rank writes its pid there, so that a signal reaches it directly, and
+the run's exit code, because torchrun folds every failure into 1.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
+from trainer.runtime.environment import local_rank
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REPEAT_S = 2.0
+"""Signals closer together than this are one request: schedulers and terminals deliver copies."""
+
+
+class StopRequest:
+    """Remembers that someone asked the run to stop.
+
+    While `deferred()` is active a signal only sets the flag, for the loop to save at its next step boundary; outside,
+    nothing is worth saving and the process leaves at once. A second, later signal always leaves at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._first_at = 0.0
+        self._is_deferred = False
+
+    def install(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    @property
+    def is_set(self) -> bool:
+        return self.signal_name is not None
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal_name is not None and now - self._first_at < REPEAT_S:
+            return
+        if not self._is_deferred or self.signal_name is not None:
+            os.write(
+                2, f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n".encode()
+            )
+            report_exit_code(EXIT_RESUMABLE)
+            os._exit(EXIT_RESUMABLE)
+        self.signal_name, self._first_at = signal.Signals(number).name, now
+
+
+def join_launcher() -> None:
+    """Register this rank with the launcher, and die with the parent process so that no rank outlives its job."""
+    if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_RESUMABLE)
+    Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))
+
+
+def report_exit_code(code: int) -> None:
+    """Tell the launcher how the run ended. The first rank to fail is the cause; later ones do not overwrite it."""
+    if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(Path(directory, "exit_code"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        os.write(descriptor, str(code).encode())
+        os.close(descriptor)
+
+
+def leave(code: int) -> None:
+    """End this process with the run's exit code.
+
+    Under the launcher an orderly end (all ranks agree) leaves with 0, so that torchrun does not report it as a crash.
+    """
+    report_exit_code(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    is_orderly = code in (EXIT_DONE, EXIT_RESUMABLE) and "SFT_STATUS_DIR" in os.environ
+    sys.exit(EXIT_DONE if is_orderly else code)
