@@ -157,8 +157,8 @@ def build_model(config: Config, source: ModelSource, world: World) -> PreTrained
     tolerance = selfcheck.TOLERANCE[distributed.compute_dtype(config.model.fsdp_config.param_dtype, world.device)]
     if not error <= tolerance:
         raise ConfigError(
-            f"self-check failed: the loss of {type(model).__name__} differs by {error:.1e} (relative) from transformers' "
-            f"own forward pass, allowed is {tolerance:.0e}; use model.attention=per_document"
+            f"self-check failed: the loss of {type(model).__name__} differs by {error:.1e} from transformers' "
+            f"own forward pass (relative; allowed: {tolerance:.0e}); use model.attention=per_document"
         )
     logger.info("self-check: loss equals transformers' own forward pass within %.0e (relative)", max(error, 1e-9))
     return model
