@@ -54,15 +54,11 @@ def test_every_answer_runs_and_passes_its_check(quickstart: QuickstartFiles) -> 
 
 
 def test_checks_notice_a_wrong_answer() -> None:
-    """Changing the first number or operator of each body must be noticed for nearly every family."""
-    unnoticed = 0
-    rows = generate_samples()
-    for row in rows:
+    for row in generate_samples():
         head, _, _ = row["messages"][1]["content"].removeprefix("```python\n").partition("\n")
         namespace: dict = {}
-        exec(f"{head}\n    return 'wrong'", namespace)
-        unnoticed += bool(eval(row["check"], namespace))
-    assert unnoticed == 0
+        exec(f"{head}\n    return None", namespace)
+        assert not eval(row["check"], namespace), row
 
 
 def test_about_three_thousand_distinct_short_prompts(quickstart: QuickstartFiles) -> None:
@@ -177,7 +173,7 @@ def test_an_interrupted_first_use_leaves_nothing_that_is_used(tmp_path: Path, mo
 
 
 def test_two_processes_at_once(quickstart: QuickstartFiles, tmp_path: Path) -> None:
-    with get_context("fork").Pool(2) as pool:
+    with get_context("spawn").Pool(2) as pool:
         results = pool.map(ensure_quickstart, [tmp_path, tmp_path])
     assert results[0] == results[1]
     assert [path.name for path in (tmp_path / "quickstart").iterdir()] == [files.content_version()]

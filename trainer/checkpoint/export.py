@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord, HashingFile
@@ -32,7 +32,15 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -52,28 +60,16 @@ def write_export(
 
     Returns the files written. Raises `OSError` after all tensors are gathered, so that no rank is left waiting.
     """
-    tensors = _gathered(model, dtype)
-    if _is_converted(model):
-        whole = {name: tensor.cpu() if is_writer else tensor.new_empty(0) for name, tensor in tensors}
-        tensors = iter(revert_weight_conversion(model, whole).items()) if is_writer else iter(())
-        shapes = None
-    else:
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if not is_writer:
-        for _ in tensors:
-            pass
-        return []
+    layout, tensors = _export(model, dtype, is_writer=is_writer)
     try:
+        if not is_writer:
+            return []
         fsio.make_dir(target)
-        if shapes is None:
-            tensors_list = list(tensors)
-            shapes, tensors = {name: tuple(t.shape) for name, t in tensors_list}, iter(tensors_list)
-        records = _write_weights(tensors, shapes, target, dtype)
-        records += _write_companions(model, target, source, dtype)
+        records = _write_weights(tensors, layout, target)
+        return records + _write_companions(model, target, source, dtype)
     finally:
         for _ in tensors:
             pass
-    return records
 
 
 def write_companions_only(
@@ -84,80 +80,111 @@ def write_companions_only(
     return _write_companions(model, target, source, dtype)
 
 
-def _gathered(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once under its own name (a tied head is absent), whole, in `dtype`. Collective per item."""
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
+def _export(
+    model: PreTrainedModel, dtype: torch.dtype, *, is_writer: bool
+) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """(file name of each tensor -> shape and dtype, the tensors in that order; iterating is collective).
+
+    transformers stores some architectures under other names or in other tensors (one per expert) than it computes
+    with. New names are streamed like the rest; new tensors need the whole model in the writer's memory.
+    """
+    layout = _layout(model, dtype)
+    original = _unsharded_twin(model)
+    stored = revert_weight_conversion(original, layout)
+    names = {id(tensor): name for name, tensor in stored.items()}
+    if len(stored) == len(layout) and all(id(tensor) in names for tensor in layout.values()):
+        new_names = {name: names[id(tensor)] for name, tensor in layout.items()}
+        renamed = {new_names[name]: tensor for name, tensor in layout.items()}
+        return renamed, ((new_names[name], tensor) for name, tensor in _gathered(model, layout))
+    whole = {name: tensor.cpu() for name, tensor in _gathered(model, layout) if is_writer}
+    converted = revert_weight_conversion(original, whole) if is_writer else {}
+    return converted, iter(converted.items())
+
+
+def _layout(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What is exported, as tensors without memory: every parameter once (a tied head is absent) in `dtype`, then the
+    buffers that belong to the weights in their own.
+    """
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    layout = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in model.named_parameters()}
+    buffers = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in aliases}
+    return layout | buffers
+
+
+def _unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The architecture without weights under its own class name, by which transformers finds its conversions."""
+    original = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+    with torch.device("meta"):
+        twin: PreTrainedModel = original(model.config)
+    return twin
+
+
+def _gathered(model: PreTrainedModel, layout: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the layout under its own name, whole. Collective per item."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, expected in layout.items():
+        value = tensors[name].detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        yield name, whole.to(dtype)
+        yield name, whole.to(expected.dtype)
 
 
-def _is_converted(model: PreTrainedModel) -> bool:
-    """Whether transformers stores this architecture under other tensors than it computes with (fused experts)."""
-    converters = [m for m in get_model_conversion_mapping(model, add_legacy=False) if isinstance(m, WeightConverter)]
-    return bool(converters)
-
-
-def _write_weights(
-    tensors: Iterator[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]], target: Path, dtype: torch.dtype
-) -> list[FileRecord]:
-    """Safetensors files of at most `MAX_FILE_BYTES`, streamed: the header is written from the shapes alone."""
-    groups = _split_by_size(shapes, dtype.itemsize)
+def _write_weights(tensors: Iterator[tuple[str, Tensor]], layout: dict[str, Tensor], target: Path) -> list[FileRecord]:
+    """Safetensors files of at most `MAX_FILE_BYTES`, streamed: the header is written from the layout alone."""
+    groups = _split_by_size(layout)
     records, weight_map, digests = [], {}, {}
     for index, group in enumerate(groups, start=1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
         with HashingFile(target / name, root=target.parent) as file:
-            file.write(_header({key: shapes[key] for key in group}, dtype))
+            file.write(_header({key: layout[key] for key in group}))
             for expected in group:
                 key, tensor = next(tensors)
                 if key != expected:
                     raise RuntimeError(f"tensor {key} arrived where {expected} was due")
-                data = tensor.contiguous().cpu().view(torch.uint8).numpy().data
+                data = _bytes(tensor)
                 file.write(data)
                 digests[key] = hashlib.blake2b(data).digest()
         records.append(file.record)
         weight_map.update(dict.fromkeys(group, name))
     if len(groups) > 1:
-        total = sum(_num_elements(shape) for shape in shapes.values()) * dtype.itemsize
+        total = sum(tensor.nbytes for tensor in layout.values())
         index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
         records.append(_write_json(target / "model.safetensors.index.json", index_json))
-    _read_back(target, weight_map, shapes, digests)
+    _read_back(target, weight_map, layout, digests)
     return records
 
 
-def _split_by_size(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
+def _split_by_size(layout: dict[str, Tensor]) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     size_bytes = 0
-    for name, shape in shapes.items():
-        tensor_bytes = _num_elements(shape) * itemsize
-        if groups[-1] and size_bytes + tensor_bytes > MAX_FILE_BYTES:
+    for name, tensor in layout.items():
+        if groups[-1] and size_bytes + tensor.nbytes > MAX_FILE_BYTES:
             groups.append([])
             size_bytes = 0
         groups[-1].append(name)
-        size_bytes += tensor_bytes
+        size_bytes += tensor.nbytes
     return groups
 
 
-def _header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+def _header(layout: dict[str, Tensor]) -> bytes:
     """Length (8 bytes, little-endian) and JSON table of a safetensors file, padded to a multiple of 8."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + _num_elements(shape) * dtype.itemsize
-        table[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    for name, tensor in layout.items():
+        end = offset + tensor.nbytes
+        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        table[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _num_elements(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+def _bytes(tensor: Tensor) -> memoryview:
+    view: memoryview = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+    return view
 
 
-def _read_back(
-    target: Path, weight_map: dict[str, str], shapes: dict[str, tuple[int, ...]], digests: dict[str, bytes]
-) -> None:
+def _read_back(target: Path, weight_map: dict[str, str], layout: dict[str, Tensor], digests: dict[str, bytes]) -> None:
     """Open the files as a reader would and compare every tensor with what was sent to the disk."""
     for file_name in sorted(set(weight_map.values())):
         with safe_open(target / file_name, framework="pt") as reader:
@@ -166,8 +193,8 @@ def _read_back(
                 raise OSError(f"{target / file_name}: read back other tensors than were written")
             for name in names:
                 tensor = reader.get_tensor(name)
-                same = hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().data).digest() == digests[name]
-                if tuple(tensor.shape) != shapes[name] or not same:
+                is_same = hashlib.blake2b(_bytes(tensor)).digest() == digests[name]
+                if tensor.shape != layout[name].shape or tensor.dtype != layout[name].dtype or not is_same:
                     raise OSError(f"{target / file_name}: tensor {name} read back differently from what was written")
 
 

@@ -2,36 +2,53 @@
 # dependencies (EXTRA: an optional group of pyproject.toml, or empty) and makes `trainer` importable from anywhere.
 
 prepare_python() {
-    local extra=$1 root wanted done_file installing candidate
+    local extra=$1 root venv wanted candidate
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+    venv=$root/.venv
     # Safe path: a folder named trainer in the caller's directory must not shadow this one.
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
-    python=$(command -v python3 || true)
-    if [ -n "$python" ] && "$python" -m trainer.cli.requirements $extra 2>/dev/null; then return; fi
-
-    python=$root/.venv/bin/python
-    done_file=$root/.venv/.installed${extra:+-$extra}
-    installing=$root/.venv/.installing
     wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum)
+    python=$(command -v python3 || true)
+    if [ -n "$python" ] && has_requirements; then return; fi
+    python=$venv/bin/python
+    if is_installed; then return; fi
     exec 9<"$root/pyproject.toml"
     flock 9 # two first calls at once: the second waits and finds everything installed
-    if [ "$(cat "$done_file" 2>/dev/null)" != "$wanted" ]; then
-        echo "setting up $root/.venv (first use or changed requirements; takes some minutes)"
-        # An interrupted installation may look complete to pip: start over.
-        if [ ! -x "$python" ] || [ -e "$installing" ]; then
-            candidate=$(find_base_python)
-            "$candidate" -m venv --clear "$root/.venv"
-        fi
-        touch "$installing"
-        # torch first, so that no other requirement chooses its version.
-        "$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" torch
-        "$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" -e "$root${extra:+[$extra]}"
-        echo "$wanted" >"$done_file"
-        rm "$installing"
-    fi
+    if ! is_installed; then install_requirements; fi
     exec 9<&-
 }
+
+has_requirements() { "$python" -m trainer.cli.requirements $extra 2>/dev/null; }
+
+is_installed() { [ "$(cat "$venv/.installed${extra:+-$extra}" 2>/dev/null)" = "$wanted" ]; }
+
+# Only an environment that carries a mark of this script is ever changed or removed; anyone else's is used or refused.
+install_requirements() {
+    if [ -e "$venv" ] && [ ! -e "$venv/.installed" ] && [ ! -e "$venv/.installing" ]; then
+        if has_requirements; then return; fi
+        echo "ERROR: $venv was not made by this script and lacks the requirements of pyproject.toml${extra:+, extra '$extra'}:" \
+            "install them there (pip install -e '$root${extra:+[$extra]}' -c constraints.txt), or move it away" >&2
+        exit 2
+    fi
+    echo "setting up $venv (first use or changed requirements; takes some minutes)"
+    # An interrupted installation may look complete to pip: start over.
+    if [ ! -x "$python" ] || [ -e "$venv/.installing" ]; then
+        candidate=$(find_base_python)
+        rm -rf "$venv"
+        mkdir "$venv"
+        touch "$venv/.installing"
+        "$candidate" -m venv "$venv"
+    fi
+    touch "$venv/.installing"
+    # torch first, so that no other requirement chooses its version.
+    pip_install torch
+    pip_install -e "$root${extra:+[$extra]}"
+    echo "$wanted" | tee "$venv/.installed" >"$venv/.installed${extra:+-$extra}"
+    rm "$venv/.installing"
+}
+
+pip_install() { "$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@"; }
 
 find_base_python() {
     local candidate
@@ -41,6 +58,7 @@ find_base_python() {
             return
         fi
     done
-    echo "ERROR: no Python >= 3.11 with the venv module found (tried: ${PYTHON:-python3, python3.11 to python3.13}): install it, or name one in PYTHON" >&2
+    echo "ERROR: no Python >= 3.11 with the venv module (tried: ${PYTHON:-python3, python3.13 to python3.11}):" \
+        "install one, or name one in PYTHON" >&2
     exit 2
 }

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from trainer.config import ConfigError
+
 PACKED = "packed"
 
 
@@ -36,16 +38,16 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document. Returns [1, T, N, K].
 
-    `sliding_window` W counts the token itself, as in transformers. Raises `ValueError` for what packing cannot express.
+    `sliding_window` W counts the token itself, as in transformers. Raises `ConfigError` for what packing cannot express.
     """
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"packed attention has no '{name}'; use model.attention=per_document")
+            raise ConfigError(f"packed attention has no '{name}'; use model.attention=per_document")
     if attention_mask is not None or cu_seq_lens_q is None:
-        raise ValueError("packed attention needs document bounds and takes no mask; use model.attention=per_document")
+        raise ConfigError("packed attention needs document bounds and takes no mask; use model.attention=per_document")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if dropout:
-            raise ValueError("packed attention on CUDA has no dropout; set attention_dropout=0 in the model's config")
+            raise ConfigError("packed attention on CUDA has no dropout; set attention_dropout=0 in the model's config")
         output = _varlen(query, key, value, cu_seq_lens_q, max(seqlens), scaling, sliding_window)
     else:
         output = _per_document(query, key, value, seqlens, scaling, sliding_window, dropout)

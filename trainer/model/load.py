@@ -2,11 +2,13 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -17,12 +19,15 @@ from trainer.model.packed_lm import ModelSource
 from trainer.runtime import seeding
 
 logger = logging.getLogger(__name__)
+_SINGLE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, buffer_device: torch.device) -> None:
     """Give every parameter memory on `device` (undefined values), keep buffers' values and tied parameters tied."""
     buffers = dict(model.named_buffers())
-    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    is_tied = _is_tied(model)
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
@@ -32,17 +37,21 @@ def materialize(model: PreTrainedModel, device: torch.device, *, buffer_device: 
 
 
 def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> None:
-    """Fill the model: from safetensors slices when names and shapes are the model's own, through transformers'
-    loader when it must convert them, or with the architecture's own initialisation keyed by the seed.
+    """Fill the model: from safetensors slices when their names are the model's own, through transformers' loader when
+    it must convert them, or with the architecture's own initialisation keyed by the seed. Collective.
     """
     if source.random_weights:
-        _initialize(model, source, seed)
+        _from_main_rank(model, lambda: _initialized(model, source, seed))
         return
     files = _index(Path(source.path))
-    if _matches(model, files):
+    if not _matches(model, files):
+        logger.info("weights need conversion: rank 0 reads and converts the whole model")
+        _from_main_rank(model, lambda: _converted(source))
+        return
+    try:
         _load_slices(model, files)
-    else:
-        _load_converted(model, source)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be read: {error}") from error
 
 
 def has_weights(path: str) -> bool:
@@ -58,68 +67,134 @@ def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
+def _is_tied(model: PreTrainedModel) -> bool:
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters once each (a tied head is absent), then the buffers that belong to the weights."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
+    return parameters | buffers
+
+
 def _index(path: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file."""
-    listing = path / "model.safetensors.index.json"
-    if listing.exists():
-        return {name: path / file for name, file in json.loads(listing.read_text())["weight_map"].items()}
-    files: dict[str, Path] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as reader:
-            files.update(dict.fromkeys(reader.keys(), file))
-    return files
+    """Tensor name -> safetensors file, looked up in transformers' order: one file, else the index of several."""
+    if (path / _SINGLE_FILE).exists():
+        try:
+            with safe_open(path / _SINGLE_FILE, framework="pt") as reader:
+                return dict.fromkeys(reader.keys(), path / _SINGLE_FILE)
+        except SafetensorError as error:
+            raise ConfigError(f"{path / _SINGLE_FILE} cannot be read: {error}") from error
+    if (path / _INDEX).exists():
+        try:
+            weight_map: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{path / _INDEX} is no index of weights: {error!r}") from error
+        if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):
+            raise ConfigError(f"{path / _INDEX} names files that are not there: {', '.join(missing)}")
+        return {name: path / file for name, file in weight_map.items()}
+    return {}
 
 
 def _matches(model: PreTrainedModel, files: dict[str, Path]) -> bool:
-    """Whether the files hold exactly this model's parameters (a tied head may be absent or repeated)."""
-    parameters = dict(model.named_parameters())
-    if not set(parameters) <= set(files):
-        return False
-    extra = set(files) - set(parameters) - {"lm_head.weight"}
-    return not {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
+    """Whether the files hold exactly this model's tensors (a tied head may be absent or repeated)."""
+    needed = set(_stored_tensors(model))
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    extra = {name for name in set(files) - needed - aliases if not name.endswith("rotary_emb.inv_freq")}
+    return needed <= set(files) and not extra
 
 
 def _load_slices(model: PreTrainedModel, files: dict[str, Path]) -> None:
-    readers: dict[Path, Any] = {}
-    for name, parameter in model.named_parameters():
-        reader = readers.setdefault(files[name], safe_open(files[name], framework="pt"))
-        stored = reader.get_slice(name)
-        if tuple(stored.get_shape()) != tuple(parameter.shape):
+    readers: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in set(files.values())}
+    for name, tensor in _stored_tensors(model).items():
+        stored = readers[files[name]].get_slice(name)
+        if tuple(stored.get_shape()) != tuple(tensor.shape):
             raise ConfigError(
                 f"{files[name]}: tensor {name} has shape {tuple(stored.get_shape())}, the config asks for "
-                f"{tuple(parameter.shape)}"
+                f"{tuple(tensor.shape)}"
             )
-        local, where = local_slices(parameter)
+        if tensor.is_floating_point() and stored.get_dtype() not in _STORED_DTYPES:
+            raise ConfigError(f"{files[name]}: tensor {name} is {stored.get_dtype()}, no floating-point weights")
+        local, where = local_slices(tensor)
         if local.numel():
-            local.copy_(stored[where] if where else reader.get_tensor(name))
+            local.copy_(stored[where] if where else readers[files[name]].get_tensor(name))
+    _require_same_tied(model, files, readers)
 
 
-def _load_converted(model: PreTrainedModel, source: ModelSource) -> None:
-    """Let transformers convert names and layouts (fused experts, legacy names): the whole model in each rank."""
-    logger.info("weights need conversion: each rank reads the whole model once")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype="auto", trust_remote_code=source.trust_remote_code, output_loading_info=True
-    )
+def _require_same_tied(model: PreTrainedModel, files: dict[str, Path], readers: dict[Path, Any]) -> None:
+    """A head of its own under a config that ties it would be dropped without a word."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kept = names[id(parameter)]
+        if name == kept or name not in files:
+            continue
+        if not torch.equal(readers[files[name]].get_tensor(name), readers[files[kept]].get_tensor(kept)):
+            raise ConfigError(
+                f"{files[name]}: {name} differs from {kept}, but config.json ties them; "
+                f"set tie_word_embeddings to false there"
+            )
+
+
+def _converted(source: ModelSource) -> dict[str, Tensor]:
+    """transformers' own loader: it converts names and layouts (fused experts, legacy names)."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            dtype=torch.float32,
+            trust_remote_code=source.trust_remote_code,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be loaded: {error}") from error
     whole, report = loaded
     if report["missing_keys"]:
         raise ConfigError(
             f"model.partial_pretrain={source.path} lacks weights for {sorted(report['missing_keys'])[:5]}; "
             f"use model.random_weights=true to start from random ones"
         )
-    _copy_slices(model, whole.state_dict())
+    if report["unexpected_keys"]:
+        logger.warning("weights that the architecture does not have are left out: %s", report["unexpected_keys"])
+    if getattr(whole.config, "tie_word_embeddings", False) and not _is_tied(whole):
+        raise ConfigError(
+            f"model.partial_pretrain={source.path}: the output head differs from the embeddings, but config.json ties "
+            f"them; set tie_word_embeddings to false there"
+        )
+    tensors: dict[str, Tensor] = whole.state_dict()
+    return tensors
 
 
-def _initialize(model: PreTrainedModel, source: ModelSource, seed: int) -> None:
-    """transformers' own initialisation of the whole model on the CPU, then sliced: equal for every world size."""
+def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:
+    """transformers' own initialisation on the CPU: equal for every world size."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.key("init", seed))
         whole = AutoModelForCausalLM.from_config(
             model.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code, attn_implementation="eager"
         )
-    _copy_slices(model, whole.state_dict())
+    tensors: dict[str, Tensor] = whole.state_dict()
+    return tensors
 
 
-def _copy_slices(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        local, where = local_slices(parameter)
-        local.copy_(tensors[name][where])
+def _from_main_rank(model: PreTrainedModel, make: Callable[[], dict[str, Tensor]]) -> None:
+    """Rank 0 makes all tensors whole, the others receive one at a time and keep their slices: one copy per run."""
+    is_main = dist.get_rank() == 0
+    tensors: dict[str, Tensor] = {}
+    outcome: list[ConfigError | None] = [None]
+    if is_main:
+        try:
+            tensors = make()
+        except ConfigError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
+    for name, tensor in _stored_tensors(model).items():
+        local, where = local_slices(tensor)
+        if is_main:
+            whole = tensors[name].to(local.device, tensor.dtype).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
+        dist.broadcast(whole, src=0)
+        local.copy_(whole[where])

@@ -1,6 +1,6 @@
 """A transformers causal LM that takes a `PackedBatch` and returns the summed cross-entropy.
 
-Shape suffixes: T packed tokens, S supervised positions, H hidden size.
+Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabulary.
 """
 
 import types
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.batch import PackedBatch
 from trainer.config import ConfigError
@@ -19,7 +21,16 @@ from trainer.model import attention
 from trainer.model.head import LossHead
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-_LOGIT_TRANSFORMS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+_LOGIT_TRANSFORMS = (
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "unpadded_vocab_size",
+)
+"""Config keys under which architectures change what the head gives; one that is missed fails the self-check."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +43,22 @@ class ModelSource:
 
 
 def read_config(source: ModelSource) -> PretrainedConfig:
+    """The architecture. Raises `ConfigError` for what is no plain text model in full precision."""
     try:
-        return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"model.partial_pretrain={source.path} has no usable config.json: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model.partial_pretrain={source.path} is quantized (quantization_config in config.json); "
+            f"use the model's bfloat16 or float32 weights"
+        )
+    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"model.partial_pretrain={source.path} is a '{config.model_type}' of several parts, and only language "
+            f"models alone can be trained; save its text model on its own and use that"
+        )
+    return config
 
 
 def unpackable_reason(config: PretrainedConfig) -> str | None:
@@ -47,32 +70,26 @@ def unpackable_reason(config: PretrainedConfig) -> str | None:
         return "its attention caps logits"
     if config.model_type in ("gpt_oss",):
         return "its attention has sinks"
+    model_class = _model_class(config)
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    if getattr(model_class, "_is_stateful", False):
+        return "its layers carry state from token to token"
     return None
+
+
+def _model_class(config: PretrainedConfig) -> type | None:
+    """transformers' own class for the architecture; None for code that comes with the model."""
+    mapping = AutoModelForCausalLM._model_mapping
+    return _get_model_class(config, mapping) if type(config) in mapping else None
 
 
 def build_on_meta(source: ModelSource, config: PretrainedConfig, *, is_packed: bool) -> PreTrainedModel:
     """The model without weights (buffers are real), its forward replaced by `PackedBatch -> summed loss`."""
-    attention.register()
-    implementation = attention.PACKED if is_packed else "sdpa"
-    with init_empty_weights(include_buffers=False):
-        try:
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=implementation,
-                dtype=torch.float32,
-                trust_remote_code=source.trust_remote_code,
-            )
-        except ValueError as error:
-            if is_packed or "attention" not in str(error).lower():
-                raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=source.trust_remote_code
-            )
+    model = _empty_model(source, config, is_packed=is_packed)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ConfigError(f"model.partial_pretrain={source.path}: {type(model).__name__} has no linear output head")
-    model.set_output_embeddings(LossHead.from_linear(head))
+    _require_trainable(model, source)
+    model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings()))
     model.config.use_cache = False
     transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 0, 1, 1.0)]
     model.original_forward = model.forward
@@ -82,18 +99,57 @@ def build_on_meta(source: ModelSource, config: PretrainedConfig, *, is_packed: b
     return model
 
 
+def _empty_model(source: ModelSource, config: PretrainedConfig, *, is_packed: bool) -> PreTrainedModel:
+    if is_packed:
+        attention.register()
+        implementations = [attention.PACKED]
+    elif getattr(config, "attn_logit_softcapping", None):
+        implementations = ["eager"]  # the fused one leaves out the cap without a word
+    else:
+        implementations = ["sdpa", "eager"]
+    for implementation in implementations:
+        try:
+            with init_empty_weights(include_buffers=False):
+                return AutoModelForCausalLM.from_config(
+                    config,
+                    attn_implementation=implementation,
+                    dtype=torch.float32,
+                    trust_remote_code=source.trust_remote_code,
+                )
+        except ValueError as error:
+            if implementation == implementations[-1] or "attention" not in str(error).lower():
+                raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
+    raise AssertionError("one implementation is always tried last")
+
+
+def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
+    """Refuse what the fused head, sharding layer by layer or the export would silently get wrong."""
+    name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(f"{name} has no linear output head")
+    if model.base_model is model:
+        raise ConfigError(f"{name} has no part without the output head (base_model_prefix)")
+    is_tied = head.weight is model.get_input_embeddings().weight
+    num_names = len(list(model.named_parameters(remove_duplicate=False)))
+    if num_names - len(list(model.parameters())) != is_tied:
+        raise ConfigError(f"{name} shares parameters between layers, which cannot be sharded layer by layer")
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks that are sharded, compiled and recomputed one by one."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
-    if not layers:
-        raise ConfigError(f"{type(model).__name__} does not say which of its modules are decoder layers")
-    return layers
+    """The repeated blocks that are sharded, compiled and recomputed one by one: the largest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of decoder layers")
+    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())))
 
 
-def _bounds(model: PreTrainedModel, batch: PackedBatch) -> dict[str, object]:
+def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
+    """What the architecture's forward is called with: a document alone needs neither positions nor bounds."""
+    arguments: dict[str, Any] = {"input_ids": batch.input_ids_T[None], "use_cache": False}
     if model.is_packed:
-        return {
+        return arguments | {
+            "position_ids": batch.position_ids_T[None],
             "cu_seq_lens_q": batch.cu_seqlens_D1,
             "cu_seq_lens_k": batch.cu_seqlens_D1,
             "max_length_q": batch.max_seqlen,
@@ -102,17 +158,12 @@ def _bounds(model: PreTrainedModel, batch: PackedBatch) -> dict[str, object]:
         }
     if len(batch.seqlens) > 1:
         raise RuntimeError("several documents in one batch of a model that takes them one by one")
-    return {}
+    return arguments
 
 
 def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """Summed cross-entropy over the supervised positions, float64 scalar; the head sees only those positions."""
-    hidden_TH = self.base_model(
-        input_ids=batch.input_ids_T[None],
-        position_ids=batch.position_ids_T[None],
-        use_cache=False,
-        **_bounds(self, batch),
-    ).last_hidden_state[0]
+    hidden_TH = self.base_model(**forward_arguments(self, batch)).last_hidden_state[0]
     loss: Tensor = self.get_output_embeddings()(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
     return loss
 
@@ -120,12 +171,6 @@ def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> Tensor:
 def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """The same for models that transform their logits: their own forward, asked for the supervised positions."""
     plain: Any = self.original_forward
-    logits_SV = plain(
-        input_ids=batch.input_ids_T[None],
-        position_ids=batch.position_ids_T[None],
-        use_cache=False,
-        logits_to_keep=batch.supervised_S,
-        **_bounds(self, batch),
-    ).logits[0]
+    logits_SV = plain(**forward_arguments(self, batch), logits_to_keep=batch.supervised_S).logits[0]
     losses_S = F.cross_entropy(logits_SV.float(), batch.labels_T[batch.supervised_S], reduction="none")
     return losses_S.sum(dtype=torch.float64)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from trainer.config import ModelConfig
+from trainer.config import ConfigError, ModelConfig
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
@@ -15,6 +15,10 @@ from trainer.runtime.distributed import World, compute_dtype
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """Apply activation checkpointing, compilation and FSDP2 in place, as configured."""
     if config.enable_gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{type(model).__name__} cannot recompute activations: set model.enable_gradient_checkpointing=false"
+            )
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.compile:
         compile_layers(model)

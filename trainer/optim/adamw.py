@@ -7,13 +7,13 @@ from trainer.config import OptimConfig
 
 
 def build_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW in two groups: matrices decay, vectors (norms, biases) do not.
+    """Fused AdamW in two groups: matrices decay, norms and biases do not, whatever their number of dimensions.
 
     State is created before the first step, so that there is memory to load a checkpoint into.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for p in trainable.values() if p.ndim >= 2]
-    plain = [p for p in trainable.values() if p.ndim < 2]
+    decayed = [p for name, p in trainable.items() if _is_decayed(name, p)]
+    plain = [p for name, p in trainable.items() if not _is_decayed(name, p)]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
@@ -32,3 +32,9 @@ def build_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
     return optimizer
+
+
+def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Norms over heads and the biases of fused experts have two dimensions too."""
+    owner, _, leaf = name.rpartition(".")
+    return parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner.rpartition(".")[2]

@@ -11,7 +11,8 @@ from trainer.config import OptimConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """`lr_at(step)` for step 0 .. total_steps - 1. The first step already learns; the last reaches `min_lr_ratio`."""
+    """`lr_at(step)` for step 0 .. total_steps - 1. The first step already learns, the last one still does: the
+    decay would reach `min_lr_ratio` at `total_steps`."""
 
     kind: str
     peak_lr: float
@@ -34,9 +35,9 @@ class Schedule:
     def lr_at(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
-        # 0 at the first step after warm-up, 1 at the last step of the run
-        progress = (step - self.warmup_steps) / max(self.total_steps - 1 - self.warmup_steps, 1)
-        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * self._decay(min(progress, 1.0)))
+        # 0 at the first step after warm-up, 1 one step after the last
+        progress = (step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
+        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * self._decay(progress))
 
     def _decay(self, progress: float) -> float:
         if self.kind == "cosine":

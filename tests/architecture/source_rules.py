@@ -1,0 +1,226 @@
+"""What the architecture test checks, as functions from source text to findings (`file:line: what is wrong`)."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+PACKAGES_F2 = ("data", "model", "optim", "checkpoint", "monitor", "tracking", "report", "quickstart")
+MAX_FUNCTION_LINES = 50
+MAX_FILE_LINES = 350
+SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
+PICKLE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve")
+PICKLE_LOADERS = ("load", "loads", "Unpickler")
+
+Sources = dict[str, str]
+"""Dotted module name -> source text."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module stands: its floor, and the package that may know itself."""
+
+    floor: int
+    group: str
+
+
+def place_of(module: str) -> Place:
+    """Raises `ValueError` for a file that has no floor yet: DESIGN.md decides where a new package stands."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return Place(0, "trainer")
+    head = parts[1]
+    floors = {"config": 0, "protocols": 0, "batch": 1, "runtime": 1, "sft_trainer": 3, "build": 4}
+    if head in floors:
+        return Place(floors[head], head)
+    if head in PACKAGES_F2:
+        return Place(2, head)
+    if head in ("__main__", "cli"):
+        return Place(5, "entry")
+    raise ValueError(f"{module} stands on no floor: put it into a known package, or extend DESIGN.md and this table")
+
+
+def module_name(relative_path: str) -> str:
+    """`trainer/data/rows.py` -> `trainer.data.rows`; a package's `__init__.py` is the package."""
+    return relative_path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str
+    line: int
+    is_top_level: bool
+
+
+def imports_of(module: str, source: str, known: Iterable[str]) -> list[Import]:
+    """Every import of a file, inside functions too; `from package import name` means `package.name` where that is one
+    of the `known` modules. Implied imports of parent packages do not count.
+    """
+    known = set(known)
+    tree = ast.parse(source)
+    top_level = {id(inner) for node in tree.body if not isinstance(node, _SCOPES) for inner in ast.walk(node)}
+    found = []
+    for node in ast.walk(tree):
+        found += [Import(t, node.lineno, id(node) in top_level) for t in _targets(node, module, known)]
+    return found
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parent = module.split(".")[: -node.level] or [module]
+            base = ".".join([*parent, *([base] if base else [])])
+        return [name if (name := f"{base}.{alias.name}") in known else base for alias in node.names]
+    if isinstance(node, ast.Call) and _dotted(node.func).endswith(("import_module", "__import__")) and node.args:
+        first = node.args[0]
+        return [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
+    return []
+
+
+def upward_imports(sources: Sources) -> list[str]:
+    """Imports of a higher floor, or of a neighbour on the same one."""
+    found = []
+    for module, source in sources.items():
+        place = place_of(module)
+        for item in imports_of(module, source, sources):
+            if item.target.split(".")[0] != "trainer" or item.target == "trainer":
+                continue
+            other = place_of(item.target)
+            if module == "trainer.sft_trainer" and other.floor == 2:
+                found.append(f"{module}:{item.line}: the loop receives its parts, it does not import {item.target}")
+            elif other.floor > place.floor:
+                found.append(f"{module}:{item.line}: F{place.floor} imports {item.target} of F{other.floor}")
+            elif other.floor == place.floor and other.group != place.group:
+                found.append(f"{module}:{item.line}: {place.group} knows its neighbour {item.target}")
+    return found
+
+
+def import_cycles(sources: Sources) -> list[str]:
+    """Cycles between files, each as `a -> b -> a`."""
+    graph = {
+        module: sorted({item.target for item in imports_of(module, source, sources)} & set(sources))
+        for module, source in sources.items()
+    }
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for target in graph[module]:
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+    return found
+
+
+def torch_at_import(module: str, sources: Sources) -> list[str]:
+    """How importing `module` would import torch (or transformers, which does), as a chain of files."""
+    found: list[str] = []
+    seen: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name.split(".")[0] in ("torch", "transformers", "torchdata"):
+            found.append(" -> ".join([*path, name]))
+        elif name in sources and name not in seen:
+            seen.add(name)
+            parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
+            targets = [item.target for item in imports_of(name, sources[name], sources) if item.is_top_level]
+            for target in [*parents, *targets]:
+                visit(target, (*path, name))
+
+    visit(module, ())
+    return found
+
+
+def over_budget(name: str, source: str) -> list[str]:
+    """Functions and files that are too long."""
+    num_lines = len(source.splitlines())
+    found = [f"{name}: {num_lines} lines, at most {MAX_FILE_LINES}"] if num_lines > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                found.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
+    return found
+
+
+def device_waits(source: str) -> list[tuple[str, int]]:
+    """(qualified function, line) of every call that makes the host wait for the device."""
+    return [(owner, node.lineno) for owner, node in _with_owner(ast.parse(source)) if _is_device_wait(node)]
+
+
+def _is_device_wait(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr == "synchronize":
+        return True
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    if node.func.attr in SYNC_METHODS:
+        return True
+    moved_to = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "device")]
+    return node.func.attr == "to" and any(isinstance(a, ast.Constant) and a.value == "cpu" for a in moved_to)
+
+
+def _with_owner(tree: ast.AST, owner: str = "<module>") -> Iterator[tuple[str, ast.AST]]:
+    """Every node with the outermost function or the method it stands in."""
+    for child in ast.iter_child_nodes(tree):
+        inner = owner
+        if isinstance(child, _SCOPES) and (owner == "<module>" or (owner[0].isupper() and "." not in owner)):
+            inner = child.name if owner == "<module>" else f"{owner}.{child.name}"
+        yield inner, child
+        yield from _with_owner(child, inner)
+
+
+def unsafe_loads(name: str, source: str) -> list[str]:
+    """Calls that would run what a file says: pickles, and code that comes with a model."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if reason := _unsafe(node):
+            found.append(f"{name}:{getattr(node, 'lineno', 0)}: {reason}")
+    return found
+
+
+def _unsafe(node: ast.AST) -> str | None:
+    if isinstance(node, ast.ImportFrom):
+        hidden = [alias.name for alias in node.names if alias.name in PICKLE_LOADERS]
+        return f"write {node.module}.{hidden[0]} out" if hidden and node.module in (*PICKLE_MODULES, "torch") else None
+    if not isinstance(node, ast.Call):
+        return None
+    called = _dotted(node.func)
+    keywords = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+    owner, _, leaf = called.rpartition(".")
+    if called == "torch.load" and keywords.get("weights_only") is not True:
+        return "torch.load without weights_only=True runs code from the file"
+    if owner in PICKLE_MODULES and leaf in PICKLE_LOADERS:
+        return f"{called} runs code from the file"
+    if called in ("eval", "exec"):
+        return f"{called} runs text as code"
+    for keyword in ("trust_remote_code", "allow_pickle"):
+        if keywords.get(keyword) is True:
+            return f"{keyword}=True is the user's decision, never the program's"
+    return None
+
+
+def attributes_read(source: str) -> set[str]:
+    """`owner.name` for every attribute that is read, with the last part of the owner: `self.config.data.lr` gives
+    `self.config`, `config.data` and `data.lr`.
+    """
+    return {
+        f"{_dotted(node.value).rpartition('.')[2]}.{node.attr}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""

@@ -1,0 +1,186 @@
+"""The floors and budgets of DESIGN.md, enforced: each check runs over the tree, and over a source it must catch."""
+
+from pathlib import Path
+
+import pytest
+import source_rules as rules
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FREE_OF_TORCH = (
+    "trainer.config",
+    "trainer.protocols",
+    "trainer.runtime.environment",
+    "trainer.runtime.signals",
+    "trainer.checkpoint.layout",
+    "trainer.cli.launch",
+    "trainer.cli.requirements",
+    "trainer.__main__",
+)
+STEP_FILES = (
+    "trainer/batch.py",
+    "trainer/sft_trainer.py",
+    "trainer/data/loader.py",
+    "trainer/data/plan.py",
+    "trainer/model/attention.py",
+    "trainer/model/head.py",
+    "trainer/model/packed_lm.py",
+    "trainer/model/parallelize.py",
+    "trainer/monitor/guard.py",
+    "trainer/monitor/memory.py",
+    "trainer/monitor/meters.py",
+    "trainer/optim/adamw.py",
+    "trainer/optim/clip.py",
+    "trainer/optim/schedule.py",
+    "trainer/runtime/seeding.py",
+)
+ALLOWED_WAITS = {
+    "trainer/monitor/meters.py:reduce_step": "the one wait of a training step: loss, norm and stop requests together",
+    "trainer/monitor/meters.py:reduce_loss": "the one wait of a validation step",
+    "trainer/runtime/seeding.py:set_rng_state": "restores a checkpoint, before the first step",
+}
+
+
+def python_files(*roots: str) -> dict[str, str]:
+    """Path relative to the repository -> source text."""
+    paths = sorted(path for root in roots for path in (REPOSITORY / root).rglob("*.py"))
+    return {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for path in paths}
+
+
+@pytest.fixture(scope="module")
+def sources() -> rules.Sources:
+    return {rules.module_name(path): text for path, text in python_files("trainer").items()}
+
+
+def test_every_file_stands_on_a_floor(sources: rules.Sources) -> None:
+    assert len(sources) > 40
+    assert {rules.place_of(module).floor for module in sources} == {0, 1, 2, 3, 4, 5}
+    with pytest.raises(ValueError, match=r"trainer\.plugins.* stands on no floor"):
+        rules.place_of("trainer.plugins.extra")
+
+
+def test_no_file_imports_upward(sources: rules.Sources) -> None:
+    assert rules.upward_imports(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("trainer.runtime.log", "from trainer.data import rows"),
+        ("trainer.config", "import trainer.protocols"),
+        ("trainer.batch", "from trainer.runtime import seeding"),
+        ("trainer.data.rows", "def read():\n    from trainer.checkpoint import fsio"),
+        ("trainer.data.rows", "from ..checkpoint import fsio"),
+        ("trainer.data.rows", "import importlib\nimportlib.import_module('trainer.tracking.facade')"),
+        ("trainer.optim.clip", "if True:\n    import trainer.build as b"),
+        ("trainer.sft_trainer", "from trainer.optim import clip"),
+        ("trainer.build", "from trainer.cli.launch import main"),
+    ],
+)
+def test_an_upward_import_is_caught(module: str, source: str) -> None:
+    assert len(rules.upward_imports({module: source})) == 1
+
+
+def test_no_import_cycle(sources: rules.Sources) -> None:
+    assert rules.import_cycles(sources) == []
+
+
+def test_a_cycle_through_a_function_is_caught() -> None:
+    looped = {
+        "trainer.data.a": "from trainer.data import b",
+        "trainer.data.b": "def late():\n    from trainer.data.c import x",
+        "trainer.data.c": "import trainer.data.a",
+        "trainer.data.d": "from trainer.data.a import y",
+    }
+    assert rules.import_cycles(looped) == ["trainer.data.a -> trainer.data.b -> trainer.data.c -> trainer.data.a"]
+
+
+@pytest.mark.parametrize("module", FREE_OF_TORCH)
+def test_what_must_start_at_once_imports_no_torch(module: str, sources: rules.Sources) -> None:
+    assert module in sources
+    assert rules.torch_at_import(module, sources) == []
+
+
+def test_torch_behind_another_file_is_caught() -> None:
+    chain = {"trainer.config": "import trainer.batch", "trainer.batch": "from torch import Tensor"}
+    assert rules.torch_at_import("trainer.config", chain) == ["trainer.config -> trainer.batch -> torch"]
+    package = {"trainer.config": "import trainer.data.x", "trainer.data": "import torch", "trainer.data.x": ""}
+    assert rules.torch_at_import("trainer.config", package)
+    late = {"trainer.config": "def f():\n    import torch"}
+    assert rules.torch_at_import("trainer.config", late) == []
+
+
+def test_functions_and_files_keep_their_budgets() -> None:
+    found = [line for path, text in python_files("trainer", "tests").items() for line in rules.over_budget(path, text)]
+    assert found == []
+
+
+def test_an_overlong_function_and_file_are_caught() -> None:
+    body = "    x = 1\n"
+    assert rules.over_budget("a.py", "def f():\n" + body * 49) == []
+    assert rules.over_budget("a.py", "class A:\n  async def f():\n" + body * 50) == [
+        "a.py:2: f has 51 lines, at most 50"
+    ]
+    assert rules.over_budget("a.py", "x = 1\n" * 350) == []
+    assert rules.over_budget("a.py", "x = 1\n" * 351) == ["a.py: 351 lines, at most 350"]
+
+
+def test_the_step_waits_for_the_device_only_where_listed() -> None:
+    files = python_files("trainer")
+    found = {f"{path}:{owner}": line for path in STEP_FILES for owner, line in rules.device_waits(files[path])}
+    assert {place: line for place, line in found.items() if place not in ALLOWED_WAITS} == {}
+    assert set(ALLOWED_WAITS) <= set(found), "the list names a place that no longer waits"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x):\n    return x.item()",
+        "def f(x):\n    return x.loss.cpu()",
+        "def f(x):\n    return torch.stack(x).tolist()",
+        "def f(x):\n    return x.detach().numpy()",
+        "def f(x):\n    return (x != 0).nonzero()",
+        "def f(x):\n    torch.cuda.synchronize()",
+        "def f(x):\n    wait = torch.cuda.synchronize\n    wait()",
+        "def f(x):\n    return x.to('cpu')",
+        "def f(x):\n    return x.to(device='cpu', non_blocking=True)",
+    ],
+)
+def test_a_wait_for_the_device_is_caught(source: str) -> None:
+    assert [owner for owner, _ in rules.device_waits(source)] == ["f"]
+
+
+def test_waits_are_named_by_method_and_innocent_code_is_left_alone() -> None:
+    method = "class A:\n    def f(self, x):\n        def g():\n            return x.item()\n        return g"
+    assert rules.device_waits(method) == [("A.f", 4)]
+    assert (
+        rules.device_waits("def f(x):\n    return x.to(device), torch.from_numpy(x), x.items(), np.flatnonzero(x)")
+        == []
+    )
+
+
+def test_nothing_loads_what_could_run_code() -> None:
+    assert [line for path, text in python_files("trainer").items() for line in rules.unsafe_loads(path, text)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "from torch import load",
+        "pickle.load(file)",
+        "def f(data):\n    return pickle.loads(data)",
+        "from pickle import loads",
+        "np.load(path, allow_pickle=True)",
+        "AutoConfig.from_pretrained(path, trust_remote_code=True)",
+        "eval(text)",
+    ],
+)
+def test_an_unsafe_load_is_caught(source: str) -> None:
+    assert len(rules.unsafe_loads("a.py", source)) == 1
+
+
+def test_safe_loads_are_left_alone() -> None:
+    safe = "import pickle\ntorch.load(path, weights_only=True)\nnp.load(path)\nmodel.eval()\npickle.dumps(x)\n"
+    assert rules.unsafe_loads("a.py", safe + "f(trust_remote_code=config.trust_remote_code)") == []

@@ -1,0 +1,245 @@
+"""Promise 2 and 3 on ranks: what is saved on W ranks comes back on V, whole, proven, and from the right directory."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_parts, write_model_config
+from transformers import AutoModelForCausalLM
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.manager import CheckpointManager, RunState
+from trainer.checkpoint.manifest import MANIFEST, verify_files
+from trainer.config import CheckpointConfig, ConfigError
+from trainer.protocols import CannotWriteError
+from trainer.sft_trainer import Cadence, SFTTrainer
+
+CONTENTS = ["model", "optimizer", "extra", "hf_model"]
+
+
+def manager(world: Any, run_dir: Path, source: Any, parts: Any, *, keep: int | None = None) -> CheckpointManager:
+    state = RunState(parts.model, parts.optimizer, parts.train_batches, parts.guard, None, parts.schedule.state_dict())
+    return CheckpointManager(
+        run_dir,
+        world=world,
+        config=CheckpointConfig(CONTENTS, CONTENTS[:3], "float32"),
+        state=state,
+        source=ExportSource(Path(source.path), None, (3,)),
+        keep=keep,
+        lock=None,
+        fingerprints={"model config": "toy"},
+    )
+
+
+def run(
+    world: Any,
+    run_dir: Path,
+    source: Any,
+    *,
+    total_steps: int = 6,
+    save_freq: int = 2,
+    keep: int | None = None,
+    seed: int = 0,
+) -> Any:
+    """Train from wherever `run_dir` stands; (losses by step, sample counts, whole parameters, moments, start step)."""
+    run_dir.mkdir(exist_ok=True)
+    model = build_toy_model(world, source)
+    samples = ToySamples(seed=seed)
+    parts = toy_parts(world, model, samples, total_steps=total_steps, cadence=Cadence(total_steps, save_freq, -1))
+    checkpoints = manager(world, run_dir, source, parts, keep=keep)
+    start = checkpoints.resume(layout.select(run_dir).candidates)
+    recorder = Recorder()
+    parts = type(parts)(**{**parts.__dict__, "checkpoints": checkpoints, "tracker": recorder})
+    loaded = full_parameters(model)
+    assert SFTTrainer(parts).fit() == 0
+    losses = {step: (row["train/loss"], row["train/grad_norm"]) for step, row in recorder.rows if "train/loss" in row}
+    moments = {n: parts.optimizer.state[p]["exp_avg_sq"].full_tensor() for n, p in model.named_parameters()}
+    return losses, loaded, full_parameters(model), moments, start
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):  # type: ignore[no-untyped-def]
+    # rows that no world size divides, and a vector shorter than the largest world size
+    return write_model_config(tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97)
+
+
+@pytest.fixture(scope="module")
+def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
+    """An uninterrupted run on two ranks, its checkpoints of steps 2, 4, 6 kept."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    return run_dir, run_ranks(run, 2, run_dir, source)[0]
+
+
+def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
+    """What the disk held after the save of `step`."""
+    target.mkdir()
+    for info in layout.checkpoints(run_dir):
+        if info.step <= step:
+            os.system(f"cp -r {info.path} {target}")
+    (target / layout.POINTER).write_text(str(step))
+    return target
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path, step: int) -> None:  # type: ignore[no-untyped-def]
+    run_dir, (losses, _, parameters, moments, _) = straight
+    again = run_ranks(run, 2, copy_up_to(run_dir, tmp_path / "run", step), source)[0]
+    assert again[4] == step
+    assert again[0] == {s: value for s, value in losses.items() if s > step}
+    assert all(torch.equal(again[2][name], value) for name, value in parameters.items())
+    assert all(torch.equal(again[3][name], value) for name, value in moments.items())
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4, 5])
+def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int) -> None:  # type: ignore[no-untyped-def]
+    run_dir, (losses, _, _, _, _) = straight
+    saved = load_file(run_dir / "global_step_4" / "huggingface" / "model.safetensors")
+    again = run_ranks(run, world_size, copy_up_to(run_dir, tmp_path / "run", 4), source)[0]
+    assert all(torch.equal(value, saved[name]) for name, value in again[1].items()), "parameters changed by loading"
+    for step, (loss, norm) in again[0].items():
+        assert loss == pytest.approx(losses[step][0], rel=1e-6)
+        assert norm == pytest.approx(losses[step][1], rel=1e-5)
+    back = run_ranks(run, 2, copy_up_to(tmp_path / "run", tmp_path / "back", 6), source, total_steps=7)[0]
+    assert all(torch.equal(back[1][name], value) for name, value in again[2].items())
+    assert all(torch.isfinite(torch.tensor(value)) for value in back[0][7])
+
+
+def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    first = run_ranks(run, 4, tmp_path / "run", source, total_steps=2, fsdp_size=2)[0]
+    info = layout.select(tmp_path / "run").chosen
+    assert info is not None and info.manifest is not None and info.manifest.mesh == {"ddp": 2, "fsdp": 2}
+    again = run_ranks(run, 3, tmp_path / "run", source, total_steps=3)[0]
+    assert again[4] == 2
+    assert all(torch.equal(again[1][name], value) for name, value in first[2].items())
+
+
+def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[no-untyped-def]
+    run_dir, (_, _, parameters, _, _) = straight
+    step_dir = run_dir / "global_step_6"
+    ours = {path.name for path in step_dir.iterdir() if not path.name.startswith(".")}
+    ranks = [f"{kind}_world_size_2_rank_{r}.pt" for kind in ("model", "optim", "extra_state") for r in (0, 1)]
+    assert ours == {*ranks, "data.pt", "fsdp_config.json", MANIFEST, "huggingface"}
+    assert (run_dir / layout.POINTER).read_text() == "6"
+    assert json.loads((step_dir / "fsdp_config.json").read_text()) == {"FSDP_version": 2, "world_size": 2}
+    info = layout.inspect(step_dir)
+    assert info.manifest is not None and verify_files(step_dir, info.manifest) == []
+    assert not list(run_dir.glob(".staging*")) and not list(run_dir.glob(".trash*"))
+    exported = AutoModelForCausalLM.from_pretrained(step_dir / "huggingface", dtype=torch.float32)
+    assert all(torch.equal(exported.get_parameter(name), value) for name, value in parameters.items())
+    assert json.loads((step_dir / "huggingface" / "generation_config.json").read_text())["eos_token_id"] == 3
+
+
+def test_shards_load_without_pickle_and_hold_what_verl_reads(straight) -> None:  # type: ignore[no-untyped-def]
+    run_dir, (_, _, parameters, _, _) = straight
+    parts = [
+        torch.load(run_dir / "global_step_6" / layout.model_file(2, rank), weights_only=True, map_location="cpu")
+        for rank in (0, 1)
+    ]
+    for name, value in parameters.items():
+        assert parts[0][name].device_mesh.mesh_dim_names == ("fsdp",)
+        assert torch.equal(torch.cat([part[name]._local_tensor for part in parts]), value)
+    assert "lm_head.weight" in parts[0], "a tied head appears under both names"
+    optim = torch.load(run_dir / "global_step_6" / layout.optim_file(2, 0), weights_only=True, map_location="cpu")
+    assert set(optim["state"]) == set(parameters)
+    assert float(optim["state"]["model.norm.weight"]["step"]) == 6
+
+
+def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_dir = copy_up_to(straight[0], tmp_path / "run", 6)
+    victim = run_dir / "global_step_6" / layout.optim_file(2, 1)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    again = run_ranks(run, 2, run_dir, source)[0]
+    assert again[4] == 4
+    assert all(torch.equal(again[2][name], value) for name, value in straight[1][2].items())
+    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_6.0"]
+
+
+def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    victim = run_dir / "global_step_2" / layout.model_file(2, 0)
+    data = bytearray(victim.read_bytes())
+    data[-200] ^= 4
+    victim.write_bytes(data)
+    with pytest.raises(AssertionError, match="is damaged"):
+        run_ranks(run, 2, run_dir, source)
+
+
+def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_ranks(run, 1, tmp_path / "run", source, total_steps=2, save_freq=1)
+    run_ranks(run, 1, tmp_path / "run", source, total_steps=5, save_freq=1, keep=1)
+    assert [info.step for info in layout.checkpoints(tmp_path / "run")] == [5]
+
+
+def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> Any:
+    """One rank cannot write its shards: (first save's answer, required save's error), then a good save."""
+    run_dir.mkdir(exist_ok=True)
+    model = build_toy_model(world, source)
+    parts = toy_parts(world, model, ToySamples(), total_steps=6)
+    checkpoints = manager(world, run_dir, source, parts)
+    intact = checkpoints._write_shards
+
+    def broken(staging: Path, step: int) -> Any:
+        raise OSError(28, "No space left on device", str(staging))
+
+    if world.rank == failing_rank:
+        checkpoints._write_shards = broken  # type: ignore[method-assign]
+    answer = checkpoints.save(1, loss=1.0, grad_norm=1.0, is_required=False)
+    try:
+        checkpoints.save(1, loss=1.0, grad_norm=1.0, is_required=True)
+        error = ""
+    except CannotWriteError as failure:
+        error = str(failure)
+    checkpoints._write_shards = intact  # type: ignore[method-assign]
+    return answer, error, checkpoints.save(1, loss=1.0, grad_norm=1.0, is_required=True)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path: Path, failing_rank: int) -> None:  # type: ignore[no-untyped-def]
+    for answer, error, later in run_ranks(save_failing, 2, tmp_path / "run", source, failing_rank):
+        assert answer is False
+        assert f"rank {failing_rank}" in error and "No space left" in error
+        assert later is True
+    assert [info.status for info in layout.checkpoints(tmp_path / "run")] == ["committed"]
+    assert not list((tmp_path / "run").glob(".staging*"))
+
+
+def save_poisoned(world: Any, run_dir: Path, source: Any) -> str:
+    run_dir.mkdir(exist_ok=True)
+    model = build_toy_model(world, source)
+    parts = toy_parts(world, model, ToySamples(), total_steps=6)
+    if world.rank == 1:
+        next(iter(model.parameters())).to_local().data[0] = float("nan")
+    try:
+        manager(world, run_dir, source, parts).save(1, loss=1.0, grad_norm=1.0, is_required=True)
+    except CannotWriteError as error:
+        return str(error)
+    return ""
+
+
+def test_a_poisoned_state_is_never_committed(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert all("not finite" in error for error in run_ranks(save_poisoned, 2, tmp_path / "run", source))
+    assert layout.checkpoints(tmp_path / "run") == []
+
+
+def resume_other_data(world: Any, run_dir: Path, source: Any) -> str:
+    model = build_toy_model(world, source)
+    parts = toy_parts(world, model, ToySamples(num_samples=23), total_steps=6)
+    try:
+        manager(world, run_dir, source, parts).resume(layout.select(run_dir).candidates)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_other_data_is_refused_by_name(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    for error in run_ranks(resume_other_data, 2, run_dir, source):
+        assert "num_samples: saved 24, now 23" in error

@@ -1,0 +1,102 @@
+"""Real runs of `run_sft.sh` for tests: start, watch, kill, read back."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.tracking import read_metrics
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+SMALL = (
+    "data.train_max_samples=96",
+    "data.train_batch_size=8",
+    "model.fsdp_config.param_dtype=float32",
+    "trainer.total_training_steps=12",
+    "trainer.save_freq=3",
+    "trainer.test_freq=6",
+    "trainer.project_name=e2e",
+)
+"""The quickstart, small: 12 steps of 8 samples, a checkpoint every third."""
+
+
+def command(num_ranks: int, *overrides: str) -> list[str]:
+    return ["bash", str(REPOSITORY / "run_sft.sh"), str(num_ranks), *overrides]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """One thread per rank, so that runs on 1, 2 and 4 ranks compute with the same kernels."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
+
+
+def run(cwd: Path, num_ranks: int, *overrides: str, timeout_s: float = 240.0, **env: str) -> subprocess.CompletedProcess[str]:
+    """To the end; output and errors together in `stdout`."""
+    return subprocess.run(
+        command(num_ranks, *overrides),
+        cwd=cwd,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@contextmanager
+def started(cwd: Path, num_ranks: int, *overrides: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process group of its own, gone at the end of the block."""
+    process = subprocess.Popen(
+        command(num_ranks, *overrides),
+        cwd=cwd,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0) -> None:
+    """Until the log of the run has a row of `step`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if any(row["step"] >= step for row in rows(run_dir)):
+            return
+        assert process.poll() is None, f"the run ended with {process.returncode} before step {step}"
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step} within {timeout_s} s")
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    path = run_dir / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def curve(run_dir: Path, key: str) -> dict[int, float]:
+    """{step: value}, the newest attempt of each step."""
+    return {int(row["step"]): row[key] for row in rows(run_dir) if key in row}
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Processes that work in a directory: what a killed run would have left behind."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").resolve() == run_dir and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found

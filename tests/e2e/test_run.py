@@ -1,0 +1,200 @@
+"""The command as a user runs it: trains, says what it did, ends with the documented exit code."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import REPOSITORY, SMALL, command, curve, environment, processes_of, run, started, wait_for_step
+from safetensors.torch import load_file
+
+GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An uninterrupted run on two ranks: (its run directory, what it printed)."""
+    cwd = tmp_path_factory.mktemp("straight")
+    done = run(cwd, 2, cache, *SMALL)
+    assert done.returncode == 0, done.stdout
+    return cwd / "checkpoints" / "e2e" / "quickstart", done.stdout
+
+
+def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
+    run_dir, output = straight
+    for text in ("plan: batch 8 = 2 ranks x 1 micro-batches; 12 steps", "<|im_end|>]]", "step 12/12", "val/loss", "saved"):
+        assert text in output
+    assert "Traceback" not in output and "Warning" not in output and "torchrun" not in output
+    losses = curve(run_dir, "train/loss")
+    assert list(losses) == list(range(1, 13))
+    assert losses[12] < losses[1] - 1
+    assert sorted(curve(run_dir, "val/loss")) == [6, 12]
+    assert set(json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])) >= {
+        "train/loss",
+        "train/lr(1e-3)",
+        "train/time(s)",
+        "train/grad_norm",
+    }
+
+
+def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> None:
+    run_dir, _ = straight
+    before = snapshot(run_dir)
+    again = run(run_dir.parent.parent.parent, 2, cache, *SMALL)
+    assert again.returncode == 0 and "already complete" in again.stdout
+    assert snapshot(run_dir) == before
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kill_9_then_the_same_command(straight: tuple[Path, str], cache: str, tmp_path: Path, seed: int) -> None:
+    """Every process killed at a random moment of steps 1 to 11: the continued run equals the uninterrupted one, bit by bit."""
+    generator = torch.Generator().manual_seed(seed)
+    step, delay_s = int(torch.randint(1, 11, (1,), generator=generator)), float(torch.rand(1, generator=generator))
+    print(f"seed {seed}: kill {delay_s:.2f} s after step {step}")
+    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
+    with started(tmp_path, 2, cache, *SMALL) as process:
+        wait_for_step(run_dir, step, process)
+        time.sleep(delay_s * 0.5)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 3
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(tmp_path) == [], "a rank outlived its job"
+    again = run(tmp_path, 2, cache, *SMALL)
+    assert again.returncode == 0, again.stdout
+    for key in ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss"):
+        assert curve(run_dir, key) == curve(straight[0], key), key
+    for rank in range(2):
+        name = f"global_step_12/optim_world_size_2_rank_{rank}.pt"
+        ours, theirs = (torch.load(d / name, weights_only=True)["state"] for d in (run_dir, straight[0]))
+        for parameter, state in theirs.items():
+            assert torch.equal(ours[parameter]["exp_avg"]._local_tensor, state["exp_avg"]._local_tensor)
+    ours, theirs = (load_file(d / "global_step_12/huggingface/model.safetensors") for d in (run_dir, straight[0]))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_continue_on_other_ranks(straight: tuple[Path, str], cache: str, tmp_path: Path, num_ranks: int) -> None:
+    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
+    with started(tmp_path, 2, cache, *SMALL) as process:
+        wait_for_step(run_dir, 5, process)
+        os.killpg(process.pid, signal.SIGKILL)
+    again = run(tmp_path, num_ranks, cache, *SMALL)
+    assert again.returncode == 0 and "Found checkpoint" in again.stdout, again.stdout
+    expected = curve(straight[0], "train/loss")
+    for step, loss in curve(run_dir, "train/loss").items():
+        assert loss == pytest.approx(expected[step], rel=1e-6)
+    for key in ("train/total_token_count", "train/total_valid_token_count"):
+        assert curve(run_dir, key) == curve(straight[0], key)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str, tmp_path: Path, number: int) -> None:
+    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
+    with started(tmp_path, 2, cache, *SMALL, "trainer.save_freq=-1") as process:
+        wait_for_step(run_dir, 2, process)
+        at = max(curve(run_dir, "train/loss"))
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "resume with the same command" in output and "Traceback" not in output
+    saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
+    assert at <= saved <= at + 2
+    again = run(tmp_path, 2, cache, *SMALL)
+    assert again.returncode == 0, again.stdout
+    assert curve(run_dir, "train/loss") == curve(straight[0], "train/loss")
+
+
+def test_one_rank_signalled_alone_stops_all(cache: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
+    with started(tmp_path, 2, cache, *SMALL) as process:
+        wait_for_step(run_dir, 2, process)
+        ranks = [p for p in processes_of(tmp_path) if f"RANK=1{chr(0)}" in Path(f"/proc/{p}/environ").read_text()]
+        for pid in ranks:
+            os.kill(pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert ranks and process.returncode == 75, output
+    assert processes_of(tmp_path) == []
+
+
+def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_path: Path) -> None:
+    """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
+    from trainer.runtime.distributed import free_port
+
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="1") as second:
+        first = run(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="0")
+        assert first.returncode == 0, first.stdout
+        assert second.wait(timeout=30) == 0
+    ours = curve(tmp_path / "checkpoints" / "e2e" / "quickstart", "train/loss")
+    assert ours == curve(straight[0], "train/loss")
+
+
+def test_cannot_write_is_73(cache: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    failed = run(tmp_path, 2, cache, *SMALL, f"trainer.default_local_dir={tmp_path}/file/run")
+    assert failed.returncode == 73 and "cannot write" in failed.stdout and "Traceback" not in failed.stdout
+
+
+def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"messages": \n\xff\xfe\n'
+    )
+    failed = run(tmp_path, 2, cache, *SMALL, f"data.train_files={tmp_path}/rows.jsonl")
+    assert failed.returncode == 65, failed.stdout
+    for text in ("rows.jsonl:2: ", "rows.jsonl:3: ", "data.on_bad_row=skip"):
+        assert text in failed.stdout
+    assert failed.stdout.count("rows.jsonl:2: ") == 1, "every rank repeats the list"
+    assert "Traceback" not in failed.stdout
+
+
+def test_mistyped_key_is_2_at_once(tmp_path: Path) -> None:
+    started_at = time.monotonic()
+    failed = run(tmp_path, 2, "data.train_batchsize=8")
+    assert failed.returncode == 2 and "train_batch_size" in failed.stdout
+    assert time.monotonic() - started_at < 5
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
+def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        2,
+        cache,
+        f"data.train_files={GSM8K}/train.jsonl",
+        f"data.val_files={GSM8K}/test.jsonl",
+        "data.prompt_key=question",
+        "data.response_key=answer",
+        "data.train_max_samples=64",
+        "data.val_max_samples=3",
+        "data.train_batch_size=8",
+        "trainer.total_training_steps=12",
+        "trainer.save_freq=4",
+        "trainer.max_ckpt_to_keep=2",
+        "trainer.project_name=bars",
+        "trainer.experiment_name=gsm",
+    )
+    assert done.returncode == 0, done.stdout
+    run_dir = tmp_path / "checkpoints" / "bars" / "gsm"
+    assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_12", "global_step_8"]
+    losses = curve(run_dir, "train/loss")
+    assert losses[12] < losses[1] - 1
+    assert list(curve(run_dir, "val/loss")) == [12]
+
+
+def test_command_works_from_any_directory(tmp_path: Path) -> None:
+    import subprocess
+
+    shown = subprocess.run(
+        command(1, "--cfg", "job"), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0 and "partial_pretrain: quickstart" in shown.stdout

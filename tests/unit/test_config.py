@@ -1,0 +1,249 @@
+"""The command line to a checked `Config`: mistakes are named with a fix, before anything slow starts."""
+
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.__main__ import load_config, main
+from trainer.config import ConfigError, known_keys, parse_config
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(overrides))
+    return str(caught.value)
+
+
+def test_defaults_are_valid_and_typed() -> None:
+    config = load_config([])
+    assert config.data.train_files == "quickstart"
+    assert isinstance(config.optim.eps, float) and config.optim.eps == 1e-8
+    assert config.optim.lr is None and config.trainer.total_training_steps is None
+    assert config.trainer.default_local_dir == "checkpoints/sft/quickstart"
+    assert set(config.resolved) == {"data", "model", "optim", "trainer"}
+
+
+def test_overrides_reach_every_section() -> None:
+    config = load_config(
+        [
+            "data.train_files=[a.jsonl,b.parquet]",
+            "model.fsdp_config.fsdp_size=2",
+            "optim.betas=[0.8,0.9]",
+            "trainer.experiment_name=other",
+            "++trainer.seed=7",
+        ]
+    )
+    assert config.data.train_files == ["a.jsonl", "b.parquet"]
+    assert config.model.fsdp_config.fsdp_size == 2
+    assert config.optim.betas == [0.8, 0.9]
+    assert config.trainer.default_local_dir == "checkpoints/sft/other"
+    assert config.trainer.seed == 7
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.apply_chat_template_kwargs={enable_thinking: false}",
+        "data.apply_chat_template_kwargs.enable_thinking=false",
+        "+data.apply_chat_template_kwargs.enable_thinking=false",
+    ],
+)
+def test_variables_of_the_template_are_free(override: str) -> None:
+    assert load_config([override]).data.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("data.train_batchsize=8", "data.train_batch_size"),
+        ("data.max_len=8", "data.max_length"),
+        ("train_batch_size=8", "data.train_batch_size"),
+        ("model.lr=1e-5", "optim.lr"),
+        ("optim.learning_rate_scheduler=wsd", "optim.lr_scheduler"),
+        ("model.fsdp_config.param_type=float32", "model.fsdp_config.param_dtype"),
+        ("trainer.checkpoint.save_content=[model]", "trainer.checkpoint.save_contents"),
+        ("+trainer.total_epoch=3", "trainer.total_epochs"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(override: str, nearest: str) -> None:
+    key = override.lstrip("+").partition("=")[0]
+    assert error_of(override) == f"unknown configuration key '{key}': did you mean '{nearest}'?"
+
+
+def test_a_key_like_no_other_points_to_the_file() -> None:
+    assert error_of("zzz.qqqq=1") == "unknown configuration key 'zzz.qqqq': see conf/sft.yaml for all keys"
+
+
+@pytest.mark.parametrize("key", known_keys())
+def test_every_key_refuses_a_group_of_keys(key: str) -> None:
+    """A value of the wrong shape is refused by name, whatever the key's type; only the template's variables are one."""
+    if key != "data.apply_chat_template_kwargs":
+        assert key in error_of(f"{key}={{a: 1}}")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.train_batch_size=eight", ["'data.train_batch_size' must be int", "'eight'"]),
+        ("data.train_batch_size=8.5", ["'data.train_batch_size' must be int", "8.5"]),
+        ("data.train_batch_size=true", ["'data.train_batch_size' must be int", "True"]),
+        ("data.train_batch_size=null", ["'data.train_batch_size' must be int", "None"]),
+        ("data.max_length=nan", ["'data.max_length' must be int", "nan"]),
+        ("data.max_length=inf", ["'data.max_length' must be int", "inf"]),
+        ("model.compile=1", ["'model.compile' must be bool", "1"]),
+        ("model.compile=yes_please", ["'model.compile' must be bool"]),
+        ("optim.betas=0.9", ["'optim.betas' must be list[float]"]),
+        ("optim.betas=[0.9,many]", ["'optim.betas' must be float", "'many'"]),
+        ("optim.clip_grad=none", ["'optim.clip_grad' must be float"]),
+        ("trainer.logger=wandb", ["'trainer.logger' must be list[str]", "'wandb'"]),
+        ("trainer.project_name=true", ["'trainer.project_name' must be str", "True"]),
+        ("data.apply_chat_template_kwargs=3", ["'data.apply_chat_template_kwargs' must be dict"]),
+        ("model.fsdp_config=3", ["model.fsdp_config"]),
+    ],
+)
+def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str]) -> None:
+    message = error_of(override)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["data.truncation=middle"], ["'data.truncation' must be one of error, left, right, drop", "'middle'"]),
+        (["optim.lr_scheduler=cosin"], ["optim.lr_scheduler", "did you mean 'cosine'"]),
+        (["trainer.logger=[console,wandbb]"], ["trainer.logger", "did you mean 'wandb'"]),
+        (["trainer.device=gpu"], ["trainer.device", "auto, cuda, cpu"]),
+        (["data.on_bad_row=ignore"], ["data.on_bad_row", "error, skip"]),
+        (["model.attention=flash"], ["model.attention", "packed"]),
+        (["model.fsdp_config.param_dtype=float16"], ["model.fsdp_config.param_dtype"]),
+        (["trainer.resume_mode=resume"], ["trainer.resume_mode", "resume_path"]),
+        (["data.max_token_len_per_gpu=100"], ["data.max_token_len_per_gpu' (100)", "data.max_length' (2048)", "raise"]),
+        (["data.prompt_key=question"], ["'data.prompt_key' and 'data.response_key' go together"]),
+        (["data.response_key=answer"], ["'data.prompt_key' and 'data.response_key' go together"]),
+        (["trainer.resume_mode=resume_path"], ["trainer.resume_from_path", "set both or neither"]),
+        (["trainer.resume_from_path=/x"], ["trainer.resume_from_path", "set both or neither"]),
+        (["trainer.checkpoint.save_contents=[model,hf_model]"], ["save_contents", "cannot resume"]),
+        (["trainer.checkpoint.load_contents=[optimizer]"], ["load_contents' must contain 'model'"]),
+        (["trainer.checkpoint.load_contents=[model,hf_model]"], ["load_contents", "model, optimizer, extra"]),
+        (["data.val_ratio=1"], ["'data.val_ratio' must be in [0, 1)", "1"]),
+        (["data.val_ratio=-0.1"], ["data.val_ratio"]),
+        (["data.train_batch_size=0"], ["'data.train_batch_size' must be at least 1", "0"]),
+        (["data.micro_batch_size_per_gpu=0"], ["null or at least 1"]),
+        (["data.train_max_samples=0"], ["-1 (all)"]),
+        (["data.num_workers=-1"], ["data.num_workers"]),
+        (["data.train_files=[]"], ["'data.train_files' is empty"]),
+        (["optim.lr=3"], ["'optim.lr' must be in (0, 1)", "3"]),
+        (["optim.lr=0"], ["optim.lr"]),
+        (["optim.betas=[0.9]"], ["optim.betas"]),
+        (["optim.betas=[0.9,1.0]"], ["optim.betas"]),
+        (["optim.clip_grad=0"], ["optim.clip_grad"]),
+        (["optim.min_lr_ratio=1.5"], ["optim.min_lr_ratio"]),
+        (["trainer.save_freq=0"], ["'trainer.save_freq' must be -1", "0"]),
+        (["trainer.max_ckpt_to_keep=0"], ["trainer.max_ckpt_to_keep"]),
+        (["trainer.total_training_steps=0"], ["trainer.total_training_steps"]),
+        (["trainer.max_nonfinite_steps=0"], ["trainer.max_nonfinite_steps"]),
+        (["model.fsdp_config.fsdp_size=0"], ["model.fsdp_config.fsdp_size"]),
+    ],
+)
+def test_values_and_combinations_are_checked(overrides: list[str], parts: list[str]) -> None:
+    message = error_of(*overrides)
+    assert all(part in message for part in parts), message
+
+
+def test_token_limit_equal_to_the_longest_sample_is_allowed() -> None:
+    assert load_config(["data.max_length=64", "data.max_token_len_per_gpu=64"]).data.max_token_len_per_gpu == 64
+    assert load_config(["data.max_token_len_per_gpu=null"]).data.max_token_len_per_gpu is None
+
+
+@pytest.mark.parametrize("text", ["1e-5", "'1e-5'", "0.00001", "1E-5"])
+def test_learning_rate_as_number_and_as_text(text: str) -> None:
+    lr = load_config([f"optim.lr={text}"]).optim.lr
+    assert isinstance(lr, float) and math.isclose(lr, 1e-5)
+
+
+def test_whole_floats_count_as_integers() -> None:
+    batch_size = load_config(["data.train_batch_size=16.0"]).data.train_batch_size
+    assert batch_size == 16 and isinstance(batch_size, int)
+
+
+def test_a_number_as_a_name_becomes_text() -> None:
+    assert load_config(["trainer.experiment_name=7"]).trainer.experiment_name == "7"
+
+
+def test_an_unknown_recipe_is_answered_with_the_known_ones() -> None:
+    message = error_of("experiment=phase1")
+    assert "no recipe 'phase1'" in message and "gsm8k" in message and "phase1_sft_qwen7b_coder" in message
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("data.max_length", "'data.max_length' is not of the form key=value"),
+        ("8", "'8' is not of the form key=value"),
+        ("--no-such-flag", "unknown flag '--no-such-flag'"),
+        ("data.train_files=[a,b", "[a,b"),
+    ],
+)
+def test_words_that_are_no_override(word: str, part: str) -> None:
+    assert part in error_of(word)
+
+
+def test_a_removed_key_is_missing_by_name() -> None:
+    assert error_of("~optim.eps") == "missing configuration key 'optim.eps' (conf/sft.yaml holds its default)"
+
+
+def test_a_tree_without_hydra_is_checked_the_same_way() -> None:
+    tree = load_config([]).resolved
+    assert parse_config(tree) == load_config([])
+    with pytest.raises(ConfigError, match="'optim' must be a group of keys, got 3"):
+        parse_config({**tree, "optim": 3})
+    with pytest.raises(
+        ConfigError, match=r"unknown configuration key 'data\.max_lenght': did you mean 'data\.max_length'"
+    ):
+        parse_config({**tree, "data": {**tree["data"], "max_lenght": 3}})
+
+
+def test_cfg_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "job", "trainer.seed=11", "experiment=gsm8k"]) == 0
+    printed = capsys.readouterr().out
+    assert "seed: 11" in printed and "prompt_key: question" in printed and "checkpoints/gsm8k/" in printed
+
+
+def test_help_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage:" in printed
+    assert [key for key in known_keys() if f"{key.rpartition('.')[2]}:" not in printed] == []
+
+
+def start(repository: Path, module: str, *words: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """(the finished process, its own seconds of CPU time)."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", module, *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("module", ["trainer", "trainer.cli.launch"])
+def test_a_mistyped_key_ends_in_seconds_with_exit_2(repository: Path, module: str) -> None:
+    started = time.perf_counter()
+    done, cpu_s = start(repository, module, "data.train_batchsize=8")
+    wall_s = time.perf_counter() - started
+    assert done.returncode == 2, done.stderr
+    assert "did you mean 'data.train_batch_size'?" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert min(wall_s, cpu_s) < 5, "a busy machine may stretch the wall time, not the work"
+
+
+def test_checking_the_configuration_does_not_import_torch(repository: Path) -> None:
+    program = "import sys, trainer.__main__ as m; m.load_config([]); sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(repository)}
+    assert subprocess.run([sys.executable, "-c", program], env=env, timeout=60).returncode == 0

@@ -1,0 +1,225 @@
+"""The launcher: its arguments, the place of this machine, the command of the agent, mistakes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import launch
+from trainer.cli.launch import (
+    Arguments,
+    NodeLayout,
+    UsageError,
+    agent_command,
+    choose_num_ranks,
+    first_host,
+    node_layout,
+    parse_arguments,
+    rank_environment,
+    run_exit_code,
+    thread_count,
+)
+from trainer.config import ConfigError
+
+ROOT = Path(launch.__file__).parents[2]
+SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[07-08]", "SLURM_JOB_ID": "40123"}
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], Arguments(None, [])),
+        (["8"], Arguments(8, [])),
+        (["2", "optim.lr=1e-5", "--cfg", "job"], Arguments(2, ["optim.lr=1e-5", "--cfg", "job"])),
+        (["data.max_length=8"], Arguments(None, ["data.max_length=8"])),
+        (["--help"], Arguments(None, ["--help"])),
+        (["~data.val_files"], Arguments(None, ["~data.val_files"])),
+    ],
+)
+def test_arguments(argv: list[str], expected: Arguments) -> None:
+    assert parse_arguments(argv) == expected
+
+
+@pytest.mark.parametrize("first", ["0", "-1", "eight", "2.5", "1e3", ""])
+def test_wrong_first_word(first: str) -> None:
+    with pytest.raises(UsageError, match=r"usage: bash run_sft\.sh"):
+        parse_arguments([first, "optim.lr=1e-5"])
+
+
+def test_number_of_ranks() -> None:
+    assert choose_num_ranks(None, num_gpus=4) == 4
+    assert choose_num_ranks(None, num_gpus=0) == 2
+    assert choose_num_ranks(8, num_gpus=0) == 8
+    assert choose_num_ranks(3, num_gpus=4) == 3
+    with pytest.raises(UsageError, match="8 ranks asked for, but this machine has 4 GPUs"):
+        choose_num_ranks(8, num_gpus=4)
+
+
+def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GPU_DRIVERS", ("/nonexistent",))
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("asked"))
+    assert launch.count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, NodeLayout()),
+        ({"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "x"}, NodeLayout()),
+        ({"SLURM_NNODES": "1", "SLURM_NODEID": "0"}, NodeLayout()),
+        (NODES, NodeLayout(2, 1, "10.0.0.1", 29500)),
+        ({**NODES, "MASTER_PORT": "1234"}, NodeLayout(2, 1, "10.0.0.1", 1234)),
+        (SLURM, NodeLayout(2, 1, "n07", 20123)),
+        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "9"}, NodeLayout(2, 1, "head", 9)),
+        ({**SLURM, **NODES}, NodeLayout(2, 1, "10.0.0.1", 29500)),
+    ],
+)
+def test_node_layout(env: dict[str, str], expected: NodeLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    assert node_layout(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"NODE_RANK": ""}, "NODE_RANK is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2"),
+        ({"NODE_RANK": "first"}, "NODE_RANK must be a whole number"),
+        ({"NNODES": "0"}, "NNODES must be a whole number of at least 1"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
+    ],
+)
+def test_wrong_layout(change: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        node_layout({**NODES, **change})
+
+
+def test_several_slurm_tasks_on_a_node() -> None:
+    with pytest.raises(UsageError, match="ntasks-per-node=1"):
+        node_layout({**SLURM, "SLURM_LOCALID": "1"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("a1", "a1"), ("a1,b2", "a1"), ("n[01-04]", "n01"), ("gpu-[3,5-7]-ib,x", "gpu-3-ib"), ("n[007],m1", "n007")],
+)
+def test_first_host_without_scontrol(nodelist: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    assert first_host(nodelist) == host
+
+
+def test_first_host_asks_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho from-$3\necho second\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert first_host("n[1-2]") == "from-n[1-2]"
+
+
+def test_threads_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [thread_count(ranks, num_cores=8) for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    env = rank_environment({"HOME": "/h"}, num_ranks=2, status_dir=tmp_path)
+    assert env["OMP_NUM_THREADS"] == "4"
+    assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert (env["HOME"], env["SFT_STATUS_DIR"]) == ("/h", str(tmp_path))
+    mine = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "mine", "SFT_STATUS_DIR": "old"}
+    assert rank_environment(mine, num_ranks=2, status_dir=tmp_path) == {**mine, "SFT_STATUS_DIR": str(tmp_path)}
+    assert "PYTORCH_ALLOC_CONF" not in rank_environment(
+        {"PYTORCH_CUDA_ALLOC_CONF": "x"}, num_ranks=1, status_dir=tmp_path
+    )
+
+
+@pytest.mark.parametrize("layout", [NodeLayout(), NodeLayout(2, 1, "head", 1234)])
+def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
+    from torch.distributed.run import parse_args
+
+    command = agent_command(3, layout, ["optim.lr=1e-5"])
+    assert command[:4] == [sys.executable, "-m", "trainer.cli.launch", "--agent"]
+    args = parse_args(command[4:])
+    assert (args.nnodes, args.nproc_per_node, args.max_restarts) == (str(layout.num_nodes), "3", 0)
+    assert (args.module, args.training_script, args.training_script_args) == (True, "trainer", ["optim.lr=1e-5"])
+    if layout.num_nodes == 1:
+        assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "127.0.0.1:0")
+    else:
+        assert (args.node_rank, args.master_addr, args.master_port) == (1, "head", 1234)
+
+
+@pytest.mark.parametrize(
+    ("reported", "agent_code", "was_signalled", "code"),
+    [
+        (None, 0, False, 0),
+        (None, 1, False, 1),
+        (None, -9, True, 1),
+        (0, 0, False, 0),
+        (65, 1, False, 65),
+        (76, 1, True, 76),
+        (75, 0, False, 75),
+        (75, 1, True, 75),
+        (75, 1, False, 1),
+        (0, 1, False, 1),
+    ],
+)
+def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, code: int) -> None:
+    assert run_exit_code(reported, agent_code=agent_code, was_signalled=was_signalled) == code
+
+
+def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from trainer.cli.launch import main; code = main(sys.argv[1:]); "
+    code += "assert 'torch' not in sys.modules; sys.exit(code)"
+    full_env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    return subprocess.run([sys.executable, "-c", code, *argv], env=full_env, capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "message"),
+    [
+        (["2", "data.train_batchsize=8"], {}, "train_batch_size"),
+        (["0"], {}, "at least 1"),
+        (["2", "--fast"], {}, "--fast"),
+        (["2"], {"NNODES": "2"}, "NODE_RANK is not set"),
+    ],
+)
+def test_mistakes_end_with_2_before_torch_is_loaded(argv: list[str], env: dict[str, str], message: str) -> None:
+    result = run_main(*argv, env=env)
+    assert result.returncode == 2
+    assert result.stderr.startswith("ERROR: ") and message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_and_configuration_are_printed_without_ranks() -> None:
+    assert "train_batch_size" in run_main("--help").stdout
+    result = run_main("2", "data.train_batch_size=7", "--cfg", "job")
+    assert result.returncode == 0
+    assert "train_batch_size: 7\n" in result.stdout
+
+
+def test_main_starts_the_agent_and_names_the_way_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict = {}
+
+    def supervise(command: list[str], *, env: dict[str, str], status_dir: Path) -> int:
+        seen.update(command=command, env=env, existed=status_dir.is_dir(), status_dir=status_dir)
+        return 75
+
+    monkeypatch.setattr(launch, "supervise", supervise)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launch.main(["3", "optim.lr=0.5"]) == 75
+    assert "--nproc-per-node=3" in seen["command"] and seen["command"][-3:] == ["-m", "trainer", "optim.lr=0.5"]
+    assert seen["existed"] and not seen["status_dir"].exists()
+    assert capsys.readouterr().out == "resume with the same command\n"
+
+
+def test_configuration_errors_end_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def load_config(overrides: list[str]) -> None:
+        raise ConfigError(f"wrong {overrides}")
+
+    monkeypatch.setattr("trainer.__main__.load_config", load_config)
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launch.main(["a=1"]) == 2
+    assert capsys.readouterr().err == "ERROR: wrong ['a=1']\n"

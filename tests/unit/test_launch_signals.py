@@ -1,0 +1,143 @@
+"""Processes of the launcher: signals on their way to the ranks, exit codes on theirs, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import launch
+
+ROOT = Path(launch.__file__).parents[2]
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+from trainer.cli.launch import supervise
+status_dir = Path(sys.argv[1])
+env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}
+sys.exit(supervise([sys.executable, *sys.argv[2:]], env=env, status_dir=status_dir))
+"""
+# Stands for torchrun: starts two ranks, waits for them and folds their exit codes into 0 or 1.
+AGENT = """
+import os, subprocess, sys
+ranks = [subprocess.Popen([sys.executable, sys.argv[1], str(rank)]) for rank in range(2)]
+sys.exit(any([rank.wait() for rank in ranks]))
+"""
+SLEEPING_AGENT = """
+import os, time
+open(os.path.join(os.environ["SFT_STATUS_DIR"], "agent"), "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+# Stands for a rank: notes every signal, and half a second after the first leaves in order with 75.
+RANK = """
+import os, signal, sys, time
+status_dir, rank = os.environ["SFT_STATUS_DIR"], sys.argv[1]
+received = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+open(os.path.join(status_dir, f"rank_{rank}.pid"), "w").write(str(os.getpid()))
+while not received:
+    time.sleep(0.01)
+time.sleep(0.5)
+open(os.path.join(status_dir, f"received_{rank}"), "w").write(" ".join(received))
+open(os.path.join(status_dir, "exit_code"), "w").write("75")
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
+    """Starts `supervise` on an agent script in a process group of its own, with `tmp_path/status` between them."""
+    (tmp_path / "status").mkdir()
+    (tmp_path / "rank.py").write_text(RANK)
+
+    def run(agent: str) -> subprocess.Popen:
+        (tmp_path / "agent.py").write_text(agent)
+        command = [sys.executable, "-c", LAUNCHER, tmp_path / "status", tmp_path / "agent.py", tmp_path / "rank.py"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True)
+
+    return run
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and only not yet reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def read_pid(path: Path) -> int:
+    assert wait_until(lambda: path.exists() and path.read_text() != "")
+    return int(path.read_text())
+
+
+def wait_for_ranks(status_dir: Path) -> None:
+    for rank in range(2):
+        read_pid(status_dir / f"rank_{rank}.pid")
+
+
+@pytest.mark.parametrize(
+    ("agent", "code"),
+    [
+        ("import sys; sys.exit(0)", 0),
+        ("import sys; sys.exit(3)", 1),
+        ("import os; open(os.environ['SFT_STATUS_DIR'] + '/exit_code', 'w').write('65'); os._exit(1)", 65),
+        ("import os; open(os.environ['SFT_STATUS_DIR'] + '/exit_code', 'w').write('75')", 75),
+    ],
+)
+def test_exit_code_of_an_agent(agent: str, code: int, start: Callable[..., subprocess.Popen]) -> None:
+    assert start(agent).wait(timeout=20) == code
+
+
+def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None:
+    launcher = start("import os; os.kill(os.getpid(), 9)")
+    _, stderr = launcher.communicate(timeout=20)
+    assert (launcher.returncode, stderr) == (1, "ERROR: the ranks were killed by SIGKILL\n")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_reaches_every_rank_once(name: str, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+    launcher, status_dir = start(AGENT), tmp_path / "status"
+    wait_for_ranks(status_dir)
+    os.killpg(launcher.pid, signal.Signals[name])  # as a terminal does: the whole process group
+    assert launcher.wait(timeout=20) == 75
+    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == [name, name]
+
+
+def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+    launcher, status_dir = start(AGENT), tmp_path / "status"
+    wait_for_ranks(status_dir)
+    launcher.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 75
+    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == ["SIGUSR1 SIGTERM"] * 2
+
+
+def test_a_signal_before_any_rank_stops_the_agent(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+    launcher = start(SLEEPING_AGENT)
+    agent_pid = read_pid(tmp_path / "status" / "agent")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 75
+    assert not is_alive(agent_pid)
+
+
+def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+    launcher = start(SLEEPING_AGENT)
+    agent_pid = read_pid(tmp_path / "status" / "agent")
+    assert os.getsid(agent_pid) == agent_pid != os.getsid(launcher.pid)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait(timeout=20)
+    assert wait_until(lambda: not is_alive(agent_pid), timeout_s=2)

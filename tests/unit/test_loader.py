@@ -1,0 +1,201 @@
+"""From samples to packed batches, and the position of a run across restarts."""
+
+import itertools
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toy import ToySamples
+
+from trainer.batch import PackedBatch, StepBatch
+from trainer.data.loader import RankPlan, TrainLoader, build_step, pack, validation_batches
+from trainer.data.plan import Limits, Schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's own
+NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
+UNLIMITED = Limits(None, None)
+
+
+class Fixed:
+    """Three documents written out by hand."""
+
+    documents = (
+        ([10, 11, 12, 13], [False, True, False, True]),
+        ([20], [True]),
+        ([30, 31, 32], [True, True, True]),
+    )
+    lengths = np.array([4, 1, 3])
+    num_loss_tokens = np.array([2, 0, 2])
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, mask = self.documents[index]
+        return np.array(ids, dtype=np.int32), np.array(mask)
+
+
+def test_pack_by_hand() -> None:
+    batch = pack(Fixed(), [0, 1, 2])
+    assert batch.input_ids_T.tolist() == [10, 11, 12, 13, 20, 30, 31, 32]
+    assert batch.labels_T.tolist() == [11, -100, 13, -100, -100, 31, 32, -100], "a last token predicts nothing"
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
+    assert batch.cu_seqlens_D1.tolist() == [0, 4, 5, 8]
+    assert batch.supervised_S.tolist() == [0, 2, 5, 6]
+    assert (batch.seqlens, batch.max_seqlen, batch.num_tokens) == ((4, 1, 3), 4, 8)
+    assert (batch.num_loss_tokens, batch.sample_ids) == (4, (0, 1, 2))
+    assert batch.cu_seqlens_D1.dtype == torch.int32
+    assert {batch.input_ids_T.dtype, batch.labels_T.dtype, batch.supervised_S.dtype} == {torch.int64}
+
+
+def test_pack_of_nothing_is_one_token_without_a_label() -> None:
+    batch = pack(Fixed(), [])
+    assert batch.input_ids_T.tolist() == [0] and batch.labels_T.tolist() == [-100]
+    assert batch.cu_seqlens_D1.tolist() == [0, 1] and batch.supervised_S.tolist() == []
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.sample_ids, batch.seqlens) == (0, 0, (), (1,))
+
+
+def test_moving_and_pinning_keep_the_host_fields() -> None:
+    batch = pack(Fixed(), [2, 0]).to(torch.device("cpu"))
+    assert batch.seqlens == (3, 4) and batch.sample_ids == (2, 0)
+    assert batch.labels_T.tolist() == pack(Fixed(), [2, 0]).labels_T.tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_a_step_holds_each_sample_once_and_counts_globally(world_size: int) -> None:
+    samples, ids = ToySamples(11), np.array([4, 9, 0, 7, 2])
+    plans = [plan_of(rank, world_size, Limits(64, 2)) for rank in range(world_size)]
+    steps = [build_step(samples, ids, plan, step=3, epoch=1) for plan in plans]
+    assert sorted(sample_ids(steps)) == sorted(ids)
+    assert len({len(step.micro_batches) for step in steps}) == 1
+    assert sum(batch.num_loss_tokens for step in steps for batch in step.micro_batches) == steps[0].num_loss_tokens
+    assert sum(batch.num_tokens for step in steps for batch in step.micro_batches) == steps[0].num_tokens
+    assert {(s.step, s.epoch, s.num_samples, s.num_loss_tokens, s.num_tokens) for s in steps} == {
+        (3, 1, 5, int(samples.num_loss_tokens[ids].sum()), int(samples.lengths[ids].sum()))
+    }
+
+
+def plan_of(rank: int, world_size: int, limits: Limits = UNLIMITED) -> RankPlan:
+    return RankPlan(rank, world_size, limits, quadratic_cost=0.01)
+
+
+def sample_ids(steps: list[StepBatch]) -> list[int]:
+    return [index for step in steps for batch in step.micro_batches for index in batch.sample_ids]
+
+
+def loader(*, rank: int = 0, world_size: int = 1, num_workers: int = 0, **changes: Any) -> TrainLoader:
+    settings = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "seed": 4, "fingerprint": "toy", **changes}
+    return TrainLoader(
+        ToySamples(settings["num_samples"]),
+        plan=plan_of(rank, world_size),
+        schedule=Schedule(settings["num_samples"], settings["batch_size"], settings["seed"]),
+        total_steps=TWO_EPOCHS,
+        num_workers=num_workers,
+        fingerprint=settings["fingerprint"],
+        pin_memory=False,
+    )
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint does it: a file without pickled classes."""
+    file = BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def same(left: PackedBatch, right: PackedBatch) -> bool:
+    return left.sample_ids == right.sample_ids and torch.equal(left.input_ids_T, right.input_ids_T)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stop_after", range(TWO_EPOCHS))
+def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers: int) -> None:
+    straight = list(loader())
+    assert [step.step for step in straight] == list(range(TWO_EPOCHS))
+    assert [step.epoch for step in straight] == [0, 0, 0, 1, 1, 1]
+
+    first = loader(num_workers=num_workers)
+    done = list(itertools.islice(first, stop_after))
+    state = saved_and_loaded(first.state_dict())
+    assert (state["step"], state["epoch"], state["samples_consumed"]) == (
+        stop_after,
+        stop_after // 3,
+        stop_after % 3 * 3,
+    )
+    second = loader(num_workers=num_workers)
+    second.load_state_dict(state)
+    resumed = [*done, *second]
+
+    assert [step.step for step in resumed] == list(range(TWO_EPOCHS))
+    for left, right in zip(resumed, straight, strict=True):
+        assert all(same(a, b) for a, b in zip(left.micro_batches, right.micro_batches, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int) -> None:
+    """The position is one integer: what two ranks saved at step 2, any number of ranks continues."""
+    two = loader(world_size=2)
+    next(iter(two))
+    state = {**saved_and_loaded(two.state_dict()), "loader": {}}
+    schedule = Schedule(NUM_SAMPLES, BATCH_SIZE, seed=4)
+    ranks = []
+    for rank in range(world_size):
+        own = loader(rank=rank, world_size=world_size)
+        own.load_state_dict(state)
+        ranks.append(list(own))
+    for position, step in enumerate(range(1, TWO_EPOCHS)):
+        trained = sample_ids([batches[position] for batches in ranks])
+        assert sorted(trained) == sorted(schedule.samples(step))
+        assert {batches[position].num_loss_tokens for batches in ranks} == {
+            int(ToySamples(NUM_SAMPLES).num_loss_tokens[schedule.samples(step)].sum())
+        }
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"batch_size": 2}, "train_batch_size: saved 3, now 2"),
+        ({"seed": 5}, "seed: saved 4, now 5"),
+        ({"num_samples": 8}, "num_samples: saved 7, now 8"),
+        ({"fingerprint": "other"}, "fingerprint: saved 'toy', now 'other'"),
+    ],
+)
+def test_what_would_change_the_order_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    saved = saved_and_loaded(loader().state_dict())
+    changed = loader(**change)
+    with pytest.raises(ValueError, match=named):
+        changed.load_state_dict(saved)
+    assert changed.next_step == 0
+
+
+def test_every_difference_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"train_batch_size.*; .*seed"):
+        loader(seed=9, batch_size=2).load_state_dict(loader().state_dict())
+
+
+def test_a_finished_run_has_no_step_left() -> None:
+    done = loader()
+    assert len(list(done)) == TWO_EPOCHS
+    again = loader()
+    again.load_state_dict(saved_and_loaded(done.state_dict()))
+    assert again.next_step == TWO_EPOCHS and list(again) == []
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 7])
+@pytest.mark.parametrize("world_size", range(1, 6))
+def test_validation_visits_every_sample_once(world_size: int, num_samples: int) -> None:
+    samples = ToySamples(num_samples)
+    plans = [plan_of(rank, world_size, Limits(64, 2)) for rank in range(world_size)]
+    ranks = [list(validation_batches(samples, plan, batch_size=3)()) for plan in plans]
+    assert sorted(sample_ids(list(itertools.chain(*ranks)))) == list(range(num_samples))
+    for steps in zip(*ranks, strict=True):
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        assert len({step.num_loss_tokens for step in steps}) == 1
+    assert sum(step.num_samples for step in ranks[0]) == num_samples
+    assert sum(step.num_loss_tokens for step in ranks[0]) == samples.num_loss_tokens.sum()
+
+
+def test_validation_can_be_walked_again() -> None:
+    batches = validation_batches(ToySamples(5), plan_of(0, 1), batch_size=2)
+    assert sample_ids(list(batches())) == sample_ids(list(batches())) == list(range(5))

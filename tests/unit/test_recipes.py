@@ -1,0 +1,59 @@
+"""Every recipe composes; the 7B coder recipe holds what its requirement says."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.__main__ import load_config
+from trainer.config import QUICKSTART, Config
+
+RECIPES = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "conf/experiment").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def coder() -> Config:
+    return load_config(["experiment=phase1_sft_qwen7b_coder"])
+
+
+def test_the_recipes_are_found() -> None:
+    assert {"gsm8k", "phase1_sft_qwen7b_coder"} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_composes_and_stands_alone(name: str) -> None:
+    config, defaults = load_config([f"experiment={name}"]), load_config([])
+    assert config.data.train_files != QUICKSTART
+    assert config.model.partial_pretrain != QUICKSTART
+    assert config.trainer.default_local_dir != defaults.trainer.default_local_dir
+    assert config.data.val_files is not None or config.data.val_ratio > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_line_wins_over_a_recipe(name: str) -> None:
+    words = [f"experiment={name}", "trainer.experiment_name=mine", "data.train_files=other.jsonl", "optim.lr=3e-6"]
+    config = load_config(words)
+    assert config.trainer.experiment_name == "mine"
+    assert config.data.train_files == "other.jsonl"
+    assert config.optim.lr == 3e-6
+
+
+def test_run_directories_of_recipes_differ() -> None:
+    places = [load_config([f"experiment={name}"]).trainer.default_local_dir for name in RECIPES]
+    assert len(set(places)) == len(places)
+
+
+def test_the_coder_recipe_saves_and_validates_as_required(coder: Config) -> None:
+    assert coder.trainer.project_name == "rlvr_coding_model"
+    assert coder.trainer.default_local_dir == "checkpoints/rlvr_coding_model/phase1_sft_qwen7b_coder"
+    assert (coder.trainer.save_freq, coder.trainer.test_freq, coder.trainer.max_ckpt_to_keep) == (500, 500, 5)
+    assert coder.trainer.logger == ["console", "wandb"]
+    assert coder.trainer.checkpoint.save_contents == ["model", "optimizer", "extra", "hf_model"]
+    assert coder.trainer.resume_mode == "auto"
+
+
+def test_the_coder_recipe_takes_its_data_as_required(coder: Config) -> None:
+    assert coder.data.max_length == 4096
+    assert coder.data.val_files is None and coder.data.val_ratio == 0.02
+    assert coder.data.truncation != "left"
+    assert "Qwen2.5-Coder-7B" in coder.model.partial_pretrain
+    assert coder.model.enable_gradient_checkpointing

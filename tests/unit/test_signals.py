@@ -1,0 +1,164 @@
+"""Stop signals and exit codes of one rank, each in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.protocols import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
+
+PRELUDE = """
+import os, signal, sys, time
+from trainer.runtime import signals
+from trainer.runtime.signals import StopRequest, report_exit_code, leave
+stop = StopRequest()
+stop.install()
+def wait_for(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+def send(name):
+    os.kill(os.getpid(), getattr(signal, name))
+    time.sleep(0.05)
+"""
+
+
+def run(program: str, *, status_dir: Path | None = None) -> subprocess.CompletedProcess[str]:
+    repository = Path(__file__).resolve().parents[2]
+    env = {name: value for name, value in os.environ.items() if name not in ("SFT_STATUS_DIR", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": str(repository)} | ({"SFT_STATUS_DIR": str(status_dir)} if status_dir else {})
+    command = [sys.executable, "-c", PRELUDE + program]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, tmp_path: Path) -> None:
+    done = run(f"send('{name}'); print('still here')", status_dir=tmp_path)
+    assert done.returncode == EXIT_RESUMABLE
+    assert done.stdout == ""
+    assert done.stderr == f"stopped by {name}; nothing was saved after the last checkpoint\n"
+    assert (tmp_path / "exit_code").read_text() == "75"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_inside_of_the_loop_a_signal_only_sets_the_flag(name: str, tmp_path: Path) -> None:
+    program = f"""
+assert not stop.is_set and stop.signal_name is None
+with stop.deferred():
+    send('{name}')
+    print(stop.is_set, stop.signal_name)
+"""
+    done = run(program, status_dir=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"True {name}\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_copies_of_a_signal_are_one_request() -> None:
+    program = """
+with stop.deferred():
+    for name in ('SIGTERM', 'SIGTERM', 'SIGINT', 'SIGUSR1'):
+        send(name)
+    print(stop.signal_name)
+"""
+    done = run(program)
+    assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), "schedulers and terminals deliver copies"
+
+
+@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_later_leaves_at_once(second: str) -> None:
+    program = f"""
+with stop.deferred():
+    send('SIGTERM')
+    stop._first_at -= signals.REPEAT_S + 0.1
+    print('saving', flush=True)
+    send('{second}')
+    print('still here', flush=True)
+"""
+    done = run(program)
+    assert (done.returncode, done.stdout) == (EXIT_RESUMABLE, "saving\n")
+    assert f"stopped by {second}" in done.stderr
+
+
+def test_two_seconds_separate_a_copy_from_a_second_signal() -> None:
+    """The same without touching the clock, from outside."""
+    program = "\nwith stop.deferred():\n    print('ready', flush=True)\n    time.sleep(30)\n"
+    repository = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": str(repository)}
+    with subprocess.Popen([sys.executable, "-c", PRELUDE + program], env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        assert process.poll() is None
+        time.sleep(1.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == EXIT_RESUMABLE
+
+
+def test_the_flag_does_not_outlive_its_loop_silently() -> None:
+    """After the loop a later signal leaves at once again."""
+    program = """
+with stop.deferred():
+    pass
+send('SIGTERM')
+print('still here')
+"""
+    assert run(program).returncode == EXIT_RESUMABLE
+
+
+def test_the_first_reported_exit_code_stays(tmp_path: Path) -> None:
+    done = run("report_exit_code(65); report_exit_code(1); report_exit_code(0)", status_dir=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "exit_code").read_text() == "65"
+
+
+def test_reporting_needs_no_launcher_and_survives_a_missing_directory(tmp_path: Path) -> None:
+    assert run("report_exit_code(1)").returncode == 0
+    assert run("report_exit_code(1)", status_dir=tmp_path / "gone").returncode == 0
+
+
+@pytest.mark.parametrize("code", [EXIT_DONE, EXIT_CRASH, EXIT_USAGE, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED])
+def test_leaving_without_a_launcher_keeps_the_code(code: int) -> None:
+    assert run(f"leave({code})").returncode == code
+
+
+@pytest.mark.parametrize(
+    ("code", "seen_by_torchrun"), [(EXIT_DONE, 0), (EXIT_RESUMABLE, 0), (EXIT_CRASH, 1), (EXIT_DIVERGED, 76)]
+)
+def test_under_the_launcher_an_orderly_end_is_no_crash(code: int, seen_by_torchrun: int, tmp_path: Path) -> None:
+    done = run(f"print('last words'); leave({code})", status_dir=tmp_path)
+    assert done.returncode == seen_by_torchrun
+    assert done.stdout == "last words\n"
+    assert (tmp_path / "exit_code").read_text() == str(code)
+
+
+def test_a_rank_registers_under_its_number_on_the_machine(tmp_path: Path) -> None:
+    program = "os.environ['LOCAL_RANK'] = '3'; signals.join_launcher(); print(os.getpid())"
+    done = run(program, status_dir=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rank_3.pid").read_text() == done.stdout.strip()
+    assert run("signals.join_launcher(); leave(0)").returncode == 0, "without a launcher there is nothing to join"
+
+
+def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
+    program = """
+child = os.fork()
+if child == 0:
+    signals.join_launcher()
+    time.sleep(60)
+    os._exit(0)
+assert wait_for(lambda: os.path.exists(os.environ['SFT_STATUS_DIR'] + '/rank_0.pid'))
+print(child, flush=True)
+os._exit(0)
+"""
+    started = time.monotonic()
+    done = run(program, status_dir=tmp_path)
+    pid = int(done.stdout)
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() - started < 30, "the rank outlived its parent"
+        time.sleep(0.05)
