@@ -32,7 +32,7 @@ from trainer.protocols import EXIT_CRASH, EXIT_DONE, DataError
 from trainer.quickstart import ensure_quickstart
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
-from trainer.runtime.environment import local_rank
+from trainer.runtime.environment import keep_freed_memory, local_rank
 from trainer.runtime.signals import StopRequest
 from trainer.sft_trainer import Cadence, Parts, SFTTrainer
 from trainer.tracking import Tracking
@@ -58,6 +58,8 @@ class Inputs:
 def run(config: Config, stop: StopRequest) -> int:
     """One run from its configuration to its exit code."""
     device = distributed.pick_device(config.trainer.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     inputs = prepare_inputs(config)
     schedule = Schedule(len(inputs.train.lengths), config.data.train_batch_size, config.trainer.seed)
     total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs

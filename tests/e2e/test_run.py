@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.tensor  # for weights_only loading of shards
 from runs import REPOSITORY, SMALL, command, curve, environment, processes_of, run, started, wait_for_step
 from safetensors.torch import load_file
 

@@ -172,6 +172,13 @@ def test_whole_floats_count_as_integers() -> None:
     assert batch_size == 16 and isinstance(batch_size, int)
 
 
+@pytest.mark.parametrize(
+    "value", ["data/*.jsonl", "/a b/c.json", "s3://x/y.parquet", "'a=b(1)/[0-9].jsonl'", "'~/x.jsonl'"]
+)
+def test_paths_and_globs_pass_unchanged(value: str) -> None:
+    assert load_config([f"data.train_files={value}"]).data.train_files == value.strip("'")
+
+
 def test_a_number_as_a_name_becomes_text() -> None:
     assert load_config(["trainer.experiment_name=7"]).trainer.experiment_name == "7"
 

@@ -141,3 +141,20 @@ def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subproc
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait(timeout=20)
     assert wait_until(lambda: not is_alive(agent_pid), timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("end", "stderr"),
+    [
+        ("os.kill(os.getpid(), 9)", "ERROR: rank 1 was killed by SIGKILL; continue with the same command\n"),
+        ("print('my own error', file=sys.stderr); sys.exit(65)", "my own error\n"),
+    ],
+)
+def test_torchrun_adds_nothing_to_the_error_of_a_rank(end: str, stderr: str, tmp_path: Path) -> None:
+    rank = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
+    (tmp_path / "rank.py").write_text(rank)
+    command = launch.agent_command(2, launch.NodeLayout(), [])
+    command[command.index("trainer") - 1 :] = [str(tmp_path / "rank.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr, result.stdout) == (1, stderr, "")

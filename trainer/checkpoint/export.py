@@ -1,10 +1,12 @@
 """`huggingface/`: the model as transformers and vLLM load it, written tensor by tensor and read back before commit."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -113,9 +115,9 @@ def _layout(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
     """The architecture without weights under its own class name, by which transformers finds its conversions."""
-    original = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+    original: Any = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):
-        twin: PreTrainedModel = original(model.config)
+        twin: PreTrainedModel = original(copy.deepcopy(model.config))
     return twin
 
 

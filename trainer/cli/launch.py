@@ -292,7 +292,7 @@ def run_agent(argv: list[str]) -> int:
         return EXIT_CRASH
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            if failure.exitcode < 0:
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
                 name = signal.Signals(-failure.exitcode).name
                 print(f"ERROR: rank {rank} was killed by {name}; continue with the same command", file=sys.stderr)
         return EXIT_CRASH

@@ -15,9 +15,18 @@ from trainer.config import ConfigError
 PACKED = "packed"
 
 
+class DocumentLengths:
+    """Lengths of the packed documents on the host, in an object that `torch.compile` does not look into: it would make
+    new code for every number of documents.
+    """
+
+    def __init__(self, seqlens: tuple[int, ...]) -> None:
+        self.seqlens = seqlens
+
+
 def register() -> None:
     """Make `attn_implementation="packed"` known. No mask is registered for the name, so transformers builds none:
-    causality and document bounds come from `seqlens` alone.
+    causality and document bounds come from the lengths alone.
     """
     AttentionInterface.register(PACKED, packed_attention)
 
@@ -33,24 +42,25 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    seqlens: tuple[int, ...] = (),
+    max_length_q: int = 0,
+    lengths: DocumentLengths | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document. Returns [1, T, N, K].
 
-    `sliding_window` W counts the token itself, as in transformers. Raises `ConfigError` for what packing cannot express.
+    `sliding_window` W counts the token itself, as in transformers. Raises `ConfigError` for what packing cannot do.
     """
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ConfigError(f"packed attention has no '{name}'; use model.attention=per_document")
-    if attention_mask is not None or cu_seq_lens_q is None:
+    if attention_mask is not None or cu_seq_lens_q is None or lengths is None:
         raise ConfigError("packed attention needs document bounds and takes no mask; use model.attention=per_document")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if dropout:
             raise ConfigError("packed attention on CUDA has no dropout; set attention_dropout=0 in the model's config")
-        output = _varlen(query, key, value, cu_seq_lens_q, max(seqlens), scaling, sliding_window)
+        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
-        output = _per_document(query, key, value, seqlens, scaling, sliding_window, dropout)
+        output = _per_document(query, key, value, lengths, scaling, sliding_window, dropout)
     return output, None
 
 
@@ -87,7 +97,7 @@ def _per_document(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seqlens: tuple[int, ...],
+    lengths: DocumentLengths,
     scaling: float | None,
     sliding_window: int | None,
     dropout: float,
@@ -97,7 +107,7 @@ def _per_document(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     outputs = []
-    documents = zip(*(x.split(seqlens, dim=2) for x in (query, key, value)), strict=True)
+    documents = zip(*(x.split(lengths.seqlens, dim=2) for x in (query, key, value)), strict=True)
     for query_D, key_D, value_D in documents:
         mask = _window_mask(query_D.shape[2], sliding_window, query.device)
         outputs.append(

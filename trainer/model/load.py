@@ -1,5 +1,6 @@
 """Weights into a sharded model on meta: every rank reads only its own slices, or makes them from a keyed seed."""
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -168,10 +169,11 @@ def _converted(source: ModelSource) -> dict[str, Tensor]:
 
 def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:
     """transformers' own initialisation on the CPU: equal for every world size."""
+    config = copy.deepcopy(model.config)  # the attention chosen below is written into it
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.key("init", seed))
         whole = AutoModelForCausalLM.from_config(
-            model.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code, attn_implementation="eager"
+            config, dtype=torch.float32, trust_remote_code=source.trust_remote_code, attn_implementation="eager"
         )
     tensors: dict[str, Tensor] = whole.state_dict()
     return tensors

@@ -18,6 +18,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from trainer.batch import PackedBatch
 from trainer.config import ConfigError
 from trainer.model import attention
+from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -86,7 +87,7 @@ def _model_class(config: PretrainedConfig) -> type | None:
 
 def build_on_meta(source: ModelSource, config: PretrainedConfig, *, is_packed: bool) -> PreTrainedModel:
     """The model without weights (buffers are real), its forward replaced by `PackedBatch -> summed loss`."""
-    model = _empty_model(source, config, is_packed=is_packed)
+    model: Any = _empty_model(source, config, is_packed=is_packed)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
     _require_trainable(model, source)
     model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings()))
@@ -141,7 +142,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of decoder layers")
-    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())))
+    sizes = [sum(parameter.numel() for parameter in layers.parameters()) for layers in lists]
+    return list(lists[sizes.index(max(sizes))])
 
 
 def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
             "cu_seq_lens_k": batch.cu_seqlens_D1,
             "max_length_q": batch.max_seqlen,
             "max_length_k": batch.max_seqlen,
-            "seqlens": batch.seqlens,
+            "lengths": DocumentLengths(batch.seqlens),
         }
     if len(batch.seqlens) > 1:
         raise RuntimeError("several documents in one batch of a model that takes them one by one")

@@ -28,7 +28,7 @@ def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> No
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each layer's forward, one graph for all since they are alike; FSDP's hooks stay outside of it."""
     for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:

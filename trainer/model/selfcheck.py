@@ -5,7 +5,7 @@ A wrong mask, a leak between documents or a missed transform of the logits shows
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,9 @@ def packing_error(model: PreTrainedModel, device: torch.device) -> float:
 
 def _reference(model: PreTrainedModel, documents: list[Tensor], device: torch.device) -> float:
     """Summed next-token loss from the architecture's own forward, one document at a time, eager attention."""
-    implementation = model.config._attn_implementation
+    implementation, plain = model.config._attn_implementation, cast(Any, model.original_forward)
     total = 0.0
-    with _forward_replaced(model, model.original_forward):
+    with _forward_replaced(model, plain):
         model.set_attn_implementation("eager")
         try:
             for document in documents:

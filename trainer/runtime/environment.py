@@ -1,6 +1,10 @@
-"""What torchrun tells a rank about itself (floor 1, no torch)."""
+"""What torchrun tells a rank about itself, and what the rank asks of the C library (floor 1, no torch)."""
 
+import contextlib
+import ctypes
 import os
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -11,3 +15,15 @@ def rank_and_size() -> tuple[int, int]:
 def local_rank() -> int:
     """Index of this rank on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory instead of returning it to the kernel; other C libraries are left as they are.
+
+    On a CPU every large tensor would be mapped and unmapped anew, page by page: that took most of the step's time.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_TOP_PAD, 2**26)

@@ -1,0 +1,140 @@
+"""The loss inside the head against full logits in float64.
+
+Shape suffixes: S supervised positions, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.model import head as head_module
+from trainer.model.head import LossHead
+
+H, V = 24, 61
+SCALE = 0.37
+"""What the loss is multiplied by before its gradient is taken: the division by the token count."""
+
+
+def inputs(num_positions: int, *, has_bias: bool, dtype: torch.dtype) -> tuple[LossHead, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_positions)
+    linear = nn.Linear(H, V, bias=has_bias)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    hidden_SH = torch.randn(num_positions, H, generator=generator, dtype=dtype).requires_grad_()
+    labels_S = torch.randint(0, V, (num_positions,), generator=generator)
+    return LossHead.from_linear(linear.to(dtype)), hidden_SH, labels_S
+
+
+def reference(head: LossHead, hidden_SH: Tensor, labels_S: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(summed loss, gradients of SCALE * loss for hidden, weight and bias) from full logits in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (hidden_SH, *head.parameters())]
+    loss = F.cross_entropy(F.linear(*leaves), labels_S, reduction="sum")
+    return loss, list(torch.autograd.grad(SCALE * loss, leaves))
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 1000])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_loss_and_gradients_equal_full_logits(
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, has_bias: bool
+) -> None:
+    monkeypatch.setattr(head_module, "CHUNK_TOKENS", chunk_tokens)
+    head, hidden_SH, labels_S = inputs(20, has_bias=has_bias, dtype=torch.float32)
+    loss = head(hidden_SH, labels_S)
+    (SCALE * loss).backward()
+    expected, gradients = reference(head, hidden_SH, labels_S)
+    assert loss.dtype == torch.float64
+    assert relative(loss.detach(), expected.detach()) < 1e-7
+    ours = [t.grad for t in (hidden_SH, *head.parameters())]
+    assert len(ours) == len(gradients) == 2 + has_bias
+    for gradient, theirs in zip(ours, gradients, strict=True):
+        assert gradient is not None and relative(gradient, theirs) < 1e-6
+    with torch.no_grad():
+        assert head(hidden_SH, labels_S).item() == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_bfloat16_differs_by_its_rounding_alone() -> None:
+    """8 bits of mantissa: each logit is off by up to 2**-9 of itself, the sums average that out."""
+    head, hidden_SH, labels_S = inputs(200, has_bias=True, dtype=torch.bfloat16)
+    loss = head(hidden_SH, labels_S)
+    (SCALE * loss).backward()
+    expected, gradients = reference(head, hidden_SH, labels_S)
+    assert relative(loss.detach(), expected.detach()) < 1e-3
+    for tensor, theirs in zip((hidden_SH, *head.parameters()), gradients, strict=True):
+        assert tensor.grad is not None and tensor.grad.dtype == torch.bfloat16
+        assert relative(tensor.grad, theirs) < 2e-2
+
+
+def test_weight_gradient_sums_its_chunks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand chunks added up in bfloat16 would lose whole percents."""
+    monkeypatch.setattr(head_module, "CHUNK_TOKENS", 2)
+    head, hidden_SH, labels_S = inputs(2000, has_bias=False, dtype=torch.bfloat16)
+    head(hidden_SH, labels_S).mul(SCALE).backward()
+    _, gradients = reference(head, hidden_SH, labels_S)
+    assert head.weight.grad is not None and relative(head.weight.grad, gradients[1]) < 1e-2
+
+
+def test_no_supervised_position_gives_zero_and_zero_gradients() -> None:
+    head, hidden_SH, labels_S = inputs(0, has_bias=True, dtype=torch.float32)
+    loss = head(hidden_SH, labels_S)
+    loss.backward()
+    assert loss.item() == 0.0 and loss.dtype == torch.float64
+    for parameter in head.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+    with torch.no_grad():
+        assert head(hidden_SH, labels_S).item() == 0.0
+
+
+def test_without_labels_it_is_the_linear_layer() -> None:
+    head, hidden_SH, _ = inputs(5, has_bias=True, dtype=torch.float32)
+    torch.testing.assert_close(head(hidden_SH), F.linear(hidden_SH, head.weight, head.bias), rtol=0, atol=0)
+
+
+def test_tied_weight_stays_tied_and_sums_both_gradients() -> None:
+    embedding, linear = nn.Embedding(V, H), nn.Linear(H, V, bias=False)
+    linear.weight = embedding.weight
+    head = LossHead.from_linear(linear)
+    assert head.weight is embedding.weight
+    ids = torch.arange(6)
+    head(embedding(ids), ids + 1).backward()
+    tied = embedding.weight.detach().double().requires_grad_()
+    F.cross_entropy(tied[ids] @ tied.T, ids + 1, reduction="sum").backward()
+    assert embedding.weight.grad is not None and tied.grad is not None
+    assert relative(embedding.weight.grad, tied.grad) < 1e-6
+
+
+class _LargestOutput(TorchDispatchMode):
+    """Elements of the largest tensor any operation returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch, is_training: bool) -> None:
+    monkeypatch.setattr(head_module, "CHUNK_TOKENS", 8)
+    num_positions = 200
+    head, hidden_SH, labels_S = inputs(num_positions, has_bias=False, dtype=torch.float32)
+    with _LargestOutput() as largest, torch.set_grad_enabled(is_training):
+        loss = head(hidden_SH, labels_S)
+        if is_training:
+            loss.backward()
+    biggest_needed = max(8 * V, num_positions * H, V * H)
+    assert 0 < largest.num_elements <= biggest_needed < num_positions * V
