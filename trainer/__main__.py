@@ -16,7 +16,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, ConfigError, known_keys, parse_config, unknown_key_error
-from trainer.protocols import EXIT_BAD_DATA, EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_USAGE, CannotWriteError, DataError
+from trainer.protocols import (
+    EXIT_BAD_DATA,
+    EXIT_CANNOT_WRITE,
+    EXIT_CRASH,
+    EXIT_RESUMABLE,
+    EXIT_USAGE,
+    CannotWriteError,
+    DataError,
+)
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
@@ -88,9 +96,9 @@ def _run(config: Config) -> int:
 
     log.configure(rank_and_size()[0])
     logger = logging.getLogger("trainer")
-    signals.join_launcher()
     stop = signals.StopRequest()
     stop.install()
+    signals.join_launcher()
     try:
         from trainer.build import run
 
@@ -103,7 +111,10 @@ def _run(config: Config) -> int:
     except CannotWriteError as error:
         logger.error("%s", error)
         return EXIT_CANNOT_WRITE
-    except Exception:
+    except Exception as error:
+        if stop.is_set:  # another rank left at once on the same signal, and this one missed it in a collective
+            logger.error("stopped by %s before the next step boundary: %s", stop.signal_name, error)
+            return EXIT_RESUMABLE
         logger.error("%s", traceback.format_exc())
         return EXIT_CRASH
 

@@ -145,9 +145,7 @@ def run_one(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     torch.distributed.all_reduce(loss)
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     whole_norm = torch.stack([grad.norm() for grad in plain_grads.values()]).norm()
-    write_export(
-        model, export_dir, ExportSource(path, None, ()), dtype=torch.float32, is_writer=world.is_main
-    )
+    write_export(model, export_dir, ExportSource(path, None, ()), dtype=torch.float32, is_writer=world.is_main)
     return {
         "is_packed": is_packed,
         "forward": model.forward.__name__,
@@ -201,9 +199,7 @@ def test_loss_and_gradients_equal_plain_transformers(results: tuple[int, dict[st
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_export_is_what_transformers_would_save(
-    results: tuple[int, dict[str, Any]], root: Path, name: str
-) -> None:
+def test_the_export_is_what_transformers_would_save(results: tuple[int, dict[str, Any]], root: Path, name: str) -> None:
     world_size, by_name = results
     assert isinstance(by_name[name], dict), by_name[name]
     export = root / f"{name}-export-{world_size}"

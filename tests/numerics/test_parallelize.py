@@ -1,0 +1,144 @@
+"""Compilation, recomputation and bf16 change how a step is computed, not what."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import ToySamples, build_toy_model, write_model_config
+from torch._dynamo.utils import counters
+
+from trainer.config import ConfigError
+from trainer.data.loader import pack
+from trainer.model import attention, packed_lm
+from trainer.model.parallelize import parallelize
+
+SAMPLES = ToySamples()
+SHAPES = [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9], [], [10, 11, 12, 13, 14], [1], [2, 3, 4, 5, 6, 7, 8], [9, 11]]
+SHAPES += [[20, 21, 22, 23, 19, 18, 17, 16, 15], [0, 3, 5, 7, 9, 11, 13, 15], [12, 14, 16, 18, 20, 22]]
+"""Micro-batches of 0 to 9 documents: other counts and lengths every time, as in training."""
+
+
+def loss_and_gradients(model: Any, members: list[int]) -> tuple[float, list[torch.Tensor]]:
+    loss = model(pack(SAMPLES, members))
+    loss.backward()
+    grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    model.zero_grad()
+    return loss.item(), grads
+
+
+def worst(ours: tuple[float, list[torch.Tensor]], theirs: tuple[float, list[torch.Tensor]]) -> float:
+    """Largest relative difference of the loss and of each gradient, the latter in the norm of all."""
+    norm = torch.stack([grad.norm() for grad in theirs[1]]).norm()
+    differences = [float((a - b).norm() / norm) for a, b in zip(ours[1], theirs[1], strict=True)]
+    return max(*differences, abs(ours[0] - theirs[0]) / abs(theirs[0]))
+
+
+def compiled_like_plain(world: Any, source: Any, backend: str, shapes: list[list[int]], **changes: Any) -> Any:
+    """(worst difference from the uncompiled model, frames compiled, of these without falling back, frames of the
+    first half of the shapes)."""
+    plain = build_toy_model(world, source, **changes)
+    compile_with = torch.compile
+    with patch.object(torch, "compile", lambda fn, **options: compile_with(fn, backend=backend, **options)):
+        model = build_toy_model(world, source, compile=True, **changes)
+    counters.clear()
+    difference, early = 0.0, 0
+    for index, members in enumerate(shapes):
+        ours, theirs = (loss_and_gradients(m, members) for m in (model, plain))
+        if members:
+            difference = max(difference, worst(ours, theirs))
+        with torch.no_grad():
+            model(pack(SAMPLES, members))
+        if index == len(shapes) // 2:
+            early = counters["frames"]["total"]
+    return difference, counters["frames"]["total"], counters["frames"]["ok"], early
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_compiled_layers_are_not_compiled_again_for_every_batch(tmp_path: Path, is_recomputed: bool) -> None:
+    """Two kinds of layer (sliding and full), shapes that all differ: the code of the first half serves the rest.
+
+    The eager backend runs the captured graphs as they are: what is shown is the capture, whatever compiles it.
+    """
+    window = {"sliding_window": 4, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    source = write_model_config(tmp_path, "gemma3_text", **window)
+    settings = {"enable_gradient_checkpointing": is_recomputed}
+    difference, total, ok, early = run_ranks(
+        compiled_like_plain, 1, source, "eager", SHAPES, timeout_s=300, **settings
+    )[0]
+    assert difference < 1e-6
+    assert 0 < total == ok, "a frame that is not ok hit the limit and runs uncompiled"
+    assert total == early
+
+
+def test_a_compiled_backward_gives_the_same_gradients(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    difference, total, _, _ = run_ranks(
+        compiled_like_plain, 2, source, "aot_eager", [[0, 1, 2], [3, 4]], timeout_s=300
+    )[0]
+    assert total > 0
+    assert difference < 1e-5
+
+
+def one_step(world: Any, source: Any, **changes: Any) -> tuple[float, list[torch.Tensor]]:
+    model = build_toy_model(world, source, **changes)
+    model.train()
+    return loss_and_gradients(model, [0, 1, 2, 3])
+
+
+def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    plain, recomputed = (
+        run_ranks(one_step, 2, source, enable_gradient_checkpointing=is_on)[0] for is_on in (False, True)
+    )
+    assert recomputed[0] == plain[0]
+    assert worst(recomputed, plain) == 0.0
+
+
+def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+    """Parameters and gradients stay float32; a product of 8-bit mantissas is off by 2**-8 at most."""
+    source = write_model_config(tmp_path)
+    exact, rounded = (run_ranks(one_step, 1, source, param_dtype=name)[0] for name in ("float32", "bfloat16"))
+    assert abs(rounded[0] - exact[0]) / exact[0] < 5e-3
+    assert 0 < worst(rounded, exact) < 5e-2
+    assert {grad.dtype for grad in rounded[1]} == {torch.float32}
+
+
+def attention_calls(world: Any, source: Any, is_packed: bool) -> int:
+    """How often a training step calls the packed attention."""
+    calls = []
+    original = attention.packed_attention
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    with patch.object(attention, "packed_attention", counted):
+        model = build_toy_model(world, source, is_packed=is_packed)
+        loss_and_gradients(model, [0, 1] if is_packed else [0])
+    return len(calls)
+
+
+def test_packed_models_run_packed_attention_in_every_layer(tmp_path: Path) -> None:
+    """A dense mask over the whole batch would give the same numbers, at a cost that grows with its square."""
+    source = write_model_config(tmp_path)
+    assert run_ranks(attention_calls, 1, source, True) == [2]
+    assert run_ranks(attention_calls, 1, source, False) == [0]
+
+
+def refusal(world: Any, source: Any) -> str:
+    from toy import model_config
+
+    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    type(model).supports_gradient_checkpointing = False
+    try:
+        parallelize(model, model_config(enable_gradient_checkpointing=True), world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_recomputation_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    assert "enable_gradient_checkpointing=false" in run_ranks(refusal, 1, write_model_config(tmp_path))[0]

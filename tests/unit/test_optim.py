@@ -1,0 +1,153 @@
+"""Schedule, decay groups, gradient norm and clipping."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import optim_config
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from trainer.optim import clip
+from trainer.optim.adamw import build_adamw
+from trainer.optim.schedule import Schedule
+
+KINDS = ("cosine", "linear", "constant", "wsd")
+
+
+def rates(kind: str, total_steps: int, *, warmup: float = 0.0, min_lr: float = 0.1, stable: float = 0.5) -> list[float]:
+    """Shares of the peak rate, step by step."""
+    config = optim_config(lr_scheduler=kind, lr_warmup_steps_ratio=warmup, min_lr_ratio=min_lr, stable_ratio=stable)
+    schedule = Schedule.from_config(config, peak_lr=2e-3, total_steps=total_steps)
+    return [schedule.lr_at(step) / 2e-3 for step in range(total_steps)]
+
+
+def test_cosine_values() -> None:
+    expected = [0.5, 1.0, *(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8))]
+    assert rates("cosine", 10, warmup=0.2) == pytest.approx(expected)
+
+
+def test_linear_values() -> None:
+    assert rates("linear", 10, warmup=0.2) == pytest.approx([0.5, 1.0, *(0.1 + 0.9 * (1 - i / 8) for i in range(8))])
+
+
+def test_constant_values() -> None:
+    assert rates("constant", 5, warmup=0.4) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_wsd_is_stable_then_falls_linearly() -> None:
+    falling = [0.1 + 0.9 * share for share in (1.0, 0.75, 0.5, 0.25)]
+    assert rates("wsd", 10, warmup=0.2) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *falling])
+    assert rates("wsd", 6, stable=1.0) == pytest.approx([1.0] * 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "total_steps", "warmup", "min_lr", "stable"),
+    list(itertools.product(KINDS, (1, 2, 50), (0.0, 0.1, 1.0), (0.0, 0.1, 1.0), (0.0, 0.9, 1.0))),
+)
+def test_every_step_learns_and_none_exceeds_the_peak(
+    kind: str, total_steps: int, warmup: float, min_lr: float, stable: float
+) -> None:
+    values = rates(kind, total_steps, warmup=warmup, min_lr=min_lr, stable=stable)
+    num_warmup = int(total_steps * warmup)
+    assert all(0 < value <= 1 + 1e-12 for value in values)
+    assert values[:num_warmup] == pytest.approx([(i + 1) / num_warmup for i in range(num_warmup)])
+    after = values[num_warmup:]
+    assert after == sorted(after, reverse=True) and all(value >= min_lr - 1e-12 for value in after)
+    assert not after or after[0] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_the_last_step_is_one_short_of_the_minimum(kind: str) -> None:
+    """The decay reaches `min_lr_ratio` where the next step would be, so no step is wasted on a rate of zero."""
+    values = rates(kind, 1000, min_lr=0.1, stable=0.5)
+    assert 0.1 < values[-1] < 0.1 + 0.9 / 400
+
+
+def test_apply_sets_every_group() -> None:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=7.0)
+    schedule = Schedule.from_config(optim_config(lr_warmup_steps_ratio=0.5), peak_lr=1.0, total_steps=4)
+    assert schedule.apply(optimizer, step=0) == 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 3)
+        self.input_layernorm = nn.LayerNorm(4)
+        self.q_norm = nn.LayerNorm((2, 4))
+        self.expert_bias = nn.Parameter(torch.zeros(2, 3))
+        self.experts = nn.Parameter(torch.zeros(2, 3, 4))
+        self.frozen = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+
+
+def test_only_matrices_decay() -> None:
+    """Not by the number of dimensions alone: norms over heads and biases of fused experts have two."""
+    layer = _Layer()
+    optimizer = build_adamw(layer, optim_config(weight_decay=0.3))
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    decayed, plain = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
+    assert decayed == {"proj.weight", "experts"}
+    assert plain == set(names.values()) - decayed - {"frozen"}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].shape == parameter.shape and state["step"].item() == 0.0
+    assert len(optimizer.state) == len(decayed | plain)
+
+
+def test_a_step_without_gradient_decays_matrices_alone() -> None:
+    layer = nn.Linear(3, 2)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    optimizer = build_adamw(layer, optim_config(weight_decay=0.5))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight, before["weight"] * (1 - 0.1 * 0.5))
+    assert torch.equal(layer.bias, before["bias"])
+
+
+def sharded_norm(world: Any) -> tuple[float, float, list[torch.Tensor]]:
+    """(sum of squares over all ranks, the same in float64 from whole gradients, clipped whole gradients)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+    model[2].bias.requires_grad_(False)
+    fully_shard(model, mesh=world.mesh)
+    parameters = list(model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    for parameter, size in zip(parameters, (1e-6, 1.0, 1e6, 1.0, 1e-3, 1.0), strict=True):
+        whole = torch.randn(parameter.shape, generator=generator) * size
+        if parameter.requires_grad:
+            placed = torch.distributed.tensor.distribute_tensor(whole, world.mesh, parameter.placements)
+            parameter.grad = placed
+    grads = [p.grad.full_tensor() for p in parameters if p.grad is not None]
+    exact = sum(float(grad.double().square().sum()) for grad in grads)
+    square_sum = clip.local_square_sum(parameters)
+    assert square_sum.dtype == torch.float64
+    torch.distributed.all_reduce(square_sum)
+    clip.clip_by_norm(parameters, total_norm=square_sum.sqrt(), max_norm=2.0)
+    return square_sum.item(), exact, [p.grad.full_tensor() for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_norm_over_uneven_shards_is_exact(world_size: int) -> None:
+    """Rows that do not divide, and fewer rows than ranks: some ranks hold nothing of a parameter."""
+    for square_sum, exact, clipped in run_ranks(sharded_norm, world_size):
+        assert square_sum == pytest.approx(exact, rel=1e-14)
+        norm = torch.stack([grad.double().square().sum() for grad in clipped]).sum().sqrt()
+        assert norm.item() == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(("max_norm", "scale"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0)])
+def test_clipping_scales_down_only(max_norm: float, scale: float) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    norm = clip.local_square_sum([parameter]).sqrt()
+    assert norm.item() == 5.0
+    clip.clip_by_norm([parameter], total_norm=norm, max_norm=max_norm)
+    torch.testing.assert_close(parameter.grad, torch.tensor([3.0, 4.0]) * scale, rtol=1e-6, atol=0)
