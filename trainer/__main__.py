@@ -103,20 +103,20 @@ def _run(config: Config) -> int:
         from trainer.build import run
 
         return run(config, stop)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        code, message = EXIT_USAGE, str(error)
     except DataError as error:
-        logger.error("%s", error)
-        return EXIT_BAD_DATA
+        code, message = EXIT_BAD_DATA, str(error)
     except CannotWriteError as error:
-        logger.error("%s", error)
-        return EXIT_CANNOT_WRITE
+        code, message = EXIT_CANNOT_WRITE, str(error)
     except Exception as error:
         if stop.is_set:  # another rank left at once on the same signal, and this one missed it in a collective
-            logger.error("stopped by %s before the next step boundary: %s", stop.signal_name, error)
-            return EXIT_RESUMABLE
-        logger.error("%s", traceback.format_exc())
-        return EXIT_CRASH
+            code, message = EXIT_RESUMABLE, f"stopped by {stop.signal_name} before the next step boundary: {error}"
+        else:
+            code, message = EXIT_CRASH, traceback.format_exc()
+    if signals.report_exit_code(code):
+        logger.error("%s", message)
+    return code
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ def resolve_source(config: Config) -> ModelSource:
         files = ensure_quickstart(Path(config.data.cache_dir))
         return ModelSource(str(files.model_dir), random_weights=True, trust_remote_code=False)
     if not Path(name).is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ConfigError(f"model.partial_pretrain={name}: there is no such directory")
         try:
             name = snapshot_download(name, allow_patterns=_HUB_FILES)
         except Exception as error:
@@ -308,8 +310,8 @@ def _announce(inputs: Inputs, schedule: Schedule, plan: RankPlan, lr: LrSchedule
     logger.info(
         f"plan: batch {len(first)} = {plan.world_size} ranks x {len(dealt[0])} micro-batches; {lr.total_steps} steps, "
         f"{schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
-        f"{supervised / tokens:.1%} supervised; rows: {summary.num_truncated} cut, {summary.num_dropped} dropped, "
-        f"{summary.num_bad_rows} bad; {num_validation} validation samples; "
+        f"{supervised / tokens:.1%} supervised; no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
+        f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; {num_validation} validation samples; "
         f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps"
     )
     input_ids, loss_mask = train.sample(int(first[0]))

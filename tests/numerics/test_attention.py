@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.config import ConfigError
 from trainer.model import attention
-from trainer.model.attention import packed_attention
+from trainer.model.attention import DocumentLengths, packed_attention
 
 SEQLENS = (1, 7, 1, 12, 3)
 T, K = sum(SEQLENS), 8
@@ -19,7 +19,8 @@ T, K = sum(SEQLENS), 8
 
 def bounds(seqlens: tuple[int, ...] = SEQLENS, device: str = "cpu") -> dict[str, Any]:
     cu_seqlens_D1 = torch.tensor((0, *seqlens), device=device).cumsum(0).to(torch.int32)
-    return {"cu_seq_lens_q": cu_seqlens_D1, "seqlens": seqlens}
+    lengths = DocumentLengths(seqlens)
+    return {"cu_seq_lens_q": cu_seqlens_D1, "max_length_q": max(seqlens), "lengths": lengths}
 
 
 def inputs(num_heads: int, num_key_heads: int, num_tokens: int = T, head_size: int = K) -> list[Tensor]:
@@ -89,6 +90,7 @@ def test_other_documents_and_later_tokens_do_not_matter_at_all() -> None:
         ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"attention_mask": torch.ones(1, 1, T, T, dtype=torch.bool)}, "mask"),
         ({"cu_seq_lens_q": None}, "bounds"),
+        ({"lengths": None}, "bounds"),
     ],
 )
 def test_refuses_what_it_cannot_express(arguments: dict[str, Any], name: str) -> None:
@@ -114,7 +116,7 @@ def test_the_packed_kernel_equals_its_twin(num_heads: int, num_key_heads: int, w
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
         settings = bounds(seqlens, "cuda")
         if len(results) == 1:
-            output = attention._per_document(*leaves, seqlens, None, window, 0.0)
+            output = attention._per_document(*leaves, settings["lengths"], None, window, 0.0)
         else:
             output, _ = packed_attention(nn.Identity(), *leaves, attention_mask=None, sliding_window=window, **settings)
         output.float().square().sum().backward()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import optim_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from toy import optim_config
 
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw

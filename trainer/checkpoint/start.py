@@ -43,6 +43,8 @@ def decide_start(config: TrainerConfig, *, total_steps: int, world: World) -> St
             outcome[0] = (candidates, is_complete)
         except (ConfigError, CannotWriteError) as error:
             outcome[1] = error
+        except OSError as error:
+            outcome[1] = _cannot_use(Path(config.default_local_dir), error)
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
@@ -59,10 +61,13 @@ def _take_run_dir(run_dir: Path) -> RunLock:
     except ConfigError:
         raise
     except OSError as error:
-        raise CannotWriteError(
-            f"cannot write to trainer.default_local_dir={run_dir}: {error.strerror or error}; choose another directory"
-        ) from error
+        raise _cannot_use(run_dir, error) from error
     return lock
+
+
+def _cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:
+    reason = error.strerror or error
+    return CannotWriteError(f"cannot write to trainer.default_local_dir={run_dir}: {reason}; choose another directory")
 
 
 def _candidates(config: TrainerConfig) -> tuple[CheckpointInfo, ...]:

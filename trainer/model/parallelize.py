@@ -11,6 +11,10 @@ from trainer.config import ConfigError, ModelConfig
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
+_MAX_VARIANTS = 32
+"""Compiled forms of one function: kinds of layer x with and without gradients x one token or more. Above its limit
+(8 by default) torch.compile runs the function uncompiled."""
+
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """Apply activation checkpointing, compilation and FSDP2 in place, as configured."""
@@ -26,7 +30,11 @@ def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> No
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each layer's forward, one graph for all since they are alike; FSDP's hooks stay outside of it."""
+    """Compile each layer's forward, one graph for all since they are alike; FSDP's hooks stay outside of it.
+
+    Shapes are dynamic from the start: every batch has another number of tokens.
+    """
+    torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -24,6 +24,7 @@ def reduce_step(*, loss_sum: Tensor, grad_square_sum: Tensor, is_stopping: bool,
 
     This is the step's only wait for the device.
     """
+    grad_square_sum = grad_square_sum.to(loss_sum.device)  # on the host with CPU offload
     packet = torch.stack(
         [loss_sum.double(), grad_square_sum / world.num_replicas, torch.full_like(grad_square_sum, float(is_stopping))]
     )

@@ -76,14 +76,22 @@ def join_launcher() -> None:
     Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))
 
 
-def report_exit_code(code: int) -> None:
-    """Tell the launcher how the run ended. The first rank to fail is the cause; later ones do not overwrite it."""
+def report_exit_code(code: int) -> bool:
+    """Tell the launcher how the run ended; whether this rank is the first of its machine to do so.
+
+    The first rank to fail is the cause; later ones do not overwrite it, and need not repeat it to the user.
+    """
     if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
-        return
-    with contextlib.suppress(OSError):
+        return True
+    try:
         descriptor = os.open(Path(directory, "exit_code"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        os.write(descriptor, str(code).encode())
-        os.close(descriptor)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    with os.fdopen(descriptor, "w") as file:
+        file.write(str(code))
+    return True
 
 
 def leave(code: int) -> None:

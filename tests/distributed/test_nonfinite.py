@@ -1,0 +1,69 @@
+"""A loss or gradient that is not a number on one rank: every rank skips the update, counts it, and gives up in time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import ToySamples, build_toy_model, full_parameters, toy_parts, write_model_config
+
+from trainer.protocols import EXIT_DIVERGED, EXIT_DONE
+from trainer.sft_trainer import SFTTrainer
+
+
+def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str) -> Any:
+    """Rank 1 meets a poisoned micro-batch in `bad_steps`; (exit code, rows, parameters after each step)."""
+    model = build_toy_model(world, source)
+    parts = toy_parts(world, model, ToySamples(), total_steps=6)
+    trainer = SFTTrainer(parts)
+    history = []
+    plain, step = model.forward, 0
+
+    def forward(batch: Any) -> torch.Tensor:
+        loss = plain(batch)
+        if world.rank == 1 and step in bad_steps:
+            # a NaN loss has NaN gradients; a gradient alone can overflow behind a finite loss
+            loss = loss * float("nan") if poison == "loss" else loss + (loss - loss.detach()) * 1e39 * 1e39
+        return loss
+
+    model.forward = forward
+    training_step = trainer.training_step
+
+    def recorded(batch: Any) -> dict[str, float]:
+        nonlocal step
+        step = batch.step
+        metrics = training_step(batch)
+        history.append(full_parameters(model))
+        return metrics
+
+    trainer.training_step = recorded  # type: ignore[method-assign]
+    code = trainer.fit()
+    return code, parts.tracker.rows, history
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_model_config(Path(tmp_path_factory.mktemp("model")))
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_one_bad_step_is_skipped_by_all(source: Any, poison: str) -> None:
+    for code, rows, history in run_ranks(train_poisoned, 2, source, {2}, poison):
+        assert code == EXIT_DONE
+        assert equal(history[2], history[1]), "the poisoned step changed parameters"
+        assert not equal(history[3], history[2]) and all(torch.isfinite(v).all() for v in history[5].values())
+        assert [row["optim/skipped_steps"] for _, row in rows] == [0, 0, 1, 1, 1, 1]
+        shown = rows[2][1]["train/loss" if poison == "loss" else "train/grad_norm"]
+        assert not torch.isfinite(torch.tensor(shown)), "the bad value is hidden"
+
+
+def test_too_many_in_a_row_is_76(source: Any) -> None:
+    for code, rows, history in run_ranks(train_poisoned, 2, source, {1, 2, 3, 4}, "loss"):
+        assert code == EXIT_DIVERGED
+        assert len(rows) == 4, "three in a row are the limit of the toy run"
+        assert equal(history[3], history[0])
