@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,6 +27,7 @@ from trainer.protocols import (
 )
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+_FREE_KEY = "data.apply_chat_template_kwargs"
 USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
   experiment=NAME        load conf/experiment/NAME.yaml over the defaults
   --cfg job              print the resolved configuration and exit
@@ -53,10 +54,14 @@ def load_config(overrides: list[str]) -> Config:
     if flags := [word for word in overrides if word.startswith("-")]:
         raise ConfigError(f"unknown flag '{flags[0]}'\n{USAGE}")
     _check_keys(overrides)
+    # a dictionary with keys of the user's choice: hydra wants to be told that these may be new
+    overrides = [f"++{word}" if word.startswith(_FREE_KEY) else word for word in overrides]
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             composed = compose("sft", overrides=overrides)
         tree: Any = OmegaConf.to_container(composed, resolve=True)
+    except OverrideParseException as error:
+        raise ConfigError(f"cannot read '{error.override}': quote its value, key='\"value\"'") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_plain(error)) from error
     return parse_config(tree)
@@ -75,7 +80,7 @@ def _check_keys(overrides: list[str]) -> None:
         key = match[1].split("@")[0] if match else override
         if "=" not in override and not override.startswith("~"):
             raise ConfigError(f"'{override}' is not of the form key=value\n{USAGE}")
-        is_free = key.startswith("data.apply_chat_template_kwargs.")
+        is_free = key.startswith(f"{_FREE_KEY}.")
         if key not in known_keys() and key not in groups and key != "experiment" and not is_free:
             raise unknown_key_error(key)
 

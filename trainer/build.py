@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint.export import ExportSource
@@ -22,6 +21,7 @@ from trainer.data.sample_writer import PrepareOptions
 from trainer.data.token_cache import TokenDataset, prepare, split
 from trainer.model import flops, load, packed_lm, parallelize, selfcheck
 from trainer.model.packed_lm import ModelSource
+from trainer.model.source import find_model
 from trainer.monitor.guard import NonFiniteGuard
 from trainer.monitor.memory import memory_metrics
 from trainer.monitor.meters import reduce_loss, reduce_step
@@ -40,7 +40,6 @@ from trainer.tracking import Tracking
 logger = logging.getLogger(__name__)
 DEFAULT_LR = {False: 1e-5, True: 2e-3}
 """`optim.lr=null`, for pretrained and for random weights."""
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,34 @@ class Inputs:
     train: View
     validation: View | None
     dataset: TokenDataset
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is known of a run once its ranks have met."""
+
+    config: Config
+    inputs: Inputs
+    schedule: Schedule
+    total_steps: int
+    world: World
+    start: Start
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.trainer.default_local_dir)
+
+
+@dataclass(frozen=True)
+class Live:
+    """The parts that change while a run goes on."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    train_batches: TrainLoader
+    guard: NonFiniteGuard
+    tracking: Tracking | None
+    schedule: LrSchedule
 
 
 def run(config: Config, stop: StopRequest) -> int:
@@ -70,9 +97,51 @@ def run(config: Config, stop: StopRequest) -> int:
     if start.is_complete:
         done = start.candidates[0]
         logger.info("already complete: %s is step %d of %d; nothing to do", done.path, done.step, total_steps)
-        distributed.stop()
-        return EXIT_DONE
-    return _train(config, inputs, schedule, total_steps, world, start, stop)
+        exit_code = EXIT_DONE
+    else:
+        exit_code = train(Setup(config, inputs, schedule, total_steps, world, start), stop)
+    distributed.stop()
+    return exit_code
+
+
+def train(setup: Setup, stop: StopRequest) -> int:
+    """Build, resume, fit; the trackers and the run directory's lock are given back however it ends."""
+    trainer, tracking = setup.config.trainer, None
+    if setup.world.is_main:
+        tracking = Tracking(
+            trainer.project_name,
+            trainer.experiment_name,
+            trainer.logger,
+            setup.config.resolved,
+            run_dir=setup.run_dir,
+            total_steps=setup.total_steps,
+        )
+    exit_code = EXIT_CRASH
+    try:
+        model = build_model(setup.config, setup.inputs.source, setup.world)
+        plan = _rank_plan(setup, model)
+        lr_schedule = _lr_schedule(setup)
+        state = Live(
+            model=model,
+            optimizer=build_adamw(model, setup.config.optim),
+            train_batches=_train_loader(setup, plan),
+            guard=NonFiniteGuard(max_in_a_row=trainer.max_nonfinite_steps),
+            tracking=tracking,
+            schedule=lr_schedule,
+        )
+        checkpoints = _checkpoints(setup, state)
+        loaded = checkpoints.resume(setup.start.candidates)
+        if loaded is not None:
+            next_step = state.train_batches.next_step + 1
+            logger.info("Found checkpoint: %s, continuing at step %d of %d", loaded, next_step, setup.total_steps)
+        _announce(setup, plan, lr_schedule)
+        exit_code = SFTTrainer(_parts(setup, state, checkpoints, plan, stop)).fit()
+    finally:
+        if tracking is not None:
+            tracking.finish(exit_code)
+        if setup.start.lock is not None:
+            setup.start.lock.release()
+    return exit_code
 
 
 def prepare_inputs(config: Config) -> Inputs:
@@ -100,26 +169,12 @@ def prepare_inputs(config: Config) -> Inputs:
 
 
 def resolve_source(config: Config) -> ModelSource:
-    """`model.partial_pretrain` as a local directory with a config, and with weights unless they start random."""
-    name, model = config.model.partial_pretrain, config.model
-    if name == QUICKSTART:
+    model = config.model
+    if model.partial_pretrain == QUICKSTART:
         files = ensure_quickstart(Path(config.data.cache_dir))
         return ModelSource(str(files.model_dir), random_weights=True, trust_remote_code=False)
-    if not Path(name).is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"model.partial_pretrain={name}: there is no such directory")
-        try:
-            name = snapshot_download(name, allow_patterns=_HUB_FILES)
-        except Exception as error:
-            raise ConfigError(
-                f"model.partial_pretrain={name} is no local directory and could not be had from the Hub: {error}"
-            ) from error
-    if not model.random_weights and not load.has_weights(name):
-        raise ConfigError(
-            f"model.partial_pretrain={name} has no weights (*.safetensors); "
-            f"model.random_weights=true starts from random ones"
-        )
-    return ModelSource(name, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
+    path = find_model(model.partial_pretrain, random_weights=model.random_weights)
+    return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
 
 
 def _prepare(
@@ -178,81 +233,70 @@ def wants_packing(config: Config, source: ModelSource) -> bool:
     return reason is None
 
 
-def _train(
-    config: Config,
-    inputs: Inputs,
-    schedule: Schedule,
-    total_steps: int,
-    world: World,
-    start: Start,
-    stop: StopRequest,
-) -> int:
-    model = build_model(config, inputs.source, world)
-    optimizer = build_adamw(model, config.optim)
-    peak_lr = config.optim.lr or DEFAULT_LR[inputs.source.random_weights]
-    lr_schedule = LrSchedule.from_config(config.optim, peak_lr=peak_lr, total_steps=total_steps)
-    guard = NonFiniteGuard(max_in_a_row=config.trainer.max_nonfinite_steps)
-    plan = _rank_plan(config, model, world)
-    train_batches = TrainLoader(
-        inputs.train,
+def _lr_schedule(setup: Setup) -> LrSchedule:
+    optim = setup.config.optim
+    peak_lr = optim.lr or DEFAULT_LR[setup.inputs.source.random_weights]
+    return LrSchedule.from_config(optim, peak_lr=peak_lr, total_steps=setup.total_steps)
+
+
+def _train_loader(setup: Setup, plan: RankPlan) -> TrainLoader:
+    return TrainLoader(
+        setup.inputs.train,
         plan=plan,
-        schedule=schedule,
-        total_steps=total_steps,
-        num_workers=config.data.num_workers,
-        fingerprint=inputs.train.fingerprint,
-        pin_memory=world.device.type == "cuda",
+        schedule=setup.schedule,
+        total_steps=setup.total_steps,
+        num_workers=setup.config.data.num_workers,
+        fingerprint=setup.inputs.train.fingerprint,
+        pin_memory=setup.world.device.type == "cuda",
     )
-    run_dir = Path(config.trainer.default_local_dir)
-    tracking = _tracking(config, run_dir, total_steps) if world.is_main else None
-    checkpoints = CheckpointManager(
-        run_dir,
-        world=world,
-        config=config.trainer.checkpoint,
-        state=RunState(model, optimizer, train_batches, guard, tracking, lr_schedule.state_dict()),
-        source=_export_source(inputs),
-        keep=config.trainer.max_ckpt_to_keep,
-        lock=start.lock,
-        fingerprints=_fingerprints(config, inputs),
+
+
+def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
+    inputs, trainer = setup.inputs, setup.config.trainer
+    return CheckpointManager(
+        setup.run_dir,
+        world=setup.world,
+        config=trainer.checkpoint,
+        state=RunState(
+            model=state.model,
+            optimizer=state.optimizer,
+            train_batches=state.train_batches,
+            guard=state.guard,
+            tracking=state.tracking,
+            schedule=state.schedule.state_dict(),
+        ),
+        source=ExportSource(
+            Path(inputs.source.path), inputs.chat_template, tuple(inputs.dataset.summary.end_token_ids)
+        ),
+        keep=trainer.max_ckpt_to_keep,
+        lock=setup.start.lock,
+        fingerprints=_fingerprints(setup.config, inputs),
     )
-    exit_code = EXIT_CRASH
-    try:
-        checkpoints.resume(start.candidates)
-        if start.candidates:
-            logger.info(
-                "Found checkpoint: %s, continuing at step %d", start.candidates[0].path, train_batches.next_step + 1
-            )
-        _announce(inputs, schedule, plan, lr_schedule, run_dir)
-        validation = inputs.validation
-        parts = Parts(
-            world=world,
-            model=model,
-            optimizer=optimizer,
-            schedule=lr_schedule,
-            guard=guard,
-            train_batches=train_batches,
-            validation_batches=validation_batches(validation, plan, batch_size=schedule.batch_size)
-            if validation
-            else None,
-            checkpoints=checkpoints,
-            tracker=tracking or _Silent(),
-            stop=stop,
-            cadence=Cadence(total_steps, config.trainer.save_freq, config.trainer.test_freq),
-            seed=config.trainer.seed,
-            clip_grad=config.optim.clip_grad,
-            local_square_sum=clip.local_square_sum,
-            clip_by_norm=clip.clip_by_norm,
-            reduce_step=reduce_step,
-            reduce_loss=reduce_loss,
-            memory_metrics=memory_metrics,
-        )
-        exit_code = SFTTrainer(parts).fit()
-    finally:
-        if tracking is not None:
-            tracking.finish(exit_code)
-        if start.lock is not None:
-            start.lock.release()
-    distributed.stop()
-    return exit_code
+
+
+def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: RankPlan, stop: StopRequest) -> Parts:
+    config, validation = setup.config, setup.inputs.validation
+    batches = validation_batches(validation, plan, batch_size=setup.schedule.batch_size) if validation else None
+    return Parts(
+        world=setup.world,
+        model=state.model,
+        optimizer=state.optimizer,
+        schedule=state.schedule,
+        guard=state.guard,
+        train_batches=state.train_batches,
+        validation_batches=batches,
+        checkpoints=checkpoints,
+        tracker=state.tracking or _Silent(),
+        stop=stop,
+        cadence=Cadence(setup.total_steps, config.trainer.save_freq, config.trainer.test_freq),
+        seed=config.trainer.seed,
+        clip_grad=config.optim.clip_grad,
+        local_square_sum=clip.local_square_sum,
+        clip_by_norm=clip.clip_by_norm,
+        reduce_step=reduce_step,
+        reduce_loss=reduce_loss,
+        memory_metrics=memory_metrics,
+    )
 
 
 class _Silent:
@@ -262,28 +306,13 @@ class _Silent:
         pass
 
 
-def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan:
-    limits = Limits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
+def _rank_plan(setup: Setup, model: PreTrainedModel) -> RankPlan:
+    data = setup.config.data
+    limits = Limits(data.max_token_len_per_gpu, data.micro_batch_size_per_gpu)
     if not model.is_packed:
         limits = replace(limits, max_samples=1)
         logger.info("documents run one by one: this architecture or model.attention=per_document asks for it (slower)")
-    return RankPlan(world.rank, world.size, limits, flops.quadratic_cost(model))
-
-
-def _tracking(config: Config, run_dir: Path, total_steps: int) -> Tracking:
-    trainer = config.trainer
-    return Tracking(
-        trainer.project_name,
-        trainer.experiment_name,
-        trainer.logger,
-        config.resolved,
-        run_dir=run_dir,
-        total_steps=total_steps,
-    )
-
-
-def _export_source(inputs: Inputs) -> ExportSource:
-    return ExportSource(Path(inputs.source.path), inputs.chat_template, tuple(inputs.dataset.summary.end_token_ids))
+    return RankPlan(setup.world.rank, setup.world.size, limits, flops.quadratic_cost(model))
 
 
 def _fingerprints(config: Config, inputs: Inputs) -> dict[str, str]:
@@ -297,24 +326,23 @@ def _fingerprints(config: Config, inputs: Inputs) -> dict[str, str]:
     }
 
 
-def _announce(inputs: Inputs, schedule: Schedule, plan: RankPlan, lr: LrSchedule, run_dir: Path) -> None:
+def _announce(setup: Setup, plan: RankPlan, lr: LrSchedule) -> None:
     """The plan of the run in one line, and one sample as the model sees it."""
-    train = inputs.train
-    first = schedule.samples(0)
+    train, validation, summary = setup.inputs.train, setup.inputs.validation, setup.inputs.dataset.summary
+    first = setup.schedule.samples(0)
     dealt = split_batch(
         train.lengths[first], world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
     tokens, supervised = int(train.lengths.sum()), int(train.num_loss_tokens.sum())
-    summary = inputs.dataset.summary
-    num_validation = len(inputs.validation.lengths) if inputs.validation else 0
     logger.info(
         f"plan: batch {len(first)} = {plan.world_size} ranks x {len(dealt[0])} micro-batches; {lr.total_steps} steps, "
-        f"{schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
-        f"{supervised / tokens:.1%} supervised; no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
-        f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; {num_validation} validation samples; "
+        f"{setup.schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
+        f"{supervised / tokens:.1%} supervised, no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
+        f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; "
+        f"{len(validation.lengths) if validation else 0} validation samples; "
         f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps"
     )
-    input_ids, loss_mask = train.sample(int(first[0]))
-    logger.info("first sample (%s), supervised part marked:\n%s", train.location(int(first[0])),
-                preview(input_ids, loss_mask, inputs.tokenizer))  # fmt: skip
-    logger.info("logs and checkpoints: %s", run_dir)
+    sample = int(first[0])
+    text = preview(*train.sample(sample), setup.inputs.tokenizer)
+    logger.info("first sample (%s), supervised part marked:\n%s", train.location(sample), text)
+    logger.info("logs and checkpoints: %s", setup.run_dir)

@@ -6,6 +6,7 @@ torch nor hydra, so a mistyped key fails before anything slow starts.
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -200,7 +201,7 @@ def _coerce(value: Any, hint: Any, dotted: str) -> Any:
             number = float("nan")
         if hint is float and number == number:
             return number
-        if hint is int and number == number and number == int(number):
+        if hint is int and math.isfinite(number) and number == int(number):
             return int(number)
     elif hint is str and isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
@@ -282,6 +283,13 @@ def _check_optim(optim: OptimConfig) -> None:
 def _check_trainer(trainer: TrainerConfig) -> None:
     _one_of("trainer.resume_mode", trainer.resume_mode, ("auto", "disable", "resume_path"))
     _one_of("trainer.device", trainer.device, (AUTO, "cuda", "cpu"))
+    for name in ("project_name", "experiment_name", "default_local_dir"):
+        value = getattr(trainer, name)
+        _require(bool(value.strip()), f"'trainer.{name}' is empty")
+        is_path = name == "default_local_dir"
+        _require(
+            is_path or ".." not in value.split("/"), f"'trainer.{name}' must not lead out of checkpoints/: {value}"
+        )
     for backend in trainer.logger:
         _one_of("trainer.logger", backend, BACKENDS)
     for name in ("save_freq", "test_freq"):
@@ -297,14 +305,19 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         (trainer.resume_mode == "resume_path") == (trainer.resume_from_path is not None),
         "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither",
     )
-    _check_checkpoint(trainer.checkpoint)
+    _check_checkpoint(trainer)
 
 
-def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+def _check_checkpoint(trainer: TrainerConfig) -> None:
+    checkpoint = trainer.checkpoint
     for name in ("save_contents", "load_contents"):
         for item in getattr(checkpoint, name):
             _one_of(f"trainer.checkpoint.{name}", item, SAVE_CONTENTS if name == "save_contents" else SAVE_CONTENTS[:3])
     _one_of("trainer.checkpoint.export_dtype", checkpoint.export_dtype, DTYPES)
+    _require(
+        "extra" in checkpoint.load_contents or trainer.resume_mode == "resume_path",
+        "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with resume_mode=resume_path",
+    )
     _require("model" in checkpoint.load_contents, "'trainer.checkpoint.load_contents' must contain 'model'")
     _require(
         {"model", "optimizer", "extra"} <= set(checkpoint.save_contents),

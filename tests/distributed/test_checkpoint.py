@@ -53,7 +53,8 @@ def run(
     samples = ToySamples(seed=seed)
     parts = toy_parts(world, model, samples, total_steps=total_steps, cadence=Cadence(total_steps, save_freq, -1))
     checkpoints = manager(world, run_dir, source, parts, keep=keep)
-    start = checkpoints.resume(layout.select(run_dir).candidates)
+    resumed = checkpoints.resume(layout.select(run_dir).candidates)
+    start = int(resumed.name.removeprefix("global_step_")) if resumed else 0
     recorder = Recorder()
     parts = type(parts)(**{**parts.__dict__, "checkpoints": checkpoints, "tracker": recorder})
     loaded = full_parameters(model)

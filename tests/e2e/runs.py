@@ -34,7 +34,9 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 
-def run(cwd: Path, num_ranks: int, *overrides: str, timeout_s: float = 240.0, **env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    cwd: Path, num_ranks: int, *overrides: str, timeout_s: float = 240.0, **env: str
+) -> subprocess.CompletedProcess[str]:
     """To the end; output and errors together in `stdout`."""
     return subprocess.run(
         command(num_ranks, *overrides),

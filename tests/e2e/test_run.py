@@ -30,7 +30,13 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, output = straight
-    for text in ("plan: batch 8 = 2 ranks x 1 micro-batches; 12 steps", "<|im_end|>]]", "step 12/12", "val/loss", "saved"):
+    for text in (
+        "plan: batch 8 = 2 ranks x 1 micro-batches; 12 steps",
+        "<|im_end|>]]",
+        "step 12/12",
+        "val/loss",
+        "saved",
+    ):
         assert text in output
     assert "Traceback" not in output and "Warning" not in output and "torchrun" not in output
     losses = curve(run_dir, "train/loss")
@@ -55,7 +61,7 @@ def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> N
 
 @pytest.mark.parametrize("seed", range(5))
 def test_kill_9_then_the_same_command(straight: tuple[Path, str], cache: str, tmp_path: Path, seed: int) -> None:
-    """Every process killed at a random moment of steps 1 to 11: the continued run equals the uninterrupted one, bit by bit."""
+    """Every process killed at a random moment: the continued run equals the uninterrupted one, bit by bit."""
     generator = torch.Generator().manual_seed(seed)
     step, delay_s = int(torch.randint(1, 11, (1,), generator=generator)), float(torch.rand(1, generator=generator))
     print(f"seed {seed}: kill {delay_s:.2f} s after step {step}")
@@ -147,7 +153,8 @@ def test_cannot_write_is_73(cache: str, tmp_path: Path) -> None:
 
 def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(
-        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"messages": \n\xff\xfe\n'
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+        b'{"messages": \n\xff\xfe\n'
     )
     failed = run(tmp_path, 2, cache, *SMALL, f"data.train_files={tmp_path}/rows.jsonl")
     assert failed.returncode == 65, failed.stdout

@@ -18,9 +18,9 @@ def test_export_generates_in_vllm(cache: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    trained = run(tmp_path, 2, cache, "trainer.total_training_steps=40", "trainer.save_freq=-1", timeout_s=400)
+    trained = run(tmp_path, 2, cache, "trainer.total_training_steps=70", "trainer.save_freq=-1", timeout_s=600)
     assert trained.returncode == 0, trained.stdout
-    export = tmp_path / "checkpoints" / "sft" / "quickstart" / "global_step_40" / "huggingface"
+    export = tmp_path / "checkpoints" / "sft" / "quickstart" / "global_step_70" / "huggingface"
     script = Path(__file__).with_name("vllm_generate.py")
     answered = subprocess.run(
         [os.environ["VLLM_PYTHON"], str(script), str(export), QUESTION],

@@ -1,6 +1,6 @@
 """Runs in vLLM's own environment: load a directory without any flag and answer a chat, greedily; JSON on the last line.
 
-    python vllm_generate.py DIRECTORY QUESTION
+python vllm_generate.py DIRECTORY QUESTION
 """
 
 import json

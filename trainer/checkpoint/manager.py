@@ -193,8 +193,8 @@ class CheckpointManager:
         layout.publish(self.run_dir, step)
         layout.rotate(self.run_dir, keep=self._keep)
 
-    def resume(self, candidates: tuple[CheckpointInfo, ...]) -> int:
-        """Load the first candidate whose contents verify; returns its step, or 0 without candidates.
+    def resume(self, candidates: tuple[CheckpointInfo, ...]) -> Path | None:
+        """Load the first candidate whose contents verify; returns its directory, or None without candidates.
 
         Raises `NoUsableCheckpointError` if none verifies, `ConfigError` if it belongs to another model or data.
         """
@@ -204,7 +204,7 @@ class CheckpointManager:
                 self._load(candidate)
                 if self._is_own(candidate):
                     self._on_main(partial(self._settle, candidate.step))
-                return candidate.step
+                return candidate.path
             logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
             if self._is_own(candidate):
                 self._on_main(partial(layout.quarantine, candidate.path, "its contents do not verify"))
@@ -213,7 +213,7 @@ class CheckpointManager:
                 f"every checkpoint in {self.run_dir} is damaged (set aside as .corrupt_*); begin anew in another "
                 f"directory: trainer.experiment_name=<new name>"
             )
-        return 0
+        return None
 
     def _is_own(self, candidate: CheckpointInfo) -> bool:
         return candidate.path.resolve().parent == self.run_dir.resolve()

@@ -55,10 +55,6 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
         raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be read: {error}") from error
 
 
-def has_weights(path: str) -> bool:
-    return any(Path(path).glob("*.safetensors")) or any(Path(path).glob("pytorch_model*.bin"))
-
-
 def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """(this rank's memory of a parameter, where that lies in the whole tensor)."""
     if not isinstance(parameter, DTensor):
