@@ -314,11 +314,11 @@ def _check_checkpoint(trainer: TrainerConfig) -> None:
         for item in getattr(checkpoint, name):
             _one_of(f"trainer.checkpoint.{name}", item, SAVE_CONTENTS if name == "save_contents" else SAVE_CONTENTS[:3])
     _one_of("trainer.checkpoint.export_dtype", checkpoint.export_dtype, DTYPES)
+    _require("model" in checkpoint.load_contents, "'trainer.checkpoint.load_contents' must contain 'model'")
     _require(
         "extra" in checkpoint.load_contents or trainer.resume_mode == "resume_path",
         "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with resume_mode=resume_path",
     )
-    _require("model" in checkpoint.load_contents, "'trainer.checkpoint.load_contents' must contain 'model'")
     _require(
         {"model", "optimizer", "extra"} <= set(checkpoint.save_contents),
         "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without them a run cannot resume",
