@@ -217,7 +217,8 @@ def build_model(config: Config, source: ModelSource, world: World) -> PreTrained
     if not error <= tolerance:
         raise ConfigError(
             f"self-check failed: the loss of {type(model).__name__} differs by {error:.1e} from transformers' "
-            f"own forward pass (relative; allowed: {tolerance:.0e}); use model.attention=per_document"
+            f"own forward pass (allowed: {tolerance:.0e}); model.attention=per_document may "
+            f"help, unless this architecture transforms its logits in a way not known here"
         )
     logger.info("self-check: loss equals transformers' own forward pass within %.0e (relative)", max(error, 1e-9))
     return model

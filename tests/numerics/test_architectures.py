@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from trainer.checkpoint.export import ExportSource, write_export
 from trainer.data.loader import pack
-from trainer.model import load, packed_lm, parallelize, selfcheck
+from trainer.model import flops, load, packed_lm, parallelize, selfcheck
 
 SAMPLES = ToySamples()
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= length <= 25][:3]
@@ -60,7 +60,7 @@ PER_DOCUMENT: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "qwen3_next": {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16, "full_attention_interval": 2},
-    "mamba": {},
+    "mamba": {"head_dim": None, "num_attention_heads": None},
     "bloom": {"tie_word_embeddings": True},
     "stablelm": {"head_dim": None},
 }
@@ -86,8 +86,9 @@ def save_model(path: Path, model_type: str) -> None:
         "eos_token_id": None,
         **ARCHITECTURES[model_type],
     }
-    if settings["head_dim"] is None:
-        del settings["head_dim"]
+    for name in ("head_dim", "num_attention_heads"):
+        if settings[name] is None:
+            del settings[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
     for name in vars(config):
@@ -149,6 +150,7 @@ def run_one(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     return {
         "is_packed": is_packed,
         "forward": model.forward.__name__,
+        "quadratic cost": flops.quadratic_cost(model),
         "differing tensors": [name for name, t in tensors.items() if not torch.equal(t, ours[name])],
         "packing error": packing_error,
         "loss error": abs(loss.item() - plain_loss) / plain_loss,
@@ -191,6 +193,7 @@ def test_loss_and_gradients_equal_plain_transformers(results: tuple[int, dict[st
     assert isinstance(result, dict), result
     assert result["is_packed"] == (name in PACKED)
     assert result["forward"] == ("_forward_full_logits" if name in FULL_LOGITS else "_forward_fused")
+    assert (result["quadratic cost"] > 0) == (name != "mamba")
     assert result["differing tensors"] == []
     assert result["packing error"] < selfcheck.TOLERANCE[torch.float32]
     assert result["loss error"] < 1e-6

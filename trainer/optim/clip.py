@@ -24,7 +24,7 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], *, total_norm: Tensor, max_
     """
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0).to(torch.float32)
-    torch._foreach_mul_(grads, scale)
+    torch._foreach_mul_(grads, scale.to(grads[0].device))  # gradients are on the host with CPU offload
 
 
 def _local(grad: Tensor) -> Tensor:

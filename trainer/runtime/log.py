@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from typing import TextIO
 
 
 class _Formatter(logging.Formatter):
@@ -12,10 +13,21 @@ class _Formatter(logging.Formatter):
         return message if record.levelno < logging.WARNING else f"{record.levelname}: {message}"
 
 
+class _Stdout(logging.StreamHandler):
+    """Writes to what `sys.stdout` is now: a progress bar replaces it to keep lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stdout
+
+
 def configure(rank: int) -> None:
     """Send `trainer.*` to the terminal. Other ranks than 0 speak only in errors, and say who they are."""
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    out = logging.StreamHandler(sys.stdout)
+    out = _Stdout()
     out.addFilter(lambda record: record.levelno < logging.WARNING)
     err = logging.StreamHandler(sys.stderr)
     err.setLevel(logging.WARNING)

@@ -24,8 +24,8 @@ ETA_WINDOW_STEPS = 100
 
 class ConsoleBackend:
     def __init__(self, info: RunInfo) -> None:
+        self._info = info
         self._total_steps = info.total_steps
-        self._resume_step = info.resume_step
         self._eta = _Eta(info.total_steps)
         self._progress: Progress | None = None
 
@@ -39,7 +39,7 @@ class ConsoleBackend:
                 console=Console(file=sys.stdout),
                 auto_refresh=False,
             )
-            self._progress.add_task("", total=self._total_steps, completed=self._resume_step)
+            self._progress.add_task("", total=self._total_steps, completed=self._info.resume_step)
             self._progress.start()
 
     def log(self, data: Mapping[str, float], step: int) -> None:
