@@ -17,8 +17,8 @@ class PackedBatch:
     """One micro-batch: documents laid end to end, never seeing each other.
 
     `labels_T` is already shifted: `labels_T[t]` is the token to predict after reading `input_ids_T[:t + 1]` of the
-    same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document bounds, first 0, last T, int32, and stay on the
-    host beside a device copy so that no kernel launch waits for them. A batch without samples has one token of
+    same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document bounds, first 0, last T, int32; `seqlens` says
+    the same on the host, so that no kernel launch waits for the device. A batch without samples has one token of
     padding and no label: a rank without work runs it to keep collectives matched.
     """
 

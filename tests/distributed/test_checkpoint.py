@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.manager import CheckpointManager, RunState
+from trainer.checkpoint.manager import CheckpointManager, RunState, schedule_changes
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.protocols import CannotWriteError
@@ -171,6 +171,14 @@ def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path: Pa
     victim.write_bytes(data)
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(run, 2, run_dir, source)
+
+
+def test_a_changed_schedule_is_named() -> None:
+    saved = {"kind": "cosine", "peak_lr": 1e-5, "total_steps": 12, "last_epoch": 12}
+    assert schedule_changes(saved, {"kind": "cosine", "peak_lr": 1e-5, "total_steps": 12}) == ""
+    assert schedule_changes(saved, {"kind": "cosine", "peak_lr": 2e-5, "total_steps": 20}) == (
+        "peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20"
+    )
 
 
 def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -250,6 +250,8 @@ class CheckpointManager:
         is_same_size = manifest.world_size == self._world.size
         saved_rank = self._world.rank if is_same_size else 0
         extra = shards.read_torch(candidate.path / layout.extra_file(manifest.world_size, saved_rank))
+        if changes := schedule_changes(extra["lr_scheduler"], state.schedule):
+            logger.warning("the learning rate follows another schedule from here on: %s", changes)
         state.guard.load_state_dict(extra["guard"])
         if is_same_size:
             seeding.set_rng_state(extra["rng"])
@@ -286,3 +288,8 @@ class CheckpointManager:
                 outcome[1] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(outcome, src=0)
         return outcome[0], outcome[1]
+
+
+def schedule_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """`key: saved -> now` for every key that differs, empty if none does."""
+    return ", ".join(f"{key}: {saved.get(key)} -> {value}" for key, value in now.items() if saved.get(key) != value)

@@ -42,7 +42,7 @@ BACKENDS: dict[str, BackendSpec] = {
         close_timeout_s=30.0,
         modules=("mlflow", "sqlalchemy", "alembic"),
         install="'fsdp-sft[mlflow]'",
-        environment={"MLFLOW_DISABLE_TELEMETRY": "true"},
+        environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
     ),
     "wandb": BackendSpec(
         WandbBackend,
