@@ -51,7 +51,6 @@ class Inputs:
     chat_template: str | None
     train: View
     validation: View | None
-    dataset: TokenDataset
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,9 @@ def run(config: Config, stop: StopRequest) -> int:
     world = distributed.start(
         device, timeout_s=config.trainer.dist_timeout_s, fsdp_size=config.model.fsdp_config.fsdp_size
     )
-    start = decide_start(config.trainer, total_steps=total_steps, world=world)
+    start, exit_code = decide_start(config.trainer, total_steps=total_steps, world=world), EXIT_DONE
     if start.is_complete:
-        done = start.candidates[0]
-        logger.info("already complete: %s is step %d of %d; nothing to do", done.path, done.step, total_steps)
-        exit_code = EXIT_DONE
+        logger.info(f"already complete: {start.candidates[0].path} has all {total_steps} steps; nothing to do")
     else:
         exit_code = train(Setup(config, inputs, schedule, total_steps, world, start), stop)
     distributed.stop()
@@ -165,7 +162,7 @@ def prepare_inputs(config: Config) -> Inputs:
         train, validation = View(dataset, train_ids), View(dataset, val_ids if limit == -1 else val_ids[:limit])
     if not len(train.lengths):
         raise DataError("no training samples are left; lower data.val_ratio or give more rows")
-    return Inputs(source, tokenizer, chat_template, train, validation if len(validation.lengths) else None, dataset)
+    return Inputs(source, tokenizer, chat_template, train, validation if len(validation.lengths) else None)
 
 
 def resolve_source(config: Config) -> ModelSource:
@@ -267,7 +264,7 @@ def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
             schedule=state.schedule.state_dict(),
         ),
         source=ExportSource(
-            Path(inputs.source.path), inputs.chat_template, tuple(inputs.dataset.summary.end_token_ids)
+            Path(inputs.source.path), inputs.chat_template, tuple(inputs.train.dataset.summary.end_token_ids)
         ),
         keep=trainer.max_ckpt_to_keep,
         lock=setup.start.lock,
@@ -329,7 +326,8 @@ def _fingerprints(config: Config, inputs: Inputs) -> dict[str, str]:
 
 def _announce(setup: Setup, plan: RankPlan, lr: LrSchedule) -> None:
     """The plan of the run in one line, and one sample as the model sees it."""
-    train, validation, summary = setup.inputs.train, setup.inputs.validation, setup.inputs.dataset.summary
+    train, validation = setup.inputs.train, setup.inputs.validation
+    summary = train.dataset.summary
     first = setup.schedule.samples(0)
     dealt = split_batch(
         train.lengths[first], world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost
@@ -343,7 +341,9 @@ def _announce(setup: Setup, plan: RankPlan, lr: LrSchedule) -> None:
         f"{len(validation.lengths) if validation else 0} validation samples; "
         f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps"
     )
+    for dataset in dict.fromkeys(view.dataset for view in (train, validation) if view is not None):
+        for note in dataset.notes:
+            logger.warning("%s", note)
     sample = int(first[0])
     text = preview(*train.sample(sample), setup.inputs.tokenizer)
-    logger.info("first sample (%s), supervised part marked:\n%s", train.location(sample), text)
-    logger.info("logs and checkpoints: %s", setup.run_dir)
+    logger.info(f"first sample ({train.location(sample)}), supervised part marked:\n{text}\nrun: {setup.run_dir}")

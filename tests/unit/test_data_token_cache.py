@@ -311,3 +311,14 @@ def test_split(tmp_path: Path, count: int, ratio: float, num_val: int) -> None:
 def test_split_depends_on_the_seed(tmp_path: Path) -> None:
     dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(100)), cache=tmp_path / "cache")
     assert not np.array_equal(split(dataset, val_ratio=0.2, seed=1)[1], split(dataset, val_ratio=0.2, seed=2)[1])
+
+
+@pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])
+def test_over_long_rows_are_listed_with_file_and_line(tmp_path: Path, truncation: str, action: str) -> None:
+    """Nothing is dropped or cut silently: the list names every such row."""
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), {"q": "question", "a": "long " * 90})
+    dataset = run(path, replace(OPTIONS, truncation=truncation), cache=tmp_path / "cache")
+    listed = [json.loads(line) for line in (dataset.directory / "over_long_rows.jsonl").read_text().splitlines()]
+    assert [(Path(row["file"]).name, row["line"], row["action"]) for row in listed] == [("rows.jsonl", 2, action)]
+    assert listed[0]["num_tokens"] > OPTIONS.max_length
+    assert any(action in note and "over_long_rows.jsonl" in note for note in dataset.notes)

@@ -35,7 +35,7 @@ class View:
     """Some samples of a prepared dataset, under indices of their own."""
 
     def __init__(self, dataset: TokenDataset, indices: np.ndarray) -> None:
-        self._dataset, self._indices = dataset, indices
+        self.dataset, self._indices = dataset, indices
         self.lengths = np.asarray(dataset.lengths)[indices]
         self.num_loss_tokens = np.asarray(dataset.num_loss_tokens)[indices]
 
@@ -46,16 +46,16 @@ class View:
     @property
     def fingerprint(self) -> str:
         """Equal for equal samples in equal order."""
-        digest = hashlib.sha256(self._dataset.fingerprint.encode())
+        digest = hashlib.sha256(self.dataset.fingerprint.encode())
         digest.update(np.ascontiguousarray(self._indices, dtype=np.int64).tobytes())
         return digest.hexdigest()[:16]
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._dataset.sample(int(self._indices[index]))
+        return self.dataset.sample(int(self._indices[index]))
 
     def location(self, index: int) -> str:
         """`file:line` of a sample."""
-        return self._dataset.location(int(self._indices[index]))
+        return self.dataset.location(int(self._indices[index]))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from trainer.data.conversation import Conversation, RowKeys, to_conversation
 from trainer.data.rows import BadRow, Row, excerpt, iter_rows
 
 CHUNK_ROWS = 2000
+BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
 NUM_LISTED = 20
 ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
     "input_ids": ("<i4", ()),
@@ -61,7 +62,7 @@ class Summary:
 
 
 class SampleWriter:
-    """Fills a directory with the arrays of `ARRAYS` and `bad_rows.jsonl`; a context manager, complete when left."""
+    """Fills a directory with the arrays of `ARRAYS` and the lists of bad and of over-long rows; complete when left."""
 
     def __init__(self, directory: Path, options: PrepareOptions) -> None:
         self.options = options
@@ -70,7 +71,8 @@ class SampleWriter:
         self._bad_rows_by_kind: Counter[str] = Counter()
         self._stack = ExitStack()
         self._arrays = {name: self._stack.enter_context(_ArrayFile(directory / f"{name}.npy", name)) for name in ARRAYS}
-        self._bad_rows = self._stack.enter_context((directory / "bad_rows.jsonl").open("w", encoding="utf-8"))
+        self._bad_rows = self._stack.enter_context((directory / BAD_ROWS).open("w", encoding="utf-8"))
+        self._over_long_rows = self._stack.enter_context((directory / OVER_LONG_ROWS).open("w", encoding="utf-8"))
         self._arrays["offsets"].append([0])
 
     def __enter__(self) -> "SampleWriter":
@@ -99,13 +101,15 @@ class SampleWriter:
             return self._reject(row, f"over-long: {num_tokens} tokens > data.max_length {max_length}")
         if num_cut and truncation == "drop":
             self._counts.update(num_rows=1, num_dropped=1)
-            return None
+            return self._list_over_long(row, encoded, "dropped")
         kept = slice(num_cut, None) if truncation == "left" else slice(None, max_length)
         input_ids, loss_mask = encoded.input_ids[kept], encoded.loss_mask[kept]
         num_loss_tokens = int(np.count_nonzero(loss_mask[1:]))
         if num_loss_tokens == 0:
             when = f" after data.truncation={truncation} to data.max_length {max_length}" if num_cut else ""
             return self._reject(row, f"nothing supervised: none of {len(input_ids)} tokens carries a label{when}")
+        if num_cut:
+            self._list_over_long(row, encoded, "cut")
         self._counts.update(num_rows=1, num_samples=1, num_truncated=int(num_cut > 0), num_cut_tokens=num_cut)
         self._counts.update(num_tokens=len(input_ids), num_loss_tokens=num_loss_tokens)
         self._arrays["input_ids"].append(input_ids)
@@ -114,6 +118,10 @@ class SampleWriter:
         self._arrays["source"].append([(file_index, row.line)])
         self._arrays["num_loss_tokens"].append([num_loss_tokens])
         return None
+
+    def _list_over_long(self, row: Row, encoded: Encoded, action: str) -> None:
+        entry = {"file": str(row.file), "line": row.line, "num_tokens": len(encoded.input_ids), "action": action}
+        self._over_long_rows.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def _reject(self, row: Row, reason: str) -> None:
         self.reject(BadRow(row.file, row.line, reason, excerpt(row.record)))

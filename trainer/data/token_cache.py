@@ -24,10 +24,18 @@ import transformers
 
 from trainer.data.chat import ChatEncoder
 from trainer.data.rows import BadRow
-from trainer.data.sample_writer import ARRAYS, PrepareOptions, SampleWriter, Summary, write_samples
+from trainer.data.sample_writer import (
+    ARRAYS,
+    BAD_ROWS,
+    OVER_LONG_ROWS,
+    PrepareOptions,
+    SampleWriter,
+    Summary,
+    write_samples,
+)
 from trainer.protocols import CannotWriteError, DataError
 
-CODE_VERSION = 1  # raise it when the same input gives other tokens
+CODE_VERSION = 2  # raise it when the same input gives other tokens
 POLL_S = 0.2
 SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
 
@@ -62,6 +70,20 @@ class TokenDataset:
         """The `file:line` a sample comes from."""
         file_index, line = self.source[index]
         return f"{self.files[file_index]}:{line}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out or cut, and where the list of it lies; for the log."""
+        summary, notes = self.summary, []
+        if summary.num_bad_rows:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in summary.bad_rows_by_kind.items())
+            notes.append(f"left out {summary.num_bad_rows} bad rows ({kinds}), listed in {self.directory / BAD_ROWS}")
+        if summary.num_dropped or summary.num_truncated:
+            notes.append(
+                f"over-long rows: {summary.num_dropped} dropped, {summary.num_truncated} cut by "
+                f"{summary.num_cut_tokens} tokens, listed in {self.directory / OVER_LONG_ROWS}"
+            )
+        return notes
 
     @property
     def fingerprint(self) -> str:
@@ -214,7 +236,7 @@ def _check_usable(summary: Summary, first_bad_rows: list[BadRow], options: Prepa
         )
     cache_dir = staging.parent.parent
     bad_rows_file = cache_dir / f"bad_rows_{staging.name[:8]}.jsonl"
-    shutil.copyfile(staging / "bad_rows.jsonl", bad_rows_file)
+    shutil.copyfile(staging / BAD_ROWS, bad_rows_file)
     lines = [f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can):"]
     lines += [f"  {row.file}:{row.line}: {row.reason}" for row in first_bad_rows]
     if num_bad > len(first_bad_rows):
