@@ -11,6 +11,7 @@ import torch
 import torch.distributed.tensor  # for weights_only loading of shards
 from runs import REPOSITORY, SMALL, command, curve, environment, processes_of, run, started, wait_for_step
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 
@@ -206,3 +207,27 @@ def test_command_works_from_any_directory(tmp_path: Path) -> None:
         command(1, "--cfg", "job"), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert shown.returncode == 0 and "partial_pretrain: quickstart" in shown.stdout
+
+
+def test_export_gives_the_loss_that_the_trainer_reported(cache: str, tmp_path: Path) -> None:
+    """Weights, tokenizer, template and mask of the export, through transformers alone, against `val/loss`."""
+    texts = [(f"Add {n} to x.", f"x + {n}", "Why?", "So!") for n in range(3)]
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [[{"role": r, "content": t} for r, t in zip(roles, chat, strict=True)] for chat in texts]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+    changes = ("trainer.total_training_steps=4", "trainer.checkpoint.export_dtype=float32", "trainer.save_freq=-1")
+    done = run(tmp_path, 2, cache, *SMALL, *changes, f"data.val_files={tmp_path}/val.jsonl")
+    assert done.returncode == 0, done.stdout
+    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
+    export = run_dir / "global_step_4" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    total, count = 0.0, 0
+    for chat in messages:
+        encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]).bool()
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum").item()
+        count += int(mask[1:].sum())
+    assert curve(run_dir, "val/loss")[4] == pytest.approx(total / count, rel=1e-6)
