@@ -20,8 +20,8 @@ def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
 def clip_by_norm(parameters: Sequence[nn.Parameter], *, total_norm: Tensor, max_norm: float) -> None:
     """Scale all gradients by min(1, max_norm / total_norm), on the device, without looking at the value.
 
-    `total_norm` is the global norm, a scalar equal on all ranks. torch adds 1e-6 to it, which shifts every clipped update;
-    without it a norm of 0 gives an infinite quotient, and the minimum is 1 all the same.
+    `total_norm` is the global norm, a scalar equal on all ranks. torch adds 1e-6 to it, which shifts every clipped
+    update; without it a norm of 0 gives an infinite quotient, and the minimum is 1 all the same.
     """
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / total_norm).clamp(max=1.0).to(torch.float32)
