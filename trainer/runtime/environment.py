@@ -20,7 +20,7 @@ def local_rank() -> int:
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory instead of returning it to the kernel; other C libraries are left as they are.
 
-    On a CPU every large tensor would be mapped and unmapped anew, page by page: that took most of the step's time.
+    On a CPU every large tensor would be mapped and unmapped anew, page by page.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
