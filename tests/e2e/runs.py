@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trainer.tracking import read_metrics
 
@@ -34,35 +35,23 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 
+def _options(cwd: Path, env: dict[str, str]) -> dict[str, Any]:
+    """Output and errors together as text, no input."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return {"cwd": cwd, "env": environment(**env), "text": True, **streams}
+
+
 def run(
     cwd: Path, num_ranks: int, *overrides: str, timeout_s: float = 240.0, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """To the end; output and errors together in `stdout`."""
-    return subprocess.run(
-        command(num_ranks, *overrides),
-        cwd=cwd,
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        stdin=subprocess.DEVNULL,
-    )
+    return subprocess.run(command(num_ranks, *overrides), timeout=timeout_s, **_options(cwd, env))
 
 
 @contextmanager
 def started(cwd: Path, num_ranks: int, *overrides: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a process group of its own, gone at the end of the block."""
-    process = subprocess.Popen(
-        command(num_ranks, *overrides),
-        cwd=cwd,
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = subprocess.Popen(command(num_ranks, *overrides), start_new_session=True, **_options(cwd, env))
     try:
         yield process
     finally:
