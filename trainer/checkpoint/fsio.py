@@ -1,4 +1,7 @@
-"""Every file operation of a checkpoint: nothing else in this package writes, renames, removes or reads a file.
+"""Every file operation of a checkpoint: nothing else in this package writes, renames or removes a file.
+
+Each operation is announced to an observer before it happens. Tests observe: they record the operations to enumerate
+every state a crash can leave, and kill, fail or delay the process at a chosen one. Without one it costs a comparison.
 
 A function returns when its effect is durable, unless its docstring says who makes it so. A failed `fsync` is never
 repeated on the same descriptor (the kernel may have dropped the pages and report success the second time): the error
@@ -8,9 +11,8 @@ ends this save, and the next save writes new files.
 import hashlib
 import os
 import secrets
-import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,35 @@ from types import TracebackType
 from typing import Self
 
 COPY_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is about to happen to `path`.
+
+    kind: mkdir, create, write, fsync, close, rename (to `target`, replacing a file), unlink, rmdir, fsync_dir, or
+    phase: a step of the protocol between ranks, called `path.name`, that touches no file.
+    """
+
+    kind: str
+    path: Path
+    target: Path | None = None
+    data: bytes | memoryview = b""
+
+
+observer: Callable[[Operation], None] | None = None
+"""Called in the thread of the operation; what it raises takes the place of the operation."""
+
+
+def _announce(kind: str, path: Path, target: Path | None = None, data: bytes | memoryview = b"") -> None:
+    if observer is not None:
+        with _named(path):
+            observer(Operation(kind, path, target, data))
+
+
+def phase(name: str) -> None:
+    """Announce a step of the protocol that is no file operation."""
+    _announce("phase", Path(name))
 
 
 @dataclass(frozen=True)
@@ -40,6 +71,7 @@ class HashingFile:
     def __init__(self, path: Path, *, root: Path) -> None:
         self._path = path
         self._relative = path.relative_to(root).as_posix()
+        _announce("create", path)
         self._file = open(path, "xb")  # noqa: SIM115  lives as long as this object
         self._sha256 = hashlib.sha256()
         self._size_bytes = 0
@@ -55,6 +87,7 @@ class HashingFile:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
         try:
+            _announce("write", self._path, data=view)
             with _named(self._path):
                 self._file.write(view)
         except OSError as error:
@@ -73,7 +106,9 @@ class HashingFile:
         with _named(self._path):
             try:
                 self._file.flush()
+                _announce("fsync", self._path)
                 os.fsync(self._file.fileno())
+                _announce("close", self._path)
             finally:
                 self._file.close()  # NFS reports a full disk here
         found_bytes = os.stat(self._path).st_size
@@ -98,6 +133,7 @@ class HashingFile:
 
 def make_dir(path: Path) -> None:
     """Create one directory that must not exist yet."""
+    _announce("mkdir", path)
     os.mkdir(path)
     fsync_dir(path.parent)
 
@@ -133,9 +169,11 @@ def atomic_write(path: Path, data: bytes) -> None:
     temporary = temporary_path(path)
     try:
         write_file(temporary, data, root=path.parent)
+        _announce("rename", temporary, path)
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            unlink(temporary)
         raise
     fsync_dir(path.parent)
 
@@ -147,21 +185,32 @@ def temporary_path(path: Path) -> Path:
 
 def rename(source: Path, target: Path) -> None:
     """Rename within one directory. Raises `OSError` if `target` is a directory with content."""
+    _announce("rename", source, target)
     os.rename(source, target)
     fsync_dir(target.parent)
 
 
 def remove_tree(path: Path) -> None:
     """Remove a directory, or a file, with all it holds; symbolic links are removed, never followed. Not synced."""
-    if stat.S_ISDIR(os.lstat(path).st_mode):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        unlink(path)
+        return
+    for name in list_dir(path):
+        remove_tree(path / name)
+    _announce("rmdir", path)
+    os.rmdir(path)
+
+
+def unlink(path: Path) -> None:
+    """Remove one file. Not synced."""
+    _announce("unlink", path)
+    os.unlink(path)
 
 
 def fsync_dir(path: Path) -> None:
     """Make the creations, renames and removals in one directory durable."""
     with _named(path):
+        _announce("fsync_dir", path)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
