@@ -4,8 +4,10 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +19,41 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["toy"])
 
 
+@contextmanager
+def started_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """(process, where its result arrives) of `function(world, *args, **kwargs)` on every rank.
+
+    `kwargs` may hold `fsdp_size` for the mesh. Processes are gone at the end of the block.
+    """
+    port = free_port()
+    ranks = []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_main, args=(function, rank, world_size, port, sender, args, kwargs), daemon=True
+        )
+        process.start()
+        sender.close()
+        ranks.append((process, receiver))
+    try:
+        yield ranks
+    finally:
+        for process, receiver in ranks:
+            process.kill()
+            process.join()
+            receiver.close()
+
+
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **kwargs: Any
 ) -> list[Any]:
-    """`function(world, *args, **kwargs)` on every rank; their results in rank order. Fails with the first traceback.
-
-    `kwargs` may hold `fsdp_size` for the mesh. Processes are gone when this returns.
-    """
-    port = free_port()
-    pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
-    processes = [
-        _context.Process(
-            target=_main, args=(function, rank, world_size, port, pipes[rank][1], args, kwargs), daemon=True
-        )
-        for rank in range(world_size)
-    ]
-    for process, (_, sender) in zip(processes, pipes, strict=True):
-        process.start()
-        sender.close()
-    try:
-        results = [_receive(receiver, rank, timeout_s) for rank, (receiver, _) in enumerate(pipes)]
-    finally:
-        for process in processes:
+    """The results of `started_ranks` in rank order. Fails with the first traceback."""
+    with started_ranks(function, world_size, *args, **kwargs) as ranks:
+        results = [_receive(receiver, rank, timeout_s) for rank, (_, receiver) in enumerate(ranks)]
+        for process, _ in ranks:
             process.join(timeout=5)
-            process.kill()
-            process.join()
     return results
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from trainer.config import FsdpConfig, ModelConfig, OptimConfig
 from trainer.data.loader import RankPlan, TrainLoader
-from trainer.data.plan import Limits, Schedule
+from trainer.data.plan import START, Limits, Schedule
 from trainer.model import flops, load, packed_lm, parallelize
 from trainer.monitor.guard import NonFiniteGuard
 from trainer.monitor.memory import memory_metrics
@@ -17,9 +17,11 @@ from trainer.monitor.meters import reduce_loss, reduce_step
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule as LrSchedule
+from trainer.protocols import Position
 from trainer.runtime.distributed import World
+from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence, Parts
+from trainer.sft_trainer import Cadence, Parts, SFTTrainer
 
 VOCAB = 160
 
@@ -122,9 +124,22 @@ class Recorder:
         return [data[key] for _, data in self.rows if key in data]
 
 
+def trainer(parts: Parts, stop: StopRequest | None = None) -> SFTTrainer:
+    return SFTTrainer(parts, stop or StopRequest(), Heartbeat())
+
+
 class NoCheckpoints:
-    def save(self, step: int, *, loss: float, grad_norm: float, is_required: bool) -> bool:
-        return True
+    def save(self, *, loss: float, grad_norm: float, is_required: bool) -> None:
+        pass
+
+    def is_retry_due(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        pass
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
 
 def toy_parts(
@@ -136,13 +151,14 @@ def toy_parts(
     batch_size: int = 8,
     max_tokens: int | None = None,
     max_samples: int | None = None,
+    start: Position = START,
     **changes: Any,
 ) -> Parts:
     optim = optim_config()
     if not model.is_packed:
         max_samples = 1
     plan = RankPlan(world.rank, world.size, Limits(max_tokens, max_samples), flops.quadratic_cost(model))
-    schedule = Schedule(len(samples.lengths), batch_size, seed=3)
+    schedule = Schedule(len(samples.lengths), batch_size, seed=3, start=start)
     settings: dict[str, Any] = {
         "world": world,
         "model": model,
@@ -155,15 +171,15 @@ def toy_parts(
             schedule=schedule,
             total_steps=total_steps,
             num_workers=0,
-            fingerprint=samples.fingerprint,
             pin_memory=False,
         ),
         "validation_batches": None,
         "checkpoints": NoCheckpoints(),
         "tracker": Recorder(),
-        "stop": StopRequest(),
         "cadence": Cadence(total_steps, save_freq=-1, test_freq=-1),
         "seed": 3,
+        "hang_timeout_s": 60.0,
+        "save_timeout_s": 30.0,
         "clip_grad": optim.clip_grad,
         "local_square_sum": clip.local_square_sum,
         "clip_by_norm": clip.clip_by_norm,

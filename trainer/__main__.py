@@ -4,6 +4,7 @@ Nothing here imports torch before the configuration is known to be right.
 """
 
 import logging
+import math
 import re
 import sys
 import traceback
@@ -15,7 +16,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, known_keys, parse_config, unknown_key_error
+from trainer.config import Config, ConfigError, known_keys, parse_config, parse_duration_s, unknown_key_error
 from trainer.protocols import (
     EXIT_BAD_DATA,
     EXIT_CANNOT_WRITE,
@@ -24,6 +25,7 @@ from trainer.protocols import (
     EXIT_USAGE,
     CannotWriteError,
     DataError,
+    ResumableError,
 )
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -98,25 +100,29 @@ def _plain(error: Exception) -> str:
 def _run(config: Config) -> int:
     from trainer.runtime import log, signals
     from trainer.runtime.environment import rank_and_size
+    from trainer.runtime.heartbeat import Heartbeat
 
     log.configure(rank_and_size()[0])
     logger = logging.getLogger("trainer")
-    stop = signals.StopRequest()
+    max_time = config.trainer.max_time
+    stop = signals.StopRequest(max_time_s=parse_duration_s(max_time) if max_time else math.inf)
     stop.install()
     signals.join_launcher()
     try:
         from trainer.build import run
 
-        return run(config, stop)
+        return run(config, stop, Heartbeat())
     except ConfigError as error:
         code, message = EXIT_USAGE, str(error)
     except DataError as error:
         code, message = EXIT_BAD_DATA, str(error)
     except CannotWriteError as error:
         code, message = EXIT_CANNOT_WRITE, str(error)
+    except ResumableError as error:
+        code, message = EXIT_RESUMABLE, str(error)
     except Exception as error:
         if stop.is_set:  # another rank left at once on the same signal, and this one missed it in a collective
-            code, message = EXIT_RESUMABLE, f"stopped by {stop.signal_name} before the next step boundary: {error}"
+            code, message = EXIT_RESUMABLE, f"stopped by {stop.reason} before the next step boundary: {error}"
         else:
             code, message = EXIT_CRASH, traceback.format_exc()
     if signals.report_exit_code(code):

@@ -6,16 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.lineage import Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager, RunState
 from trainer.checkpoint.start import Start, decide_start
 from trainer.config import QUICKSTART, Config, ConfigError
-from trainer.data.chat import preview, tokenizer_digest
+from trainer.data.announce import announce
+from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.loader import RankPlan, TrainLoader, View, validation_batches
-from trainer.data.plan import Limits, Schedule, split_batch
+from trainer.data.plan import Limits, Schedule
 from trainer.data.rows import resolve_files
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.token_cache import TokenDataset, prepare, split
@@ -28,11 +31,12 @@ from trainer.monitor.meters import reduce_loss, reduce_step
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule as LrSchedule
-from trainer.protocols import EXIT_CRASH, EXIT_DONE, DataError
+from trainer.protocols import EXIT_CRASH, EXIT_DONE, DataError, Position
 from trainer.quickstart import ensure_quickstart
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory, local_rank
+from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 from trainer.sft_trainer import Cadence, Parts, SFTTrainer
 from trainer.tracking import Tracking
@@ -81,27 +85,36 @@ class Live:
     schedule: LrSchedule
 
 
-def run(config: Config, stop: StopRequest) -> int:
+def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     """One run from its configuration to its exit code."""
     device = distributed.pick_device(config.trainer.device)
     if device.type == "cpu":
         keep_freed_memory()
     inputs = prepare_inputs(config)
-    schedule = Schedule(len(inputs.train.lengths), config.data.train_batch_size, config.trainer.seed)
-    total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
     world = distributed.start(
         device, timeout_s=config.trainer.dist_timeout_s, fsdp_size=config.model.fsdp_config.fsdp_size
     )
-    start, exit_code = decide_start(config.trainer, total_steps=total_steps, world=world), EXIT_DONE
+
+    def schedule_from(position: Position) -> Schedule:
+        return Schedule(len(inputs.train.lengths), config.data.train_batch_size, config.trainer.seed, position)
+
+    def total_steps(position: Position) -> int:
+        trainer = config.trainer
+        return trainer.total_training_steps or schedule_from(position).steps_until(trainer.total_epochs)
+
+    start = decide_start(config.trainer, lineage=_lineage(config, inputs), total_steps=total_steps, world=world)
+    setup = Setup(config, inputs, schedule_from(start.position), total_steps(start.position), world, start)
+    exit_code = EXIT_DONE
     if start.is_complete:
-        logger.info(f"already complete: {start.candidates[0].path} has all {total_steps} steps; nothing to do")
+        assert start.checkpoint is not None
+        logger.info(f"already complete: {start.checkpoint.path} has all {setup.total_steps} steps; nothing to do")
     else:
-        exit_code = train(Setup(config, inputs, schedule, total_steps, world, start), stop)
+        exit_code = train(setup, stop, heartbeat)
     distributed.stop()
     return exit_code
 
 
-def train(setup: Setup, stop: StopRequest) -> int:
+def train(setup: Setup, stop: StopRequest, heartbeat: Heartbeat) -> int:
     """Build, resume, fit; the trackers and the run directory's lock are given back however it ends."""
     trainer, tracking = setup.config.trainer, None
     if setup.world.is_main:
@@ -127,12 +140,21 @@ def train(setup: Setup, stop: StopRequest) -> int:
             schedule=lr_schedule,
         )
         checkpoints = _checkpoints(setup, state)
-        loaded = checkpoints.resume(setup.start.candidates)
-        if loaded is not None:
-            next_step = state.train_batches.next_step + 1
-            logger.info("Found checkpoint: %s, continuing at step %d of %d", loaded, next_step, setup.total_steps)
-        _announce(setup, plan, lr_schedule)
-        exit_code = SFTTrainer(_parts(setup, state, checkpoints, plan, stop)).fit()
+        if (found := setup.start.checkpoint) is not None:
+            checkpoints.load(found)
+            next_step = setup.start.position.step + 1
+            logger.info("Found checkpoint: %s, continuing at step %d of %d", found.path, next_step, setup.total_steps)
+        announce(
+            setup.inputs.train,
+            setup.inputs.validation,
+            schedule=setup.schedule,
+            plan=plan,
+            total_steps=setup.total_steps,
+            tokenizer=setup.inputs.tokenizer,
+            lr=f"{lr_schedule.kind} lr, peak {lr_schedule.peak_lr:.1e} after {lr_schedule.warmup_steps} warm-up steps",
+        )
+        logger.info("run: %s", setup.run_dir)
+        exit_code = SFTTrainer(_parts(setup, state, checkpoints, plan), stop, heartbeat).fit()
     finally:
         if tracking is not None:
             tracking.finish(exit_code)
@@ -244,7 +266,6 @@ def _train_loader(setup: Setup, plan: RankPlan) -> TrainLoader:
         schedule=setup.schedule,
         total_steps=setup.total_steps,
         num_workers=setup.config.data.num_workers,
-        fingerprint=setup.inputs.train.fingerprint,
         pin_memory=setup.world.device.type == "cuda",
     )
 
@@ -268,11 +289,11 @@ def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
         ),
         keep=trainer.max_ckpt_to_keep,
         lock=setup.start.lock,
-        fingerprints=_fingerprints(setup.config, inputs),
+        fingerprints=_lineage(setup.config, inputs).fingerprints,
     )
 
 
-def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: RankPlan, stop: StopRequest) -> Parts:
+def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: RankPlan) -> Parts:
     config, validation = setup.config, setup.inputs.validation
     batches = validation_batches(validation, plan, batch_size=setup.schedule.batch_size) if validation else None
     return Parts(
@@ -285,9 +306,10 @@ def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: Rank
         validation_batches=batches,
         checkpoints=checkpoints,
         tracker=state.tracking or _Silent(),
-        stop=stop,
         cadence=Cadence(setup.total_steps, config.trainer.save_freq, config.trainer.test_freq),
         seed=config.trainer.seed,
+        hang_timeout_s=config.trainer.hang_timeout_s,
+        save_timeout_s=config.trainer.checkpoint.save_timeout_s,
         clip_grad=config.optim.clip_grad,
         local_square_sum=clip.local_square_sum,
         clip_by_norm=clip.clip_by_norm,
@@ -313,37 +335,16 @@ def _rank_plan(setup: Setup, model: PreTrainedModel) -> RankPlan:
     return RankPlan(setup.world.rank, setup.world.size, limits, flops.quadratic_cost(model))
 
 
-def _fingerprints(config: Config, inputs: Inputs) -> dict[str, str]:
-    """What must not change between a run and its continuation; data and order are compared by the loader."""
+def _lineage(config: Config, inputs: Inputs) -> Lineage:
     architecture = hashlib.sha256((Path(inputs.source.path) / "config.json").read_bytes()).hexdigest()[:16]
-    return {
-        "model config": architecture,
-        "tokenizer and template": tokenizer_digest(inputs.tokenizer)[:16],
-        "max_length": str(config.data.max_length),
-        "truncation": config.data.truncation,
-    }
-
-
-def _announce(setup: Setup, plan: RankPlan, lr: LrSchedule) -> None:
-    """The plan of the run in one line, and one sample as the model sees it."""
-    train, validation = setup.inputs.train, setup.inputs.validation
-    summary = train.dataset.summary
-    first = setup.schedule.samples(0)
-    dealt = split_batch(
-        train.lengths[first], world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost
+    fingerprints = describe_run(
+        config.resolved,
+        data=inputs.train.fingerprint,
+        train_batch_size=config.data.train_batch_size,
+        seed=config.trainer.seed,
+        tokenizer=tokenizer_digest(inputs.tokenizer)[:16],
+        model_config=architecture,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
     )
-    tokens, supervised = int(train.lengths.sum()), int(train.num_loss_tokens.sum())
-    logger.info(
-        f"plan: batch {len(first)} = {plan.world_size} ranks x {len(dealt[0])} micro-batches; {lr.total_steps} steps, "
-        f"{setup.schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
-        f"{supervised / tokens:.1%} supervised, no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
-        f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; "
-        f"{len(validation.lengths) if validation else 0} validation samples; "
-        f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps"
-    )
-    for dataset in dict.fromkeys(view.dataset for view in (train, validation) if view is not None):
-        for note in dataset.notes:
-            logger.warning("%s", note)
-    sample = int(first[0])
-    text = preview(*train.sample(sample), setup.inputs.tokenizer)
-    logger.info(f"first sample ({train.location(sample)}), supervised part marked:\n{text}\nrun: {setup.run_dir}")
+    return Lineage(fingerprints, tuple(config.trainer.resume_allow))

@@ -7,6 +7,7 @@ torch nor hydra, so a mistyped key fails before anything slow starts.
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ QUICKSTART = "quickstart"
 BACKENDS = ("console", "wandb", "tensorboard", "mlflow", "csv")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DTYPES = ("float32", "bfloat16", "float16")
+RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config")
 AUTO = "auto"
 
 
@@ -85,6 +87,8 @@ class CheckpointConfig:
     save_contents: list[str]
     load_contents: list[str]
     export_dtype: str
+    async_save: bool
+    save_timeout_s: int
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,13 @@ class TrainerConfig:
     max_ckpt_to_keep: int | None
     resume_mode: str
     resume_from_path: str | None
+    resume_allow: list[str]
+    max_time: str | None
     seed: int
     device: str
     max_nonfinite_steps: int
     dist_timeout_s: int
+    hang_timeout_s: int
     checkpoint: CheckpointConfig
 
 
@@ -209,6 +216,15 @@ def _coerce(value: Any, hint: Any, dotted: str) -> Any:
     raise ConfigError(f"'{dotted}' must be {name if origin is None else hint}, got {value!r}")
 
 
+def parse_duration_s(text: str) -> float:
+    """Seconds in a time such as `3h30m`, `90m` or `45s`. Raises `ConfigError`."""
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    numbers = [int(part or 0) for part in match.groups()] if match else []
+    _require(any(numbers), f"'trainer.max_time' must be a time such as 3h30m, 90m or 45s; got '{text}'")
+    days, hours, minutes, seconds = numbers
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
@@ -221,6 +237,16 @@ def _one_of(dotted: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"'{dotted}' must be one of {', '.join(allowed)}; got '{value}'{hint}")
 
 
+def _at_least_1(group: str, section: Any, *names: str, other: int | None = 1, meaning: str = "") -> None:
+    """Each of the keys is at least 1, or the `other` value, which has a meaning of its own."""
+    for name in names:
+        value = getattr(section, name)
+        allowed = f"{meaning} or at least 1" if meaning else "at least 1"
+        _require(
+            value == other or (value is not None and value >= 1), f"'{group}.{name}' must be {allowed}, got {value}"
+        )
+
+
 def _check(config: Config) -> None:
     _check_data(config.data)
     _check_model(config.model)
@@ -231,14 +257,9 @@ def _check(config: Config) -> None:
 def _check_data(data: DataConfig) -> None:
     _one_of("data.truncation", data.truncation, ("error", "left", "right", "drop"))
     _one_of("data.on_bad_row", data.on_bad_row, ("error", "skip"))
-    for name in ("train_batch_size", "max_length"):
-        _require(getattr(data, name) >= 1, f"'data.{name}' must be at least 1, got {getattr(data, name)}")
-    for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu"):
-        value = getattr(data, name)
-        _require(value is None or value >= 1, f"'data.{name}' must be null or at least 1, got {value}")
-    for name in ("train_max_samples", "val_max_samples"):
-        value = getattr(data, name)
-        _require(value == -1 or value >= 1, f"'data.{name}' must be -1 (all) or at least 1, got {value}")
+    _at_least_1("data", data, "train_batch_size", "max_length")
+    _at_least_1("data", data, "micro_batch_size_per_gpu", "max_token_len_per_gpu", other=None, meaning="null")
+    _at_least_1("data", data, "train_max_samples", "val_max_samples", other=-1, meaning="-1 (all)")
     _require(data.num_workers >= 0, f"'data.num_workers' must not be negative, got {data.num_workers}")
     _require(0 <= data.val_ratio < 1, f"'data.val_ratio' must be in [0, 1), got {data.val_ratio}")
     _require(0 <= data.max_bad_fraction <= 1, f"'data.max_bad_fraction' must be in [0, 1], got {data.max_bad_fraction}")
@@ -292,19 +313,22 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         )
     for backend in trainer.logger:
         _one_of("trainer.logger", backend, BACKENDS)
-    for name in ("save_freq", "test_freq"):
-        value = getattr(trainer, name)
-        _require(value == -1 or value >= 1, f"'trainer.{name}' must be -1 (only at the end) or at least 1, got {value}")
-    for name in ("total_training_steps", "max_ckpt_to_keep"):
-        value = getattr(trainer, name)
-        _require(value is None or value >= 1, f"'trainer.{name}' must be null or at least 1, got {value}")
-    for name in ("total_epochs", "max_nonfinite_steps", "dist_timeout_s"):
-        value = getattr(trainer, name)
-        _require(value >= 1, f"'trainer.{name}' must be at least 1, got {value}")
+    _at_least_1("trainer", trainer, "save_freq", "test_freq", other=-1, meaning="-1 (only at the end)")
+    _at_least_1("trainer", trainer, "total_training_steps", "max_ckpt_to_keep", other=None, meaning="null")
+    _at_least_1("trainer", trainer, "total_epochs", "max_nonfinite_steps", "dist_timeout_s", "hang_timeout_s")
     _require(
         (trainer.resume_mode == "resume_path") == (trainer.resume_from_path is not None),
         "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither",
     )
+    _require(
+        trainer.hang_timeout_s < trainer.dist_timeout_s,
+        f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below 'trainer.dist_timeout_s' "
+        f"({trainer.dist_timeout_s}): the hang must be found before a collective gives up",
+    )
+    for name in trainer.resume_allow:
+        _one_of("trainer.resume_allow", name, RESUME_ALLOW)
+    if trainer.max_time is not None:
+        parse_duration_s(trainer.max_time)
     _check_checkpoint(trainer)
 
 
@@ -314,6 +338,7 @@ def _check_checkpoint(trainer: TrainerConfig) -> None:
         for item in getattr(checkpoint, name):
             _one_of(f"trainer.checkpoint.{name}", item, SAVE_CONTENTS if name == "save_contents" else SAVE_CONTENTS[:3])
     _one_of("trainer.checkpoint.export_dtype", checkpoint.export_dtype, DTYPES)
+    _at_least_1("trainer.checkpoint", checkpoint, "save_timeout_s")
     _require("model" in checkpoint.load_contents, "'trainer.checkpoint.load_contents' must contain 'model'")
     _require(
         "extra" in checkpoint.load_contents or trainer.resume_mode == "resume_path",

@@ -1,6 +1,7 @@
 """The vocabulary of the loop (floor 0): what a part must offer, without saying which class offers it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 EXIT_DONE = 0
@@ -18,6 +19,22 @@ class DataError(ValueError):
 
 class CannotWriteError(OSError):
     """The run directory cannot be written; the message names the path and the cause. Exit code 73."""
+
+
+class ResumableError(RuntimeError):
+    """The run cannot go on, but its last checkpoint stands and the same command continues. Exit code 75."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands between two steps: finished optimizer steps, and samples consumed of epoch `epoch`.
+
+    It does not depend on the number of ranks. A finished epoch is the start of the next.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples_consumed: int = 0
 
 
 class Stateful(Protocol):

@@ -13,6 +13,7 @@ from trainer.batch import StepBatch
 from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
+from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,13 @@ class Guard(Protocol):
 
 
 class Checkpoints(Protocol):
-    def save(self, step: int, *, loss: float, grad_norm: float, is_required: bool) -> bool: ...
+    def save(self, *, loss: float, grad_norm: float, is_required: bool) -> None: ...
+
+    def is_retry_due(self) -> bool: ...
+
+    def finish(self) -> None: ...
+
+    def take_metrics(self) -> dict[str, float]: ...
 
 
 class Tracker(Protocol):
@@ -52,6 +59,8 @@ class StepTotals(Protocol):
     def grad_norm(self) -> float: ...
     @property
     def num_stop_requests(self) -> int: ...
+    @property
+    def is_save_requested(self) -> bool: ...
     @property
     def grad_norm_device(self) -> Tensor: ...
 
@@ -87,9 +96,10 @@ class Parts:
     validation_batches: Callable[[], Iterable[StepBatch]] | None
     checkpoints: Checkpoints
     tracker: Tracker
-    stop: StopRequest
     cadence: Cadence
     seed: int
+    hang_timeout_s: float
+    save_timeout_s: float
     clip_grad: float
     local_square_sum: Callable[[list[nn.Parameter]], Tensor]
     clip_by_norm: Callable[..., None]
@@ -101,37 +111,47 @@ class Parts:
 class SFTTrainer:
     """Trains until the last step, a stop signal or divergence, and says which by the exit code it returns."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, stop: StopRequest, heartbeat: Heartbeat) -> None:
+        self.parts, self.stop, self.heartbeat = parts, stop, heartbeat
         self.parameters = [p for p in parts.model.parameters() if p.requires_grad]
         self._step_started = time.perf_counter()
-        self._is_stopping = False
+        self._is_stopping = self._is_save_requested = False
 
     def fit(self) -> int:
         """Run all remaining steps. Step numbers shown and saved count finished optimizer steps, from 1."""
         parts = self.parts
-        with parts.stop.deferred():
-            self._step_started = time.perf_counter()
+        with self.stop.deferred():
+            self._begin_step()
             for batch in parts.train_batches:
                 step = batch.step + 1
                 metrics = self.training_step(batch)
                 parts.tracker.log(metrics, step)
                 if parts.guard.is_exhausted:
                     logger.error("stopped at step %d: too many steps in a row without a finite loss and gradient", step)
+                    parts.checkpoints.finish()
                     return EXIT_DIVERGED
                 if not self._is_stopping and parts.cadence.is_validation(step):
                     self.validate(step)
                 is_ending = self._is_stopping or parts.cadence.is_last(step)
-                if is_ending or parts.cadence.is_save(step):
-                    values = {"loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"]}
-                    parts.checkpoints.save(step, **values, is_required=is_ending)
+                if is_ending or self._is_save_requested or parts.cadence.is_save(step):
+                    self.save(metrics, is_required=is_ending)
                 if self._is_stopping and not parts.cadence.is_last(step):
-                    logger.info(
-                        "stopped at step %d on %s: saved, resumable", step, parts.stop.signal_name or "a signal"
-                    )
+                    logger.info("stopped at step %d on %s: saved, resumable", step, self.stop.reason or "a signal")
                     return EXIT_RESUMABLE
-                self._step_started = time.perf_counter()
+                self._begin_step()
         return EXIT_DONE
+
+    def _begin_step(self) -> None:
+        self._step_started = time.perf_counter()
+        self.heartbeat.enter("train", limit_s=self.parts.hang_timeout_s)
+
+    def save(self, metrics: dict[str, float], *, is_required: bool) -> None:
+        """Save the state as it is after the step of `metrics`; with `is_required` before the run ends here."""
+        # a save in flight, and all tries of one the run ends with
+        limit_s = 4 * self.parts.save_timeout_s + self.parts.hang_timeout_s
+        self.heartbeat.enter("save", limit_s=limit_s)
+        loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+        self.parts.checkpoints.save(loss=loss, grad_norm=grad_norm, is_required=is_required)
 
     def training_step(self, batch: StepBatch) -> dict[str, float]:
         """Forward and backward over this rank's micro-batches, one reduction, clip, update. Returns metrics."""
@@ -145,10 +165,12 @@ class SFTTrainer:
             micro_loss_sum = parts.model(micro_batch.to(parts.world.device))
             (micro_loss_sum / batch.num_loss_tokens).backward()
             loss_sum += micro_loss_sum.detach()
+            self.heartbeat.beat()
         totals = parts.reduce_step(
             loss_sum=loss_sum,
             grad_square_sum=parts.local_square_sum(self.parameters),
-            is_stopping=parts.stop.is_set,
+            is_stopping=self.stop.is_set,
+            wants_save=parts.world.is_main and parts.checkpoints.is_retry_due(),
             world=parts.world,
         )
         loss = totals.loss_sum / batch.num_loss_tokens
@@ -156,7 +178,7 @@ class SFTTrainer:
             parts.clip_by_norm(self.parameters, total_norm=totals.grad_norm_device, max_norm=parts.clip_grad)
             parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
-        self._is_stopping = totals.num_stop_requests > 0
+        self._is_stopping, self._is_save_requested = totals.num_stop_requests > 0, totals.is_save_requested
         return self._metrics(batch, loss=loss, lr=lr, grad_norm=totals.grad_norm, data_s=data_s)
 
     def _metrics(
@@ -176,6 +198,7 @@ class SFTTrainer:
             "optim/skipped_steps": self.parts.guard.num_skipped,
             "progress/epoch": batch.epoch,
             **self.parts.memory_metrics(self.parts.world.device),
+            **self.parts.checkpoints.take_metrics(),
         }
 
     def validate(self, step: int) -> None:
@@ -183,6 +206,7 @@ class SFTTrainer:
         if self.parts.validation_batches is None:
             return
         started = time.perf_counter()
+        self.heartbeat.enter("validate", limit_s=self.parts.hang_timeout_s)
         self.parts.model.eval()
         loss_sum, num_loss_tokens, num_samples = 0.0, 0, 0
         for batch in self.parts.validation_batches():
@@ -207,4 +231,5 @@ class SFTTrainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in batch.micro_batches:
             loss_sum += self.parts.model(micro_batch.to(device))
-        return self.parts.reduce_loss(loss_sum, is_stopping=self.parts.stop.is_set)
+            self.heartbeat.beat()
+        return self.parts.reduce_loss(loss_sum, is_stopping=self.stop.is_set)

@@ -9,59 +9,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_parts, write_model_config
+from toy import ToySamples, build_toy_model, toy_parts, write_model_config
+from toy_runs import Recipe, checkpoint_manager, run
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint import layout
-from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.manager import CheckpointManager, RunState, schedule_changes
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.manager import schedule_changes
 from trainer.checkpoint.manifest import MANIFEST, verify_files
-from trainer.config import CheckpointConfig, ConfigError
 from trainer.protocols import CannotWriteError
-from trainer.sft_trainer import Cadence, SFTTrainer
-
-CONTENTS = ["model", "optimizer", "extra", "hf_model"]
-
-
-def manager(world: Any, run_dir: Path, source: Any, parts: Any, *, keep: int | None = None) -> CheckpointManager:
-    state = RunState(parts.model, parts.optimizer, parts.train_batches, parts.guard, None, parts.schedule.state_dict())
-    return CheckpointManager(
-        run_dir,
-        world=world,
-        config=CheckpointConfig(CONTENTS, CONTENTS[:3], "float32"),
-        state=state,
-        source=ExportSource(Path(source.path), None, (3,)),
-        keep=keep,
-        lock=None,
-        fingerprints={"model config": "toy"},
-    )
-
-
-def run(
-    world: Any,
-    run_dir: Path,
-    source: Any,
-    *,
-    total_steps: int = 6,
-    save_freq: int = 2,
-    keep: int | None = None,
-    seed: int = 0,
-) -> Any:
-    """Train from wherever `run_dir` stands; (losses by step, sample counts, whole parameters, moments, start step)."""
-    run_dir.mkdir(exist_ok=True)
-    model = build_toy_model(world, source)
-    samples = ToySamples(seed=seed)
-    parts = toy_parts(world, model, samples, total_steps=total_steps, cadence=Cadence(total_steps, save_freq, -1))
-    checkpoints = manager(world, run_dir, source, parts, keep=keep)
-    resumed = checkpoints.resume(layout.select(run_dir).candidates)
-    start = int(resumed.name.removeprefix("global_step_")) if resumed else 0
-    recorder = Recorder()
-    parts = type(parts)(**{**parts.__dict__, "checkpoints": checkpoints, "tracker": recorder})
-    loaded = full_parameters(model)
-    assert SFTTrainer(parts).fit() == 0
-    losses = {step: (row["train/loss"], row["train/grad_norm"]) for step, row in recorder.rows if "train/loss" in row}
-    moments = {n: parts.optimizer.state[p]["exp_avg_sq"].full_tensor() for n, p in model.named_parameters()}
-    return losses, loaded, full_parameters(model), moments, start
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +29,11 @@ def source(tmp_path_factory):  # type: ignore[no-untyped-def]
 def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
     """An uninterrupted run on two ranks, its checkpoints of steps 2, 4, 6 kept."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
-    return run_dir, run_ranks(run, 2, run_dir, source)[0]
+    return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
@@ -89,39 +48,38 @@ def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path, step: int) -> None:  # type: ignore[no-untyped-def]
-    run_dir, (losses, _, parameters, moments, _) = straight
-    again = run_ranks(run, 2, copy_up_to(run_dir, tmp_path / "run", step), source)[0]
-    assert again[4] == step
-    assert again[0] == {s: value for s, value in losses.items() if s > step}
-    assert all(torch.equal(again[2][name], value) for name, value in parameters.items())
-    assert all(torch.equal(again[3][name], value) for name, value in moments.items())
+    run_dir, whole = straight
+    again = run_ranks(run, 2, copy_up_to(run_dir, tmp_path / "run", step), source, Recipe())[0]
+    assert again.start_step == step
+    assert again.losses == {s: value for s, value in whole.losses.items() if s > step}
+    assert equal(again.parameters, whole.parameters) and equal(again.moments, whole.moments)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4, 5])
 def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int) -> None:  # type: ignore[no-untyped-def]
-    run_dir, (losses, _, _, _, _) = straight
+    run_dir, whole = straight
     saved = load_file(run_dir / "global_step_4" / "huggingface" / "model.safetensors")
-    again = run_ranks(run, world_size, copy_up_to(run_dir, tmp_path / "run", 4), source)[0]
-    assert all(torch.equal(value, saved[name]) for name, value in again[1].items()), "parameters changed by loading"
-    for step, (loss, norm) in again[0].items():
-        assert loss == pytest.approx(losses[step][0], rel=1e-6)
-        assert norm == pytest.approx(losses[step][1], rel=1e-5)
-    back = run_ranks(run, 2, copy_up_to(tmp_path / "run", tmp_path / "back", 6), source, total_steps=7)[0]
-    assert all(torch.equal(back[1][name], value) for name, value in again[2].items())
-    assert all(torch.isfinite(torch.tensor(value)) for value in back[0][7])
+    again = run_ranks(run, world_size, copy_up_to(run_dir, tmp_path / "run", 4), source, Recipe())[0]
+    assert equal(again.loaded, saved), "parameters changed by loading"
+    for step, (loss, norm) in again.losses.items():
+        assert loss == pytest.approx(whole.losses[step][0], rel=1e-6)
+        assert norm == pytest.approx(whole.losses[step][1], rel=1e-5)
+    back = run_ranks(run, 2, copy_up_to(tmp_path / "run", tmp_path / "back", 6), source, Recipe(total_steps=7))[0]
+    assert equal(back.loaded, again.parameters) and equal(back.loaded_moments, again.moments)
+    assert all(torch.isfinite(torch.tensor(value)) for value in back.losses[7])
 
 
 def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    first = run_ranks(run, 4, tmp_path / "run", source, total_steps=2, fsdp_size=2)[0]
+    first = run_ranks(run, 4, tmp_path / "run", source, Recipe(total_steps=2), fsdp_size=2)[0]
     info = layout.select(tmp_path / "run").chosen
     assert info is not None and info.manifest is not None and info.manifest.mesh == {"ddp": 2, "fsdp": 2}
-    again = run_ranks(run, 3, tmp_path / "run", source, total_steps=3)[0]
-    assert again[4] == 2
-    assert all(torch.equal(again[1][name], value) for name, value in first[2].items())
+    again = run_ranks(run, 3, tmp_path / "run", source, Recipe(total_steps=3))[0]
+    assert again.start_step == 2
+    assert equal(again.loaded, first.parameters) and equal(again.loaded_moments, first.moments)
 
 
 def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[no-untyped-def]
-    run_dir, (_, _, parameters, _, _) = straight
+    run_dir, parameters = straight[0], straight[1].parameters
     step_dir = run_dir / "global_step_6"
     ours = {path.name for path in step_dir.iterdir() if not path.name.startswith(".")}
     ranks = [f"{kind}_world_size_2_rank_{r}.pt" for kind in ("model", "optim", "extra_state") for r in (0, 1)]
@@ -137,7 +95,7 @@ def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[n
 
 
 def test_shards_load_without_pickle_and_hold_what_verl_reads(straight) -> None:  # type: ignore[no-untyped-def]
-    run_dir, (_, _, parameters, _, _) = straight
+    run_dir, parameters = straight[0], straight[1].parameters
     parts = [
         torch.load(run_dir / "global_step_6" / layout.model_file(2, rank), weights_only=True, map_location="cpu")
         for rank in (0, 1)
@@ -157,9 +115,9 @@ def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path: P
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    again = run_ranks(run, 2, run_dir, source)[0]
-    assert again[4] == 4
-    assert all(torch.equal(again[2][name], value) for name, value in straight[1][2].items())
+    again = run_ranks(run, 2, run_dir, source, Recipe())[0]
+    assert again.start_step == 4
+    assert equal(again.parameters, straight[1].parameters)
     assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_6.0"]
 
 
@@ -170,7 +128,7 @@ def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path: Pa
     data[-200] ^= 4
     victim.write_bytes(data)
     with pytest.raises(AssertionError, match="is damaged"):
-        run_ranks(run, 2, run_dir, source)
+        run_ranks(run, 2, run_dir, source, Recipe())
 
 
 def test_a_changed_schedule_is_named() -> None:
@@ -182,40 +140,39 @@ def test_a_changed_schedule_is_named() -> None:
 
 
 def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    run_ranks(run, 1, tmp_path / "run", source, total_steps=2, save_freq=1)
-    run_ranks(run, 1, tmp_path / "run", source, total_steps=5, save_freq=1, keep=1)
+    run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=2, save_freq=1))
+    run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=5, save_freq=1, keep=1))
     assert [info.step for info in layout.checkpoints(tmp_path / "run")] == [5]
 
 
 def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> Any:
-    """One rank cannot write its shards: (first save's answer, required save's error), then a good save."""
+    """One rank cannot write its shards: steps saved after a try, (errors) of a required save, and of a good one."""
     run_dir.mkdir(exist_ok=True)
-    model = build_toy_model(world, source)
-    parts = toy_parts(world, model, ToySamples(), total_steps=6)
-    checkpoints = manager(world, run_dir, source, parts)
-    intact = checkpoints._write_shards
+    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
 
-    def broken(staging: Path, step: int) -> Any:
-        raise OSError(28, "No space left on device", str(staging))
+    def full_disk(operation: fsio.Operation) -> None:
+        if operation.kind == "write" and operation.path.name.startswith("model_"):
+            raise OSError(28, "No space left on device", str(operation.path))
 
-    if world.rank == failing_rank:
-        checkpoints._write_shards = broken  # type: ignore[method-assign]
-    answer = checkpoints.save(1, loss=1.0, grad_norm=1.0, is_required=False)
+    fsio.observer = full_disk if world.rank == failing_rank else None
+    checkpoints.save(loss=1.0, grad_norm=1.0, is_required=False)
+    metrics = checkpoints.take_metrics()
     try:
-        checkpoints.save(1, loss=1.0, grad_norm=1.0, is_required=True)
+        checkpoints.save(loss=1.0, grad_norm=1.0, is_required=True)
         error = ""
     except CannotWriteError as failure:
         error = str(failure)
-    checkpoints._write_shards = intact  # type: ignore[method-assign]
-    return answer, error, checkpoints.save(1, loss=1.0, grad_norm=1.0, is_required=True)
+    fsio.observer = None
+    checkpoints.save(loss=1.0, grad_norm=1.0, is_required=True)
+    return metrics["checkpoint/failed_in_a_row"], error
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path: Path, failing_rank: int) -> None:  # type: ignore[no-untyped-def]
-    for answer, error, later in run_ranks(save_failing, 2, tmp_path / "run", source, failing_rank):
-        assert answer is False
-        assert f"rank {failing_rank}" in error and "No space left" in error
-        assert later is True
+    for num_failed, error in run_ranks(save_failing, 2, tmp_path / "run", source, failing_rank):
+        assert num_failed == 1
+        assert f"rank {failing_rank}" in error and "No space left" in error and "model_world_size_2" in error
     assert [info.status for info in layout.checkpoints(tmp_path / "run")] == ["committed"]
     assert not list((tmp_path / "run").glob(".staging*"))
 
@@ -227,7 +184,8 @@ def save_poisoned(world: Any, run_dir: Path, source: Any) -> str:
     if world.rank == 1:
         next(iter(model.parameters())).to_local().data[0] = float("nan")
     try:
-        manager(world, run_dir, source, parts).save(1, loss=1.0, grad_norm=1.0, is_required=True)
+        checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
+        checkpoints.save(loss=1.0, grad_norm=1.0, is_required=True)
     except CannotWriteError as error:
         return str(error)
     return ""
@@ -238,17 +196,18 @@ def test_a_poisoned_state_is_never_committed(source, tmp_path: Path) -> None:  #
     assert layout.checkpoints(tmp_path / "run") == []
 
 
-def resume_other_data(world: Any, run_dir: Path, source: Any) -> str:
-    model = build_toy_model(world, source)
-    parts = toy_parts(world, model, ToySamples(num_samples=23), total_steps=6)
-    try:
-        manager(world, run_dir, source, parts).resume(layout.select(run_dir).candidates)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_other_data_is_refused_by_name(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
-    for error in run_ranks(resume_other_data, 2, run_dir, source):
-        assert "num_samples: saved 24, now 23" in error
+    with pytest.raises(AssertionError, match=r"data: toy 0 -> toy 1 +<- refused"):
+        run_ranks(run, 2, run_dir, source, Recipe(seed=1))
+    again = run_ranks(run, 2, run_dir, source, Recipe(seed=1, resume_allow=("data",)))[0]
+    assert again.start_step == 2 and set(again.losses) == {3, 4, 5, 6}
+
+
+def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    changed = Recipe(batch_size=4, resume_allow=("train_batch_size",))
+    again = run_ranks(run, 2, run_dir, source, changed)[0]
+    assert [row["train/total_token_count"] for _, row in again.rows if "train/loss" in row] != []
+    manifest = layout.inspect(run_dir / "global_step_6").manifest
+    assert manifest is not None and (manifest.epoch, manifest.samples_consumed) == (1, 8), "16 + 4 x 4 of 24 samples"

@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, full_parameters, toy_parts, write_model_config
+from toy import ToySamples, build_toy_model, full_parameters, toy_parts, trainer, write_model_config
 
 from trainer.protocols import EXIT_DIVERGED, EXIT_DONE
-from trainer.sft_trainer import SFTTrainer
 
 
 def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str) -> Any:
     """Rank 1 meets a poisoned micro-batch in `bad_steps`; (exit code, rows, parameters after each step)."""
     model = build_toy_model(world, source)
     parts = toy_parts(world, model, ToySamples(), total_steps=6)
-    trainer = SFTTrainer(parts)
+    loop = trainer(parts)
     history = []
     plain, step = model.forward, 0
 
@@ -28,7 +27,7 @@ def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str) ->
         return loss
 
     model.forward = forward
-    training_step = trainer.training_step
+    training_step = loop.training_step
 
     def recorded(batch: Any) -> dict[str, float]:
         nonlocal step
@@ -37,8 +36,8 @@ def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str) ->
         history.append(full_parameters(model))
         return metrics
 
-    trainer.training_step = recorded  # type: ignore[method-assign]
-    code = trainer.fit()
+    loop.training_step = recorded  # type: ignore[method-assign]
+    code = loop.fit()
     return code, parts.tracker.rows, history
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exports import export_model
 from ranks import run_ranks
 from toy import VOCAB, ToySamples, model_config
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-from trainer.checkpoint.export import ExportSource, write_export
+from trainer.checkpoint.export import ExportSource
 from trainer.data.loader import pack
 from trainer.model import flops, load, packed_lm, parallelize, selfcheck
 
@@ -146,7 +147,7 @@ def run_one(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     torch.distributed.all_reduce(loss)
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     whole_norm = torch.stack([grad.norm() for grad in plain_grads.values()]).norm()
-    write_export(model, export_dir, ExportSource(path, None, ()), dtype=torch.float32, is_writer=world.is_main)
+    export_model(world, model, export_dir, ExportSource(path, None, ()), dtype="float32")
     return {
         "is_packed": is_packed,
         "forward": model.forward.__name__,

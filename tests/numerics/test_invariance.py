@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, full_parameters, optim_config, toy_parts, write_model_config
+from toy import ToySamples, build_toy_model, full_parameters, optim_config, toy_parts, trainer, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.loader import validation_batches
 from trainer.data.plan import Schedule
 from trainer.optim.schedule import Schedule as LrSchedule
 from trainer.runtime import seeding
-from trainer.sft_trainer import SFTTrainer
 
 STEPS = 8
 
@@ -29,7 +28,7 @@ def train(world, source, max_samples=None, max_tokens=None, is_packed=True, **mo
     parts = toy_parts(world, model, ToySamples(), total_steps=STEPS, max_samples=max_samples, max_tokens=max_tokens)
     batches = validation_batches(held_out, parts.train_batches._plan, batch_size=4)
     parts = type(parts)(**{**parts.__dict__, "validation_batches": batches})
-    assert SFTTrainer(parts).fit() == 0
+    assert trainer(parts).fit() == 0
     rows = parts.tracker
     return rows.column("train/loss"), rows.column("train/grad_norm"), rows.column("val/loss"), full_parameters(model)
 

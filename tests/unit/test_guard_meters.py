@@ -49,8 +49,10 @@ def reduced(world: World, losses: list[float], squares: list[float], stopping: l
         loss_sum=torch.tensor(losses[world.rank], dtype=torch.float32),
         grad_square_sum=torch.tensor(squares[world.rank], dtype=torch.float64),
         is_stopping=stopping[world.rank],
+        wants_save=world.is_main and stopping[-1],
         world=world,
     )
+    assert totals.is_save_requested == stopping[-1], "the main rank's wish is known to all"
     assert totals.grad_norm_device.dtype == torch.float64
     assert float(totals.grad_norm_device) == totals.grad_norm
     loss, is_any_stopping = reduce_loss(torch.tensor(losses[world.rank]), is_stopping=stopping[world.rank])
@@ -89,7 +91,7 @@ def test_a_nan_on_one_rank_is_seen_by_all() -> None:
 def reduced_nan(world: World) -> tuple[float, float]:
     value = torch.tensor(NAN if world.rank else 1.0)
     square = torch.tensor(1.0 if world.rank else INF, dtype=torch.float64)
-    totals = reduce_step(loss_sum=value, grad_square_sum=square, is_stopping=False, world=world)
+    totals = reduce_step(loss_sum=value, grad_square_sum=square, is_stopping=False, wants_save=False, world=world)
     return totals.loss_sum, totals.grad_norm
 
 

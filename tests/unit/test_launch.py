@@ -15,12 +15,14 @@ from trainer.cli.launch import (
     agent_command,
     choose_num_ranks,
     first_host,
+    hang_exit_code,
     node_layout,
     parse_arguments,
     rank_environment,
     run_exit_code,
     thread_count,
 )
+from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError
 
 ROOT = Path(launch.__file__).parents[2]
@@ -167,6 +169,11 @@ def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, c
     assert run_exit_code(reported, agent_code=agent_code, was_signalled=was_signalled) == code
 
 
+@pytest.mark.parametrize(("reported", "code"), [(None, 75), (0, 75), (75, 75), (65, 65), (76, 76), (1, 1)])
+def test_exit_code_of_a_run_that_hung(reported: int | None, code: int) -> None:
+    assert hang_exit_code(reported) == code
+
+
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     code = "import sys; from trainer.cli.launch import main; code = main(sys.argv[1:]); "
     code += "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -197,22 +204,28 @@ def test_help_and_configuration_are_printed_without_ranks() -> None:
     assert "train_batch_size: 7\n" in result.stdout
 
 
+@pytest.mark.parametrize(("nodes", "has_peers"), [({"NNODES": "1"}, False), (NODES, True)])
 def test_main_starts_the_agent_and_names_the_way_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nodes: dict[str, str], has_peers: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: dict = {}
+    for name, value in nodes.items():
+        monkeypatch.setenv(name, value)
 
-    def supervise(command: list[str], *, env: dict[str, str], status_dir: Path) -> int:
-        seen.update(command=command, env=env, existed=status_dir.is_dir(), status_dir=status_dir)
+    def supervise(command: list[str], *, env: dict[str, str], status_dir: Path, watchdog: Watchdog) -> int:
+        seen.update(command=command, env=env, existed=status_dir.is_dir(), status_dir=status_dir, watchdog=watchdog)
         return 75
 
     monkeypatch.setattr(launch, "supervise", supervise)
     monkeypatch.setattr(launch, "count_gpus", lambda: 0)
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launch.main(["3", "optim.lr=0.5"]) == 75
-    assert "--nproc-per-node=3" in seen["command"] and seen["command"][-3:] == ["-m", "trainer", "optim.lr=0.5"]
+    assert launch.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
+    assert "--nproc-per-node=3" in seen["command"] and seen["command"][-4:-1] == ["-m", "trainer", "optim.lr=0.5"]
+    watchdog = seen["watchdog"]
+    assert (watchdog.status_dir, watchdog.run_dir) == (seen["status_dir"], Path("some/where"))
+    assert watchdog.has_peers is has_peers
     assert seen["existed"] and not seen["status_dir"].exists()
-    assert capsys.readouterr().out == "resume with the same command\n"
+    assert capsys.readouterr().out.splitlines()[-1] == "resume with the same command"
 
 
 def test_configuration_errors_end_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

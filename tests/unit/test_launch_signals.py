@@ -17,9 +17,11 @@ LAUNCHER = """
 import os, sys
 from pathlib import Path
 from trainer.cli.launch import supervise
+from trainer.cli.watchdog import Watchdog
 status_dir = Path(sys.argv[1])
 env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}
-sys.exit(supervise([sys.executable, *sys.argv[2:]], env=env, status_dir=status_dir))
+watchdog = Watchdog(status_dir, run_dir=status_dir / "run", has_peers=False)
+sys.exit(supervise([sys.executable, *sys.argv[2:]], env=env, status_dir=status_dir, watchdog=watchdog))
 """
 # Stands for torchrun: starts two ranks, waits for them and folds their exit codes into 0 or 1.
 AGENT = """

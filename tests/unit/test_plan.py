@@ -7,6 +7,7 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.data.plan import Limits, Schedule, split_batch
+from trainer.protocols import Position
 
 NUM_CASES = 150
 Dealt = list[list[list[int]]]
@@ -114,4 +115,34 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
 
 def test_position_counts_a_finished_epoch_as_the_start_of_the_next() -> None:
     schedule = Schedule(10, 4, seed=1)
-    assert [schedule.position(step) for step in range(7)] == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (2, 0)]
+    places = [schedule.position(step) for step in range(7)]
+    assert [p.step for p in places] == list(range(7))
+    assert [(p.epoch, p.samples_consumed) for p in places] == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (2, 0)]
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 8, 24])
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 30])
+def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples: int, batch_size: int) -> None:
+    whole = Schedule(num_samples, batch_size, seed=2)
+    total_steps = whole.steps_until(3)
+    assert total_steps == 3 * whole.steps_per_epoch
+    for step in range(total_steps):
+        again = Schedule(num_samples, batch_size, seed=2, start=whole.position(step))
+        assert again.steps_until(3) == total_steps
+        for later in range(step, total_steps):
+            assert again.position(later) == whole.position(later)
+            assert np.array_equal(again.samples(later), whole.samples(later))
+
+
+def test_another_batch_size_leaves_no_sample_of_the_epoch_out() -> None:
+    first = Schedule(24, 8, seed=2)
+    second = Schedule(24, 5, seed=2, start=first.position(1))
+    assert second.steps_until(1) == 1 + 4, "16 samples left, 5 at a time"
+    order = [*first.samples(0), *(index for step in range(1, 5) for index in second.samples(step))]
+    assert sorted(order) == list(range(24))
+    assert second.position(5).epoch == 1 and second.position(5).samples_consumed == 0
+
+
+def test_a_place_before_the_start_is_an_error() -> None:
+    with pytest.raises(ValueError, match="before the start"):
+        Schedule(24, 8, seed=2, start=Position(4, 1, 8)).samples(3)

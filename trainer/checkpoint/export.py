@@ -1,9 +1,13 @@
-"""`huggingface/`: the model as transformers and vLLM load it, written tensor by tensor and read back before commit."""
+"""`huggingface/`: the model as transformers and vLLM load it, made from the shards of a checkpoint.
+
+Tensors are read from the shard files one by one, written as safetensors and read back. Nothing here needs the model,
+a GPU or another rank, so it runs behind training, and on any machine afterwards.
+"""
 
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord, HashingFile
+from trainer.checkpoint.shards import ShardReader
 
 DIRECTORY = "huggingface"
 MAX_FILE_BYTES = 5 * 10**9
@@ -55,104 +59,133 @@ class ExportSource:
     end_token_ids: tuple[int, ...]
 
 
-def write_export(
-    model: PreTrainedModel, target: Path, source: ExportSource, *, dtype: torch.dtype, is_writer: bool
-) -> list[FileRecord]:
-    """Gather the model tensor by tensor and write it. Collective; only the rank with `is_writer` touches the disk.
+@dataclass(frozen=True)
+class ExportPlan:
+    """`layout`: exported name -> tensor without memory, in the order written; `files`: names by file.
 
-    Returns the files written. Raises `OSError` after all tensors are gathered, so that no rank is left waiting.
+    `own_names` maps exported names to those of the shards, and is None where transformers stores an architecture in
+    other tensors than it computes with (one per expert): these are made from the whole model at once.
     """
-    layout, tensors = _export(model, dtype, is_writer=is_writer)
-    try:
-        if not is_writer:
-            return []
-        fsio.make_dir(target)
-        records = _write_weights(tensors, layout, target)
-        return records + _write_companions(model, target, source, dtype)
-    finally:
-        for _ in tensors:
-            pass
+
+    layout: dict[str, Tensor]
+    files: dict[str, list[str]]
+    own_names: dict[str, str] | None
+    architecture: PreTrainedModel | None
+    dtype: torch.dtype
 
 
-def write_companions_only(
-    model: PreTrainedModel, target: Path, source: ExportSource, *, dtype: torch.dtype
-) -> list[FileRecord]:
-    """Config, tokenizer and generation config without weights, for runs that do not save `hf_model`."""
-    fsio.make_dir(target)
-    return _write_companions(model, target, source, dtype)
+def plan_export(
+    shapes: Mapping[str, Tensor], buffers: Mapping[str, Tensor], architecture: PreTrainedModel | None, *, dtype: str
+) -> ExportPlan:
+    """Which tensors go into which file. `shapes`: every parameter once (a tied head is absent).
 
-
-def _export(
-    model: PreTrainedModel, dtype: torch.dtype, *, is_writer: bool
-) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
-    """(file name of each tensor -> shape and dtype, the tensors in that order; iterating is collective).
-
-    transformers stores some architectures under other names or in other tensors (one per expert) than it computes
-    with. New names are streamed like the rest; new tensors need the whole model in the writer's memory.
+    Parameters are exported in `dtype`, buffers in their own.
+    `architecture` is the model on the meta device, by which transformers finds how it stores these tensors; None
+    stores them as they are.
     """
-    layout = _layout(model, dtype)
-    original = _unsharded_twin(model)
-    stored = revert_weight_conversion(original, layout)
-    names = {id(tensor): name for name, tensor in stored.items()}
-    if len(stored) == len(layout) and all(id(tensor) in names for tensor in layout.values()):
-        new_names = {name: names[id(tensor)] for name, tensor in layout.items()}
-        renamed = {new_names[name]: tensor for name, tensor in layout.items()}
-        return renamed, ((new_names[name], tensor) for name, tensor in _gathered(model, layout))
-    whole = {name: tensor.cpu() for name, tensor in _gathered(model, layout) if is_writer}
-    converted = revert_weight_conversion(original, whole) if is_writer else {}
-    return converted, iter(converted.items())
+    target_dtype: torch.dtype = getattr(torch, dtype)
+    own = {name: torch.empty(t.shape, dtype=target_dtype, device="meta") for name, t in shapes.items()}
+    own |= {name: tensor.to("meta") for name, tensor in buffers.items()}
+    stored = dict(own) if architecture is None else revert_weight_conversion(architecture, own)
+    names = {id(tensor): name for name, tensor in own.items()}
+    own_names = None
+    if len(stored) == len(own) and all(id(tensor) in names for tensor in stored.values()):
+        own_names = {name: names[id(tensor)] for name, tensor in stored.items()}
+        order = list(own)
+        stored = dict(sorted(stored.items(), key=lambda item: order.index(own_names[item[0]])))
+    groups = _split_by_size(stored)
+    files = {_file_name(index, len(groups)): group for index, group in enumerate(groups)}
+    return ExportPlan(stored, files, own_names, architecture, target_dtype)
 
 
-def _layout(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What is exported, as tensors without memory: every parameter once (a tied head is absent) in `dtype`, then the
-    buffers that belong to the weights in their own.
-    """
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    layout = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in model.named_parameters()}
-    buffers = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in aliases}
-    return layout | buffers
-
-
-def _unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The architecture without weights under its own class name, by which transformers finds its conversions."""
+def unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The architecture of a sharded model without weights, under its own class name."""
     original: Any = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):
         twin: PreTrainedModel = original(copy.deepcopy(model.config))
     return twin
 
 
-def _gathered(model: PreTrainedModel, layout: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the layout under its own name, whole. Collective per item."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, expected in layout.items():
-        value = tensors[name].detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        yield name, whole.to(expected.dtype)
+def known_architecture(directory: Path) -> PreTrainedModel | None:
+    """The same from a `config.json`; None if the architecture comes with code of its own, which is never run here."""
+    config = json.loads((directory / "config.json").read_text())
+    if "auto_map" in config and any(directory.glob("*.py")):
+        return None
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    return model
 
 
-def _write_weights(tensors: Iterator[tuple[str, Tensor]], layout: dict[str, Tensor], target: Path) -> list[FileRecord]:
-    """Safetensors files of at most `MAX_FILE_BYTES`, streamed: the header is written from the layout alone."""
-    groups = _split_by_size(layout)
-    records, weight_map, digests = [], {}, {}
-    for index, group in enumerate(groups, start=1):
-        name = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        with HashingFile(target / name, root=target.parent) as file:
-            file.write(_header({key: layout[key] for key in group}))
-            for expected in group:
-                key, tensor = next(tensors)
-                if key != expected:
-                    raise RuntimeError(f"tensor {key} arrived where {expected} was due")
-                data = _bytes(tensor)
+def write_weights(
+    plan: ExportPlan, target: Path, reader: ShardReader, *, share: tuple[int, int] = (0, 1)
+) -> list[FileRecord]:
+    """Write this writer's share `(index, count)` of the files into the existing directory `target`; read them back."""
+    index, count = share if plan.own_names is not None else (0, 1)
+    if plan.own_names is None and share[0] != 0:
+        return []  # the first writer has to make all tensors at once
+    mine = {name: names for i, (name, names) in enumerate(plan.files.items()) if i % count == index}
+    tensors = _exported(plan, reader, [name for names in mine.values() for name in names])
+    records = []
+    for file_name, names in mine.items():
+        digests = {}
+        with HashingFile(target / file_name, root=target.parent) as file:
+            file.write(_header({name: plan.layout[name] for name in names}))
+            for name in names:
+                data = _bytes(next(tensors))
                 file.write(data)
-                digests[key] = hashlib.blake2b(data).digest()
+                digests[name] = hashlib.blake2b(data).digest()
+        _read_back(target / file_name, plan.layout, digests)
         records.append(file.record)
-        weight_map.update(dict.fromkeys(group, name))
-    if len(groups) > 1:
-        total = sum(tensor.nbytes for tensor in layout.values())
-        index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        records.append(_write_json(target / "model.safetensors.index.json", index_json))
-    _read_back(target, weight_map, layout, digests)
     return records
+
+
+def _exported(plan: ExportPlan, reader: ShardReader, names: list[str]) -> Iterator[Tensor]:
+    """The named tensors whole, in the dtype they are exported in."""
+    if plan.own_names is not None:
+        for name in names:
+            yield reader.whole(plan.own_names[name]).to(plan.layout[name].dtype)
+        return
+    assert plan.architecture is not None
+    whole = {name: reader.whole(name) for name in reader.names}
+    whole = {name: value.to(plan.dtype) if name in reader.parameters else value for name, value in whole.items()}
+    converted = revert_weight_conversion(plan.architecture, whole)
+    for name in names:
+        yield converted[name]
+
+
+def write_companions(plan: ExportPlan, target: Path, source: ExportSource, *, class_name: str) -> list[FileRecord]:
+    """Everything beside the weights: config.json, generation_config.json, tokenizer, template, the model's own code."""
+    records = [_write_json(target / "config.json", _config(source, plan.dtype, class_name))]
+    records.append(_write_json(target / "generation_config.json", _generation_config(source)))
+    names = [name for name in _TOKENIZER_FILES if (source.model_dir / name).is_file()]
+    names += sorted(path.name for path in source.model_dir.glob("*.tiktoken"))
+    names += sorted(path.name for path in source.model_dir.glob("*.py"))
+    for name in names:
+        if source.chat_template is not None and name in ("chat_template.jinja", "chat_template.json"):
+            continue
+        if source.chat_template is not None and name == "tokenizer_config.json":
+            config = json.loads((source.model_dir / name).read_text()) | {"chat_template": source.chat_template}
+            records.append(_write_json(target / name, config))
+        else:
+            records.append(fsio.copy_file(source.model_dir / name, target / name, root=target.parent))
+    if source.chat_template is not None:
+        text = source.chat_template.encode()
+        records.append(fsio.write_file(target / "chat_template.jinja", text, root=target.parent))
+    return records
+
+
+def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
+    """Which file holds which tensor, where there are several."""
+    if len(plan.files) == 1:
+        return []
+    total = sum(tensor.nbytes for tensor in plan.layout.values())
+    weight_map = {name: file for file, names in plan.files.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return [_write_json(target / "model.safetensors.index.json", index)]
+
+
+def _file_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _split_by_size(layout: dict[str, Tensor]) -> list[list[str]]:
@@ -186,51 +219,26 @@ def _bytes(tensor: Tensor) -> memoryview:
     return view
 
 
-def _read_back(target: Path, weight_map: dict[str, str], layout: dict[str, Tensor], digests: dict[str, bytes]) -> None:
-    """Open the files as a reader would and compare every tensor with what was sent to the disk."""
-    for file_name in sorted(set(weight_map.values())):
-        with safe_open(target / file_name, framework="pt") as reader:
-            names = set(reader.keys())
-            if names != {name for name, file in weight_map.items() if file == file_name}:
-                raise OSError(f"{target / file_name}: read back other tensors than were written")
-            for name in names:
-                tensor = reader.get_tensor(name)
-                is_same = hashlib.blake2b(_bytes(tensor)).digest() == digests[name]
-                if tensor.shape != layout[name].shape or tensor.dtype != layout[name].dtype or not is_same:
-                    raise OSError(f"{target / file_name}: tensor {name} read back differently from what was written")
+def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
+    """Open a file as a reader would and compare every tensor with what was sent to the disk."""
+    with safe_open(path, framework="pt") as reader:
+        if set(reader.keys()) != set(digests):
+            raise OSError(f"{path}: read back other tensors than were written")
+        for name, digest in digests.items():
+            tensor = reader.get_tensor(name)
+            is_same = hashlib.blake2b(_bytes(tensor)).digest() == digest
+            if tensor.shape != layout[name].shape or tensor.dtype != layout[name].dtype or not is_same:
+                raise OSError(f"{path}: tensor {name} read back differently from what was written")
 
 
-def _write_companions(
-    model: PreTrainedModel, target: Path, source: ExportSource, dtype: torch.dtype
-) -> list[FileRecord]:
-    """config.json, generation_config.json, tokenizer files, template, and the model's own code if it has any."""
-    records = [_write_json(target / "config.json", _config(model, source, dtype))]
-    records.append(_write_json(target / "generation_config.json", _generation_config(source)))
-    names = [name for name in _TOKENIZER_FILES if (source.model_dir / name).is_file()]
-    names += sorted(path.name for path in source.model_dir.glob("*.tiktoken"))
-    names += sorted(path.name for path in source.model_dir.glob("*.py"))
-    for name in names:
-        if source.chat_template is not None and name in ("chat_template.jinja", "chat_template.json"):
-            continue
-        if source.chat_template is not None and name == "tokenizer_config.json":
-            config = json.loads((source.model_dir / name).read_text()) | {"chat_template": source.chat_template}
-            records.append(_write_json(target / name, config))
-        else:
-            records.append(fsio.copy_file(source.model_dir / name, target / name, root=target.parent))
-    if source.chat_template is not None:
-        text = source.chat_template.encode()
-        records.append(fsio.write_file(target / "chat_template.jinja", text, root=target.parent))
-    return records
-
-
-def _config(model: PreTrainedModel, source: ExportSource, dtype: torch.dtype) -> dict[str, object]:
+def _config(source: ExportSource, dtype: torch.dtype, class_name: str) -> dict[str, object]:
     """The source's own config with the dtype that was written; `torch_dtype` is the key every reader knows."""
     config: dict[str, object] = json.loads((source.model_dir / "config.json").read_text())
     name = str(dtype).removeprefix("torch.")
     config["torch_dtype"] = name
     if "dtype" in config:
         config["dtype"] = name
-    config.setdefault("architectures", [type(model).__name__.removeprefix("FSDP")])
+    config.setdefault("architectures", [class_name])
     return config
 
 

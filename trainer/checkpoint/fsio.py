@@ -12,7 +12,8 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 COPY_CHUNK_BYTES = 4 << 20
+VISIBILITY_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,33 @@ def _named(path: Path) -> Iterator[None]:
 
 def _open_without_following(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW)
+
+
+def free_bytes(path: Path) -> int:
+    """Space left for this user on the file system of an existing directory; quotas are not seen."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) -> None:
+    """Wait until files that other machines wrote are seen here in full: a network file system may show them late.
+
+    Raises `OSError` naming the first that is missing or of another size after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    for record in records:
+        while (problem := _mismatch(root, record)) is not None:
+            if time.monotonic() >= deadline:
+                raise OSError(f"{root / record.path}: {problem} for {timeout_s:.0f} s")
+            time.sleep(VISIBILITY_POLL_S)
+
+
+def _mismatch(root: Path, record: FileRecord) -> str | None:
+    try:
+        size_bytes = size_within(root, record.path)
+    except OSError as error:
+        return f"not to be seen here ({error.strerror or error})"
+    return None if size_bytes == record.size_bytes else f"has {size_bytes} bytes of the {record.size_bytes} written"
 
 
 def require_dir(path: Path) -> None:

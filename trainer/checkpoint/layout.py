@@ -4,6 +4,7 @@ A checkpoint appears by one rename (`commit`), becomes the one to continue from 
 Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification time.
 """
 
+import errno
 import json
 import logging
 import re
@@ -25,6 +26,8 @@ HUGGINGFACE = "huggingface"
 STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
+SPARE = 1.05
+"""Space asked for before a save, over what is written: directories, logs, and other writers."""
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
@@ -224,8 +227,8 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
     )
 
 
-def commit(staging: Path, step: int) -> Path:
-    """Give a finished staging directory its final name: the moment from which the checkpoint exists.
+def commit(staging: Path, step: int, *, nonce: str) -> Path:
+    """Give a finished staging directory, whose manifest has the `nonce`, its final name: from now on it exists.
 
     Its files must be synced (`fsio.fsync_tree`). What already has the name, left by a corrupt or an abandoned
     attempt at this step, is set aside. Raises `FileExistsError` instead if the pointer names it and it is whole: no
@@ -236,8 +239,18 @@ def commit(staging: Path, step: int) -> Path:
         if read_pointer(final.parent).step == step and inspect(final).status != "incomplete":
             raise FileExistsError(f"'{final}' is the checkpoint this run continues from: it is never replaced")
         quarantine(final, "this step is being written anew")
-    fsio.rename(staging, final)
+    try:
+        fsio.rename(staging, final)
+    except OSError:
+        # a network file system that lost the answer to a rename it carried out reports an error on the second try
+        if not _is_renamed(staging, final, nonce):
+            raise
     return final
+
+
+def _is_renamed(staging: Path, final: Path, nonce: str) -> bool:
+    found = inspect(final)
+    return not staging.exists() and found.manifest is not None and found.manifest.nonce == nonce
 
 
 def publish(run_dir: Path, step: int) -> None:
@@ -253,6 +266,40 @@ def publish(run_dir: Path, step: int) -> None:
     if unmarked:
         fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
         fsio.fsync_dir(step_dir)
+
+
+def settle(run_dir: Path, step: int, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
+    """Point to the committed checkpoint of `step`, then delete what rotation no longer keeps.
+
+    A failure is only logged: the checkpoint is committed, a resume finds it and settles it again.
+    """
+    try:
+        publish(run_dir, step)
+    except OSError as error:
+        logger.warning("%s is committed, but cannot be pointed to yet: %s", run_dir / step_dir_name(step), error)
+        return
+    rotate(run_dir, keep=keep, protect=protect)
+
+
+def require_space(run_dir: Path, needed_bytes: int) -> None:
+    """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with a little to spare."""
+    free_bytes = fsio.free_bytes(run_dir)
+    if free_bytes < needed_bytes * SPARE:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space, or "
+            f"keep fewer checkpoints (trainer.max_ckpt_to_keep)",
+            str(run_dir),
+        )
+
+
+def readable(size_bytes: float) -> str:
+    """`512 B`, `54.2 MiB`, `16.1 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.4g} GiB"
 
 
 def quarantine(path: Path, reason: str) -> Path:

@@ -1,38 +1,46 @@
-"""Saving and resuming a run: what is written in which order, and what all ranks must agree on.
-
-A checkpoint appears by one rename after every rank reported success; nothing older is removed before.
-"""
+"""Saving and loading the state of a run: when a save is tried, in which thread, and what becomes of a failed one."""
 
 import logging
 import math
-import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trainer.checkpoint import export, fsio, layout, shards
+from trainer.checkpoint import export, layout, shards
+from trainer.checkpoint.board import Board, SaveFailedError, UnresolvedSaveError
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, verify_files
-from trainer.config import CheckpointConfig, ConfigError
-from trainer.protocols import CannotWriteError, Stateful
+from trainer.checkpoint.manifest import TensorInfo
+from trainer.checkpoint.save import Save, SaveSettings
+from trainer.checkpoint.snapshot import HostBuffers, Snapshot
+from trainer.config import CheckpointConfig
+from trainer.protocols import CannotWriteError, Position, ResumableError, Stateful
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 
 logger = logging.getLogger(__name__)
-MAX_FAILED_SAVES = 3
-T = TypeVar("T")
+RETRY_AFTER_S = (60.0, 300.0)
+"""Training goes on for so long after the first and the second failed save in a row; the third ends the run."""
+REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
+"""The same for a save that the run ends with: nothing goes on meanwhile."""
+
+
+class TrainBatches(Protocol):
+    """Where the run stands in its data, and what of it goes into `data.pt`."""
+
+    @property
+    def position(self) -> Position: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class RunState:
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    train_batches: Stateful
+    train_batches: TrainBatches
     guard: Stateful
     tracking: Stateful | None
     """On the main rank only."""
@@ -62,41 +70,116 @@ class CheckpointManager:
         keep: int | None,
         lock: RunLock | None,
         fingerprints: Mapping[str, str],
+        retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
     ) -> None:
         self.run_dir = run_dir
-        self._world, self._config, self._state, self._source = world, config, state, source
-        self._keep, self._lock, self._fingerprints = keep, lock, dict(fingerprints)
-        self._num_failed_in_a_row = 0
+        self._world, self._config, self._state, self._keep = world, config, state, keep
+        self._retry_after_s = retry_after_s
+        self._buffers = HostBuffers() if config.async_save else None
+        self._pending: _Pending | None = None
+        self._num_saves = self._num_failed_in_a_row = 0
+        self._failed_at, self._last_error = 0.0, ""
+        self._committed_step: int | None = None
+        self._metrics: dict[str, float] = {}
+        architecture = export.unsharded_twin(state.model)
+        self._settings = SaveSettings(
+            run_dir=run_dir,
+            world=world,
+            board=Board(world),
+            source=source,
+            plan=export.plan_export(
+                dict(state.model.named_parameters()),
+                shards.weight_buffers(state.model),
+                architecture,
+                dtype=config.export_dtype,
+            ),
+            class_name=type(architecture).__name__,
+            has_weights="hf_model" in config.save_contents,
+            keep=keep,
+            fingerprints=fingerprints,
+            lock=lock,
+        )
 
-    def save(self, step: int, *, loss: float, grad_norm: float, is_required: bool) -> bool:
-        """Write `global_step_<step>` and rotate. Returns whether it was committed; a failure leaves the older ones.
+    def save(self, *, loss: float, grad_norm: float, is_required: bool) -> None:
+        """Save the state as it is now, unless this step is saved already.
 
-        Raises `CannotWriteError` on every rank when the save `is_required` or has now failed three times in a row.
+        A save behind training is finished first: one is in flight at most. With `is_required` the state is on disk on
+        return, or `CannotWriteError` is raised. Raises `ResumableError` after the third failure in a row.
         """
         started = time.perf_counter()
-        error = self._try_save(step, loss=loss, grad_norm=grad_norm)
-        if error is None:
-            self._num_failed_in_a_row = 0
-            logger.info("saved %s (%.1f s)", self.run_dir / layout.step_dir_name(step), time.perf_counter() - started)
-            return True
-        self._num_failed_in_a_row += 1
-        if is_required or self._num_failed_in_a_row >= MAX_FAILED_SAVES:
-            raise CannotWriteError(f"checkpoint of step {step} failed: {error}")
-        logger.warning("checkpoint of step %d failed, training goes on: %s", step, error)
-        return False
+        self.finish()
+        step = self._state.train_batches.position.step
+        for pause_s in (0.0, *(REQUIRED_RETRY_AFTER_S if is_required else ())):
+            if step == self._committed_step:
+                break
+            self._raise_if_exhausted(is_required)
+            time.sleep(pause_s)
+            self._try(step, loss=loss, grad_norm=grad_norm, in_background=not is_required)
+        if is_required and step != self._committed_step:
+            raise CannotWriteError(f"checkpoint of step {step} failed: {self._last_error}")
+        self._raise_if_exhausted(is_required)
+        self._metrics["time/train/checkpoint_s"] = time.perf_counter() - started
 
-    def _try_save(self, step: int, *, loss: float, grad_norm: float) -> str | None:
+    def is_retry_due(self) -> bool:
+        """Main rank: whether a failed save should be tried again now; the others follow its word."""
+        if self._pending is not None and self._pending.is_done:
+            self.finish()
+        if self._num_failed_in_a_row == 0:
+            return False
+        pauses_s = (*self._retry_after_s, 0.0)
+        return time.monotonic() - self._failed_at >= pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
+
+    def finish(self) -> None:
+        """Wait for a save in flight and take note of its outcome, which all ranks share."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._note(pending.step, pending.join(), stall_s=None, total_s=pending.duration_s)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What became known since the last call, in seconds: training stood still, and writing went on behind it."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _try(self, step: int, *, loss: float, grad_norm: float, in_background: bool) -> None:
+        started = time.perf_counter()
         if not self._is_finite():
-            return "a parameter or moment is not finite; a poisoned state is never committed"
-        staging, error = self._on_main(lambda: self._open_staging(step))
-        if staging is None:
-            return error
-        records, error = self._write_all(staging, step)
-        if error is None:
-            _, error = self._on_main(lambda: self._commit(staging, step, records, loss=loss, grad_norm=grad_norm))
-        if error is not None:
-            self._on_main(lambda: fsio.remove_tree(staging))
-        return error
+            error = SaveFailedError("a parameter or moment is not finite; a poisoned state is never committed")
+            self._note(step, error, stall_s=0.0, total_s=0.0)
+            return
+        snapshot = self._snapshot(loss=loss, grad_norm=grad_norm)
+        self._num_saves += 1
+        buffers = self._buffers if in_background else None
+        if buffers is not None:
+            snapshot = buffers.copy(snapshot)
+        save = Save(self._settings, snapshot, number=self._num_saves, timeout_s=float(self._config.save_timeout_s))
+        if buffers is not None:
+            self._pending = _Pending(step, save, buffers)
+        else:
+            outcome = _outcome(save)
+            self._note(step, outcome, stall_s=time.perf_counter() - started, total_s=None)
+
+    def _note(self, step: int, outcome: int | BaseException, *, stall_s: float | None, total_s: float | None) -> None:
+        if isinstance(outcome, UnresolvedSaveError):
+            raise ResumableError(f"the save of step {step} was left undecided: {outcome}") from outcome
+        if isinstance(outcome, SaveFailedError):
+            self._num_failed_in_a_row += 1
+            self._failed_at, self._last_error = time.monotonic(), str(outcome)
+            self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
+            logger.warning("checkpoint of step %d failed, the older ones stand: %s", step, outcome)
+            return
+        if isinstance(outcome, BaseException):
+            raise outcome
+        self._num_failed_in_a_row, self._committed_step = 0, step
+        path = self.run_dir / layout.step_dir_name(step)
+        if total_s is None:
+            logger.info("saved %s (%s, %.1f s)", path, layout.readable(outcome), stall_s)
+        else:
+            self._metrics["time/train/checkpoint_bg_s"] = total_s
+            logger.info("saved %s (%s, %.1f s behind training)", path, layout.readable(outcome), total_s)
+
+    def _raise_if_exhausted(self, is_required: bool) -> None:
+        if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
+            raise ResumableError(f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}")
 
     def _is_finite(self) -> bool:
         """Whether every parameter and moment of every rank is finite."""
@@ -108,148 +191,55 @@ class CheckpointManager:
         dist.all_reduce(count)
         return count.item() == 0
 
-    def _open_staging(self, step: int) -> Path:
-        staging = layout.staging_dir(self.run_dir, step)
-        fsio.make_dir(staging)
-        return staging
-
-    def _write_all(self, staging: Path, step: int) -> tuple[list[FileRecord], str | None]:
-        """Every rank writes its shards, all gather the export; (all ranks' records, the first error)."""
-        records: list[FileRecord] = []
-        error: str | None = None
-        try:
-            records += self._write_shards(staging, step)
-        except Exception as failure:  # whatever it is, the other ranks wait for this report
-            error = f"rank {self._world.rank}: {failure}"
-        try:
-            records += self._write_export(staging)
-        except Exception as failure:
-            error = error or f"rank {self._world.rank}: {failure}"
-        reports: list[Any] = [None] * self._world.size
-        dist.all_gather_object(reports, (records, error))
-        errors = [reported for _, reported in reports if reported is not None]
-        return [record for written, _ in reports for record in written], errors[0] if errors else None
-
-    def _write_shards(self, staging: Path, step: int) -> list[FileRecord]:
-        size, rank = self._world.size, self._world.rank
+    def _snapshot(self, *, loss: float, grad_norm: float) -> Snapshot:
+        """The live state of this rank; its tensors change with the next step."""
         state = self._state
-        extra = {
-            "step": step,
-            "lr_scheduler": {**state.schedule, "last_epoch": step},
-            "rng": seeding.rng_state(),
-            "guard": state.guard.state_dict(),
-            "tracking": state.tracking.state_dict() if state.tracking is not None else {},
-        }
-        contents = {
-            layout.model_file(size, rank): shards.model_state(state.model),
-            layout.optim_file(size, rank): shards.optimizer_state(state.model, state.optimizer),
-            layout.extra_file(size, rank): extra,
-        }
-        if self._world.is_main:
-            contents["data.pt"] = state.train_batches.state_dict()
-        return [shards.write_torch(staging / name, value, root=staging) for name, value in contents.items()]
-
-    def _write_export(self, staging: Path) -> list[FileRecord]:
-        dtype = getattr(torch, self._config.export_dtype)
-        target = staging / export.DIRECTORY
-        if "hf_model" in self._config.save_contents:
-            is_writer = self._world.is_main
-            return export.write_export(self._state.model, target, self._source, dtype=dtype, is_writer=is_writer)
-        if self._world.is_main:
-            return export.write_companions_only(self._state.model, target, self._source, dtype=dtype)
-        return []
-
-    def _commit(self, staging: Path, step: int, records: list[FileRecord], *, loss: float, grad_norm: float) -> None:
-        """Main rank: fsdp_config.json, then the manifest, then the rename that makes the checkpoint exist."""
-        world = self._world
-        text = f'{{"FSDP_version": 2, "world_size": {world.size}}}\n'
-        records = [*records, fsio.write_file(staging / "fsdp_config.json", text.encode(), root=staging)]
-        for record in records:
-            if fsio.size_within(staging, record.path) != record.size_bytes:
-                raise OSError(f"{record.path} is not as long as the rank that wrote it reported")
-        position = self._state.train_batches.state_dict()
-        parameters = dict(self._state.model.named_parameters())
-        manifest = Manifest(
-            step=step,
-            epoch=position["epoch"],
-            samples_consumed=position["samples_consumed"],
-            world_size=world.size,
-            mesh=world.mesh_shape,
-            created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-            nonce=secrets.token_hex(8),
-            files=tuple(records),
+        parameters = dict(state.model.named_parameters())
+        position = state.train_batches.position
+        return Snapshot(
+            position=position,
+            model=shards.model_state(state.model),
+            optim=shards.optimizer_state(state.model, state.optimizer),
+            extra={
+                "step": position.step,
+                "lr_scheduler": {**state.schedule, "last_epoch": position.step},
+                "rng": seeding.rng_state(),
+                "guard": state.guard.state_dict(),
+                "tracking": state.tracking.state_dict() if state.tracking is not None else {},
+                "buffers": shards.weight_buffers(state.model),
+            },
+            data=state.train_batches.state_dict(),
+            buffers=shards.weight_buffers(state.model),
             tensors={n: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters.items()},
-            param_names=tuple(parameters),
-            fingerprints=self._fingerprints,
-            finite=True,
             loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         )
-        fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
-        fsio.fsync_tree(staging)
-        if self._lock is not None and not self._lock.is_held():
-            raise OSError(f"another job has taken over {self.run_dir}")
-        layout.commit(staging, step)
-        layout.publish(self.run_dir, step)
-        layout.rotate(self.run_dir, keep=self._keep)
 
-    def resume(self, candidates: tuple[CheckpointInfo, ...]) -> Path | None:
-        """Load the first candidate whose contents verify; returns its directory, or None without candidates.
+    def load(self, checkpoint: CheckpointInfo) -> None:
+        """Take over the state of a checkpoint whose contents are proven, then finish what a crash left undone.
 
-        Raises `NoUsableCheckpointError` if none verifies, `ConfigError` if it belongs to another model or data.
+        Raises `ConfigError` if it belongs to another model, `CorruptShardError` if it is not what it promises.
         """
-        for candidate in candidates:
-            problems = self._verify(candidate)
-            if not problems:
-                self._load(candidate)
-                if self._is_own(candidate):
-                    self._on_main(partial(self._settle, candidate.step))
-                return candidate.path
-            logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
-            if self._is_own(candidate):
-                self._on_main(partial(layout.quarantine, candidate.path, "its contents do not verify"))
-        if candidates:
-            raise layout.NoUsableCheckpointError(
-                f"every checkpoint in {self.run_dir} is damaged (set aside as .corrupt_*); begin anew in another "
-                f"directory: trainer.experiment_name=<new name>"
-            )
-        return None
-
-    def _is_own(self, candidate: CheckpointInfo) -> bool:
-        return candidate.path.resolve().parent == self.run_dir.resolve()
-
-    def _settle(self, step: int) -> None:
-        """Main rank: finish what a crash between commit and rotation left undone."""
-        layout.publish(self.run_dir, step)
-        layout.rotate(self.run_dir, keep=self._keep, protect={step})
-
-    def _verify(self, candidate: CheckpointInfo) -> list[str]:
-        if candidate.manifest is None:
-            raise ConfigError(
-                f"{candidate.path} was written by verl, without a manifest; continuing it is not supported: "
-                f"train from its huggingface/ directory instead (model.partial_pretrain=...)"
-            )
-        own = verify_files(candidate.path, candidate.manifest, share=(self._world.rank, self._world.size))
-        reports: list[Any] = [None] * self._world.size
-        dist.all_gather_object(reports, own)
-        return [problem for report in reports for problem in report]
-
-    def _load(self, candidate: CheckpointInfo) -> None:
-        manifest, state = candidate.manifest, self._state
+        manifest, state = checkpoint.manifest, self._state
         assert manifest is not None
-        self._require_same_run(manifest)
         where: dict[str, Any] = {
             "world_size": manifest.world_size,
             "num_shards": manifest.mesh.get("fsdp", manifest.world_size),
         }
-        shards.load_model(state.model, candidate.path, **where)
+        shards.load_model(state.model, checkpoint.path, **where)
         if "optimizer" in self._config.load_contents:
-            shards.load_optimizer(state.model, state.optimizer, candidate.path, **where)
-        if "extra" not in self._config.load_contents:
-            return
+            shards.load_optimizer(state.model, state.optimizer, checkpoint.path, **where)
+        if "extra" in self._config.load_contents:
+            self._load_extra(checkpoint)
+        if self._world.is_main and checkpoint.path.resolve().parent == self.run_dir.resolve():
+            layout.settle(self.run_dir, checkpoint.step, keep=self._keep, protect={checkpoint.step})
+
+    def _load_extra(self, checkpoint: CheckpointInfo) -> None:
+        manifest, state = checkpoint.manifest, self._state
+        assert manifest is not None
         is_same_size = manifest.world_size == self._world.size
         saved_rank = self._world.rank if is_same_size else 0
-        extra = shards.read_torch(candidate.path / layout.extra_file(manifest.world_size, saved_rank))
+        extra = shards.read_torch(checkpoint.path / layout.extra_file(manifest.world_size, saved_rank))
         if changes := schedule_changes(extra["lr_scheduler"], state.schedule):
             logger.warning("the learning rate follows another schedule from here on: %s", changes)
         state.guard.load_state_dict(extra["guard"])
@@ -257,37 +247,47 @@ class CheckpointManager:
             seeding.set_rng_state(extra["rng"])
         if state.tracking is not None:
             state.tracking.load_state_dict(extra["tracking"])
-        try:
-            state.train_batches.load_state_dict(shards.read_torch(candidate.path / "data.pt"))
-        except ValueError as error:
-            raise ConfigError(
-                f"{candidate.path} was trained on other data or in another order: {error}. Restore the data and keys, "
-                f"or begin anew: trainer.experiment_name=<new name>"
-            ) from error
+        found = state.train_batches.position
+        if (found.step, found.epoch, found.samples_consumed) != (
+            manifest.step,
+            manifest.epoch,
+            manifest.samples_consumed,
+        ):
+            raise RuntimeError(f"the data would go on from {found}, {checkpoint.path} was saved at another place")
+        self._committed_step = checkpoint.step
 
-    def _require_same_run(self, manifest: Manifest) -> None:
-        """Raise `ConfigError` naming every difference that would make the continued run another run."""
-        changed = [
-            f"{key}: saved {manifest.fingerprints[key]}, now {value}"
-            for key, value in self._fingerprints.items()
-            if manifest.fingerprints.get(key, value) != value
-        ]
-        if changed:
-            raise ConfigError(
-                f"the checkpoint of step {manifest.step} belongs to another run ({'; '.join(changed)}). Restore these, "
-                f"or begin anew: trainer.experiment_name=<new name>"
-            )
 
-    def _on_main(self, action: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Run `action` on the main rank and tell all ranks: (its value, its error)."""
-        outcome: list[Any] = [None, None]
-        if self._world.is_main:
-            try:
-                outcome[0] = action()
-            except Exception as error:  # whatever it is, the other ranks wait for this answer
-                outcome[1] = f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(outcome, src=0)
-        return outcome[0], outcome[1]
+class _Pending:
+    """A save that goes on behind training, in a thread of its own."""
+
+    def __init__(self, step: int, save: Save, buffers: HostBuffers) -> None:
+        self.step, self._save, self._buffers = step, save, buffers
+        self._started, self.duration_s = time.perf_counter(), 0.0
+        self._outcome: int | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> int | BaseException:
+        self._thread.join()
+        assert self._outcome is not None
+        return self._outcome
+
+    def _run(self) -> None:
+        self._buffers.wait_until_ready()
+        self._outcome = _outcome(self._save)
+        self.duration_s = time.perf_counter() - self._started
+
+
+def _outcome(save: Save) -> int | BaseException:
+    """The size of the committed checkpoint in bytes, or what went wrong."""
+    try:
+        return save.run()
+    except BaseException as error:
+        return error
 
 
 def schedule_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) wit
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -59,6 +59,65 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {"state": state, "param_groups": groups}
 
 
+def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the weights, equal on all ranks; what transformers computes anew is not among them."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value.detach() for name, value in model.state_dict().items() if name not in parameters}
+
+
+def num_bytes(tree: Any) -> int:
+    """Memory of all local tensors in nested containers; what shares memory counts once."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, DTensor):
+            value = value._local_tensor
+        if isinstance(value, Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    visit(tree)
+    return sum(found.values())
+
+
+class ShardReader:
+    """Whole tensors of a checkpoint, one at a time: the files are mapped, so memory holds what is asked for."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        world_size: int,
+        num_shards: int,
+        parameters: Iterable[str],
+        buffers: dict[str, Tensor],
+    ) -> None:
+        files = [directory / layout.model_file(world_size, rank) for rank in range(num_shards)]
+        self._parts = [read_torch(file) for file in files]
+        self._directory, self._buffers = directory, buffers
+        self.parameters = tuple(parameters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.parameters, *self._buffers)
+
+    def whole(self, name: str) -> Tensor:
+        """Raises `CorruptShardError` if the pieces do not make up the tensor."""
+        if name in self._buffers:
+            return self._buffers[name]
+        entries = [_entry(part, name, self._directory) for part in self._parts]
+        if _shard_dim(entries[0], name) is None:
+            return _piece(entries[0])
+        tensor = torch.cat([_piece(entry) for entry in entries])
+        if tensor.shape != entries[0].shape:
+            raise CorruptShardError(f"'{name}': its pieces make {tuple(tensor.shape)}, not {tuple(entries[0].shape)}")
+        return tensor
+
+
 def load_model(model: nn.Module, directory: Path, *, world_size: int, num_shards: int) -> None:
     """Copy the saved parameters into `model`, whatever the number of ranks that saved them.
 
@@ -93,9 +152,12 @@ def _compact(value: Any) -> Any:
     local = value.to_local().detach()
     if local.untyped_storage().nbytes() != local.numel() * local.element_size():
         local = local.clone()
-    return DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    return with_local(value, local)
+
+
+def with_local(value: DTensor, local: Tensor) -> DTensor:
+    """The same shard with other memory; `DTensor.from_local` would move it to the device of the mesh."""
+    return DTensor(local, value._spec, requires_grad=False)
 
 
 @torch.no_grad()

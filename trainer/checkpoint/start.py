@@ -1,46 +1,71 @@
-"""Where a run begins: decided once by the main rank from the run directory, before a model is built."""
+"""Where a run begins: decided and proven before a model is built. The main rank decides, the others follow."""
 
 import logging
+import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import fsio, layout, lineage
 from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manifest import verify_files
 from trainer.config import ConfigError, TrainerConfig
-from trainer.protocols import CannotWriteError
+from trainer.protocols import CannotWriteError, Position
 from trainer.runtime.distributed import World
 
 logger = logging.getLogger(__name__)
+SHARED_WITHIN_S = 60.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Start:
-    """`candidates`: what to continue from, best first; none for a fresh run. `lock` is held by the main rank."""
+    """`checkpoint`: what to continue from, its contents proven; None for a fresh run. `lock`: held by the main rank."""
 
-    candidates: tuple[CheckpointInfo, ...]
+    checkpoint: CheckpointInfo | None
+    position: Position
     is_complete: bool
     lock: RunLock | None
 
 
-def decide_start(config: TrainerConfig, *, total_steps: int, world: World) -> Start:
-    """Collective. Raises `ConfigError` or `CannotWriteError` on every rank.
+def decide_start(
+    config: TrainerConfig, *, lineage: Lineage, total_steps: Callable[[Position], int], world: World
+) -> Start:
+    """Collective. `total_steps` tells from a position how many steps the whole run has.
 
-    A run that already reached `total_steps` is complete: nothing is written, not even the lock.
+    A run that already has them all is complete: nothing is written, not even the lock. Raises on every rank alike:
+    `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
+    candidates = _on_main(partial(_candidates, config), config, world)
+    if candidates:
+        position = _position(candidates[0], config)
+        if position.step >= total_steps(position) and not _verify(candidates[0], world):
+            return Start(candidates[0], position, is_complete=True, lock=None)
+    lock = RunLock(Path(config.default_local_dir))
+    _on_main(partial(_take_run_dir, config, lock), config, world)
+    _require_shared(config, world)
+    candidates = _on_main(partial(_candidates, config), config, world)
+    checkpoint = _first_proven(candidates, config, world)
+    position = Position()
+    if checkpoint is not None:
+        _require_same_run(checkpoint, config, lineage)
+        position = _position(checkpoint, config)
+    return Start(checkpoint, position, is_complete=False, lock=lock if world.is_main else None)
+
+
+def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
+    """The main rank's result on every rank, or its error."""
     outcome: list[Any] = [None, None]
-    lock: RunLock | None = None
     if world.is_main:
         try:
-            candidates = _candidates(config)
-            is_complete = bool(candidates) and candidates[0].step >= total_steps
-            if not is_complete:
-                lock = _take_run_dir(Path(config.default_local_dir))
-                candidates = _candidates(config)
-            outcome[0] = (candidates, is_complete)
+            outcome[0] = action()
         except (ConfigError, CannotWriteError) as error:
             outcome[1] = error
         except OSError as error:
@@ -48,21 +73,85 @@ def decide_start(config: TrainerConfig, *, total_steps: int, world: World) -> St
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
-    candidates, is_complete = outcome[0]
-    return Start(candidates, is_complete, lock)
+    result: T = outcome[0]
+    return result
 
 
-def _take_run_dir(run_dir: Path) -> RunLock:
-    try:
-        fsio.make_dirs(run_dir)
-        lock = RunLock(run_dir)
-        lock.acquire()
-        layout.clean_leftovers(run_dir)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise _cannot_use(run_dir, error) from error
-    return lock
+def _position(checkpoint: CheckpointInfo, config: TrainerConfig) -> Position:
+    manifest = checkpoint.manifest
+    if "extra" not in config.checkpoint.load_contents:
+        return Position()
+    assert manifest is not None
+    return Position(manifest.step, manifest.epoch, manifest.samples_consumed)
+
+
+def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World) -> CheckpointInfo | None:
+    """The first candidate whose every byte is as written; damaged ones of this run are set aside. Collective."""
+    run_dir = Path(config.default_local_dir)
+    for candidate in candidates:
+        problems = _verify(candidate, world)
+        if not problems:
+            return candidate
+        logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
+        if candidate.path.resolve().parent == run_dir.resolve():
+            aside = partial(layout.quarantine, candidate.path, "its contents do not verify")
+            _on_main(aside, config, world)
+    if candidates:
+        raise layout.NoUsableCheckpointError(
+            f"every checkpoint in {run_dir} is damaged (set aside as .corrupt_*); begin anew in another "
+            f"directory: trainer.experiment_name=<new name>"
+        )
+    return None
+
+
+def _verify(candidate: CheckpointInfo, world: World) -> list[str]:
+    if candidate.manifest is None:
+        raise ConfigError(
+            f"{candidate.path} was written by verl, without a manifest; continuing it is not supported: "
+            f"train from its huggingface/ directory instead (model.partial_pretrain=...)"
+        )
+    own = verify_files(candidate.path, candidate.manifest, share=(world.rank, world.size))
+    reports: list[Any] = [None] * world.size
+    dist.all_gather_object(reports, own)
+    return [problem for report in reports for problem in report]
+
+
+def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:
+    if "extra" not in config.checkpoint.load_contents or checkpoint.manifest is None:
+        return
+    for change in lineage.compare(checkpoint.manifest.fingerprints, now):
+        logger.warning("changed since %s: %s", checkpoint.path.name, change)
+
+
+def _take_run_dir(config: TrainerConfig, lock: RunLock) -> None:
+    run_dir = Path(config.default_local_dir)
+    fsio.make_dirs(run_dir)
+    lock.acquire()
+    layout.clean_leftovers(run_dir)
+
+
+def _require_shared(config: TrainerConfig, world: World) -> None:
+    """Every rank must see what the main rank writes, or its shards would be scattered over machines. Collective."""
+    run_dir = Path(config.default_local_dir)
+    name = f"{layout.STAGING_PREFIX}probe.{secrets.token_hex(4)}"
+    probe = run_dir / _on_main(lambda: _write_probe(run_dir / name), config, world)
+    deadline = time.monotonic() + SHARED_WITHIN_S
+    while not (is_seen := probe.exists()) and time.monotonic() < deadline:
+        time.sleep(fsio.VISIBILITY_POLL_S)
+    seen: list[Any] = [None] * world.size
+    dist.all_gather_object(seen, is_seen)
+    _on_main(lambda: fsio.remove_tree(probe), config, world)
+    if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
+        raise ConfigError(
+            f"ranks {blind} do not see what rank 0 writes to trainer.default_local_dir={run_dir}: it must be on a "
+            f"file system that all machines share"
+        )
+
+
+def _write_probe(path: Path) -> str:
+    fsio.write_file(path, b"", root=path.parent)
+    fsio.fsync_dir(path.parent)
+    return path.name
 
 
 def _cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError
 from trainer.protocols import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
 
@@ -84,7 +85,10 @@ def main(argv: list[str]) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="sft-", ignore_cleanup_errors=True) as status_dir:
         env = rank_environment(os.environ, num_ranks=num_ranks, status_dir=Path(status_dir))
-        code = supervise(agent_command(num_ranks, layout, arguments.overrides), env=env, status_dir=Path(status_dir))
+        run_dir = Path(config.trainer.default_local_dir)
+        watchdog = Watchdog(Path(status_dir), run_dir=run_dir, has_peers=layout.num_nodes > 1)
+        command = agent_command(num_ranks, layout, arguments.overrides)
+        code = supervise(command, env=env, status_dir=Path(status_dir), watchdog=watchdog)
     if code == EXIT_RESUMABLE:
         print("resume with the same command", flush=True)
     return code
@@ -205,8 +209,8 @@ def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str]) 
     return [sys.executable, "-m", "trainer.cli.launch", "--agent", *options, "-m", "trainer", *overrides]
 
 
-def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Path) -> int:
-    """Run the agent to its end, pass every signal on to the ranks once, and return the run's exit code."""
+def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Path, watchdog: Watchdog) -> int:
+    """Run the agent to its end or a hang, pass every signal on to the ranks once, and return the run's exit code."""
     awaited = {*FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     try:
@@ -217,6 +221,9 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Pat
         was_signalled = was_stopped_early = False
         while agent.poll() is None:
             received = signal.sigtimedwait(awaited, POLL_S)
+            if watchdog.finds_hang():
+                watchdog.end_run(agent)
+                return hang_exit_code(_reported_code(status_dir))
             if received is None or received.si_signo == signal.SIGCHLD:
                 continue
             was_signalled = True
@@ -243,6 +250,11 @@ def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool)
     if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0 and not was_signalled:
         return EXIT_CRASH
     return reported
+
+
+def hang_exit_code(reported: int | None) -> int:
+    """Resumable, unless a rank reported a failure first: then the silence of the others follows from it."""
+    return EXIT_RESUMABLE if reported in (None, EXIT_DONE) else reported
 
 
 def _set_up_agent(launcher_pid: int) -> None:

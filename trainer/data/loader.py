@@ -3,6 +3,7 @@
 The position of a run is one integer, the step; torchdata's own state is stored beside it as a cross-check only.
 """
 
+import dataclasses
 import hashlib
 import signal
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.plan import Limits, Schedule, split_batch
 from trainer.data.token_cache import TokenDataset
+from trainer.protocols import Position
 
 
 class Samples(Protocol):
@@ -116,7 +118,7 @@ class _StepDataset(Dataset[StepBatch]):
         self.samples, self.plan, self.schedule = samples, plan, schedule
 
     def __getitem__(self, step: int) -> StepBatch:
-        epoch, _ = self.schedule.position(step)
+        epoch = self.schedule.position(step).epoch
         return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
 
 
@@ -139,7 +141,7 @@ def _ignore_signals(worker_id: int) -> None:
 
 
 class TrainLoader:
-    """Steps `[next_step, total_steps)` of a run, resumable at any step and on any number of ranks."""
+    """Steps `[schedule.start.step, total_steps)` of a run: every position is resumable, on any number of ranks."""
 
     def __init__(
         self,
@@ -149,13 +151,11 @@ class TrainLoader:
         schedule: Schedule,
         total_steps: int,
         num_workers: int,
-        fingerprint: str,
         pin_memory: bool,
     ) -> None:
         self._samples, self._plan, self._schedule = samples, plan, schedule
         self._total_steps, self._num_workers, self._pin_memory = total_steps, num_workers, pin_memory
-        self._fingerprint = fingerprint
-        self.next_step = 0
+        self.next_step = schedule.start.step
         self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -174,36 +174,19 @@ class TrainLoader:
             self.next_step += 1
             yield batch
 
+    @property
+    def position(self) -> Position:
+        return self._schedule.position(self.next_step)
+
     def state_dict(self) -> dict[str, Any]:
-        epoch, samples_consumed = self._schedule.position(self.next_step)
+        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it depends on ranks."""
         return {
-            "step": self.next_step,
-            "epoch": epoch,
-            "samples_consumed": samples_consumed,
+            **dataclasses.asdict(self.position),
             "train_batch_size": self._schedule.batch_size,
             "num_samples": self._schedule.num_samples,
             "seed": self._schedule.seed,
-            "fingerprint": self._fingerprint,
             "loader": self._loader.state_dict() if self._loader is not None else {},
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the saved step. Raises `ValueError` listing every difference that would change the order."""
-        schedule = self._schedule
-        expected = {
-            "train_batch_size": schedule.batch_size,
-            "num_samples": schedule.num_samples,
-            "seed": schedule.seed,
-            "fingerprint": self._fingerprint,
-        }
-        changed = [
-            f"{name}: saved {state_dict[name]!r}, now {value!r}"
-            for name, value in expected.items()
-            if state_dict[name] != value
-        ]
-        if changed:
-            raise ValueError("; ".join(changed))
-        self.next_step = int(state_dict["step"])
 
 
 def validation_batches(samples: Samples, plan: RankPlan, *, batch_size: int) -> Callable[[], Iterator[StepBatch]]:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.config import ConfigError
+from trainer.protocols import Position
 from trainer.runtime import seeding
+
+START = Position()
 
 
 @dataclass(frozen=True)
@@ -22,28 +25,46 @@ class Limits:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a whole run: step s (from 0) of epoch e trains `permutation(seed, e)[k * B : (k + 1) * B]`,
-    with k the step inside the epoch. The last batch of an epoch holds what is left; no sample is dropped.
+    """The order of a run from `start` on: a step of epoch e trains the next B samples of `permutation(seed, e)`.
+
+    The last batch of an epoch holds what is left; no sample is dropped. Continued from any of its own positions with
+    the same values a schedule goes on as it would have; with another batch size it goes on in the same permutation.
     """
 
     num_samples: int
     batch_size: int
     seed: int
+    start: Position = START
 
     @property
     def steps_per_epoch(self) -> int:
         return math.ceil(self.num_samples / self.batch_size)
 
-    def position(self, step: int) -> tuple[int, int]:
-        """(epoch, samples consumed in it) before step `step`; a finished epoch is the start of the next."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        return epoch, index * self.batch_size
+    @property
+    def _steps_left_in_first_epoch(self) -> int:
+        return math.ceil(max(0, self.num_samples - self.start.samples_consumed) / self.batch_size)
+
+    def position(self, step: int) -> Position:
+        """Where the run stands before step `step` (from 0), which is not before `start`."""
+        index = step - self.start.step
+        if index < 0:
+            raise ValueError(f"step {step} lies before the start of this schedule, step {self.start.step}")
+        if index < self._steps_left_in_first_epoch:
+            return Position(step, self.start.epoch, self.start.samples_consumed + index * self.batch_size)
+        epochs, index = divmod(index - self._steps_left_in_first_epoch, self.steps_per_epoch)
+        return Position(step, self.start.epoch + 1 + epochs, index * self.batch_size)
+
+    def steps_until(self, total_epochs: int) -> int:
+        """Finished steps of the whole run once `total_epochs` epochs are done."""
+        later_epochs = max(0, total_epochs - self.start.epoch - 1)
+        first = self._steps_left_in_first_epoch if total_epochs > self.start.epoch else 0
+        return self.start.step + first + later_epochs * self.steps_per_epoch
 
     def samples(self, step: int) -> np.ndarray:
         """Sample ids of one global batch, int64, in the order of the epoch."""
-        epoch, start = self.position(step)
-        order = seeding.permutation(self.seed, epoch=epoch, num_samples=self.num_samples)
-        return order[start : start + self.batch_size]
+        position = self.position(step)
+        order = seeding.permutation(self.seed, epoch=position.epoch, num_samples=self.num_samples)
+        return order[position.samples_consumed :][: self.batch_size]
 
 
 def split_batch(

@@ -6,6 +6,8 @@ the run's exit code, because torchrun folds every failure into 1.
 
 import contextlib
 import ctypes
+import faulthandler
+import math
 import os
 import signal
 import sys
@@ -29,10 +31,12 @@ class StopRequest:
     nothing is worth saving and the process leaves at once. A second, later signal always leaves at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_time_s: float = math.inf) -> None:
+        """`max_time_s` from now the request is made by itself."""
         self.signal_name: str | None = None
         self._first_at = 0.0
         self._is_deferred = False
+        self._ends_at = time.monotonic() + max_time_s
 
     def install(self) -> None:
         for number in SIGNALS:
@@ -40,7 +44,12 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        return self.signal_name is not None
+        return self.signal_name is not None or time.monotonic() >= self._ends_at
+
+    @property
+    def reason(self) -> str | None:
+        """What asked for the stop; None when it was another rank."""
+        return self.signal_name or ("trainer.max_time" if self.is_set else None)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -64,7 +73,10 @@ class StopRequest:
 
 
 def join_launcher() -> None:
-    """Register this rank with the launcher, and die with the parent process so that no rank outlives its job."""
+    """Register this rank with the launcher, and die with the parent process so that no rank outlives its job.
+
+    SIGUSR2 from now on writes the stacks of all threads, by a handler in C that does not wait for the interpreter.
+    """
     if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
         return
     parent = os.getppid()
@@ -73,7 +85,9 @@ def join_launcher() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_RESUMABLE)
-    Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))
+    stacks = os.open(Path(directory, f"rank_{local_rank()}.stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
+    Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))  # last: whoever reads it may send signals
 
 
 def report_exit_code(code: int) -> bool:

@@ -1,0 +1,37 @@
+"""The export of a sharded model as a save makes it: every rank's shards, then the files made from them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer.checkpoint import export, fsio, layout, shards
+from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.fsio import FileRecord
+from trainer.runtime.distributed import World
+
+
+def export_model(world: World, model: Any, target: Path, source: ExportSource, *, dtype: str) -> list[FileRecord]:
+    """Write `target`, and this rank's shards beside it. Returns what this rank wrote of the export."""
+    root = target.with_name(f"{target.name}-shards")
+    root.mkdir(exist_ok=True)
+    architecture = export.unsharded_twin(model)
+    parameters, buffers = dict(model.named_parameters()), shards.weight_buffers(model)
+    shards.write_torch(root / layout.model_file(world.size, world.rank), shards.model_state(model), root=root)
+    if world.is_main:
+        fsio.make_dir(target)
+    dist.barrier()
+    reader = shards.ShardReader(
+        root,
+        world_size=world.size,
+        num_shards=world.size // world.num_replicas,
+        parameters=parameters,
+        buffers=buffers,
+    )
+    plan = export.plan_export(parameters, buffers, architecture, dtype=dtype)
+    records = export.write_weights(plan, target, reader, share=(world.rank, world.size))
+    if world.is_main:
+        records += export.write_index(plan, target)
+        records += export.write_companions(plan, target, source, class_name=type(architecture).__name__)
+    dist.barrier()
+    return records

@@ -1,0 +1,199 @@
+"""Whole runs of the toy model on ranks: start, resume, train, save, with the project's own parts and a trace."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_parts, trainer
+
+from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.lineage import Lineage
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manager import CheckpointManager, RunState
+from trainer.checkpoint.start import decide_start
+from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.data.plan import Schedule
+from trainer.protocols import Position
+from trainer.runtime.distributed import World
+from trainer.runtime.signals import StopRequest
+from trainer.sft_trainer import Cadence, Parts
+
+CONTENTS = ["model", "optimizer", "extra", "hf_model"]
+BATCH_SIZE = 8
+TRACE = "trace.jsonl"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a toy run is; `seed` is that of the samples."""
+
+    total_steps: int = 6
+    save_freq: int = 2
+    keep: int | None = None
+    seed: int = 0
+    batch_size: int = BATCH_SIZE
+    async_save: bool = False
+    save_timeout_s: int = 30
+    resume_allow: tuple[str, ...] = ()
+    has_trace: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """`losses`: (loss, norm) by step; `loaded` and `parameters`: whole tensors before and after training."""
+
+    losses: dict[int, tuple[float, float]]
+    loaded: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    loaded_moments: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    start_step: int
+    exit_code: int
+    rows: list[tuple[int, dict[str, float]]]
+
+
+def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
+    return TrainerConfig(
+        project_name="toy",
+        experiment_name="toy",
+        default_local_dir=str(run_dir),
+        logger=[],
+        total_epochs=2,
+        total_training_steps=recipe.total_steps,
+        save_freq=recipe.save_freq,
+        test_freq=-1,
+        max_ckpt_to_keep=recipe.keep,
+        resume_mode="auto",
+        resume_from_path=None,
+        resume_allow=list(recipe.resume_allow),
+        max_time=None,
+        seed=3,
+        device="cpu",
+        max_nonfinite_steps=3,
+        dist_timeout_s=60,
+        hang_timeout_s=60,
+        checkpoint=CheckpointConfig(CONTENTS, CONTENTS[:3], "float32", recipe.async_save, recipe.save_timeout_s),
+    )
+
+
+def checkpoint_manager(
+    world: World,
+    run_dir: Path,
+    source: Any,
+    parts: Parts,
+    recipe: Recipe,
+    *,
+    lock: RunLock | None = None,
+    **settings: Any,
+) -> CheckpointManager:
+    state = RunState(parts.model, parts.optimizer, parts.train_batches, parts.guard, None, parts.schedule.state_dict())  # type: ignore[arg-type, attr-defined]
+    return CheckpointManager(
+        run_dir,
+        world=world,
+        config=trainer_config(run_dir, recipe).checkpoint,
+        state=state,
+        source=ExportSource(Path(source.path), None, (3,)),
+        keep=recipe.keep,
+        lock=lock,
+        fingerprints=fingerprints(recipe),
+        **settings,
+    )
+
+
+def fingerprints(recipe: Recipe) -> dict[str, str]:
+    return {"data": f"toy {recipe.seed}", "train_batch_size": str(recipe.batch_size), "model_config": "toy"}
+
+
+def run(
+    world: World, run_dir: Path, source: Any, recipe: Recipe, *, stop: StopRequest | None = None, **changes: Any
+) -> Result:
+    """Train from wherever `run_dir` stands to the end of the recipe."""
+    samples = ToySamples(seed=recipe.seed)
+
+    def total_steps(position: Position) -> int:
+        return recipe.total_steps
+
+    lineage = Lineage(fingerprints(recipe), recipe.resume_allow)
+    start = decide_start(trainer_config(run_dir, recipe), lineage=lineage, total_steps=total_steps, world=world)
+    model = build_toy_model(world, source)
+    parts = toy_parts(
+        world,
+        model,
+        samples,
+        total_steps=recipe.total_steps,
+        batch_size=recipe.batch_size,
+        start=start.position,
+        cadence=Cadence(recipe.total_steps, recipe.save_freq, -1),
+        **changes,
+    )
+    checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
+    if start.checkpoint is not None:
+        checkpoints.load(start.checkpoint)
+    loaded, loaded_moments = full_parameters(model), moments_of(parts)
+    recorder = Tracer(run_dir / TRACE, parts, recipe) if recipe.has_trace and world.is_main else Recorder()
+    parts = replace(parts, checkpoints=checkpoints, tracker=recorder)
+    code = 0 if start.is_complete else trainer(parts, stop).fit()
+    if start.lock is not None:
+        start.lock.release()
+    losses = {step: (row["train/loss"], row["train/grad_norm"]) for step, row in recorder.rows if "train/loss" in row}
+    return Result(
+        losses=losses,
+        loaded=loaded,
+        parameters=full_parameters(model),
+        loaded_moments=loaded_moments,
+        moments=moments_of(parts),
+        start_step=start.position.step,
+        exit_code=code,
+        rows=recorder.rows,
+    )
+
+
+def moments_of(parts: Parts) -> dict[str, torch.Tensor]:
+    """{name.key: whole tensor}, collective."""
+    return {
+        f"{name}.{key}": value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+        for name, parameter in parts.model.named_parameters()
+        for key, value in parts.optimizer.state[parameter].items()
+    }
+
+
+class Tracer(Recorder):
+    """Appends a line per step to a file: exact loss, norm, rate; digests of samples and of this rank's state."""
+
+    def __init__(self, path: Path, parts: Parts, recipe: Recipe) -> None:
+        super().__init__()
+        self._parts = parts
+        self._schedule = Schedule(24, recipe.batch_size, seed=3)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        super().log(data, step)
+        line = {
+            "step": step,
+            "loss": float(data["train/loss"]).hex(),
+            "grad_norm": float(data["train/grad_norm"]).hex(),
+            "lr": float(data["train/lr(1e-3)"]).hex(),
+            "ids": hashlib.sha256(self._schedule.samples(step - 1).tobytes()).hexdigest()[:16],
+            "state": self._digest(),
+        }
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self._parts.model.parameters():
+            for tensor in (parameter, *self._parts.optimizer.state[parameter].values()):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                digest.update(local.detach().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def read_trace(run_dir: Path) -> list[dict[str, Any]]:
+    """Whole lines only: the last may be torn by a kill."""
+    path = run_dir / TRACE
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,184 @@
+"""Hangs of ranks that register like real ones: which end the run, what is kept, and that nothing is left alive."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import launch
+
+ROOT = Path(launch.__file__).parents[2]
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+from trainer.cli import launch
+from trainer.cli.watchdog import Watchdog
+launch.POLL_S = 0.1
+status_dir, run_dir = Path(sys.argv[1]), Path(sys.argv[2])
+env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}
+watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=False)
+sys.exit(launch.supervise([sys.executable, *sys.argv[3:]], env=env, status_dir=status_dir, watchdog=watchdog))
+"""
+# Stands for torchrun; beside two ranks it has a child that never registers.
+AGENT = """
+import os, subprocess, sys
+third = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(os.path.join(os.environ["SFT_STATUS_DIR"], "third.pid"), "w").write(str(third.pid))
+ranks = [subprocess.Popen([sys.executable, sys.argv[1]], env={**os.environ, "LOCAL_RANK": str(r)}) for r in range(2)]
+codes = [rank.wait() for rank in ranks]
+third.kill()
+sys.exit(any(codes))
+"""
+RANK = """
+import os, sys, threading, time
+from pathlib import Path
+from trainer.runtime.environment import local_rank
+from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.signals import join_launcher
+status_dir = Path(os.environ["SFT_STATUS_DIR"])
+def is_asked(name):
+    return (status_dir / name).exists()
+def train_until(name):
+    while not is_asked(name):
+        heartbeat.beat()
+        time.sleep(0.02)
+def wait_for_a_peer():
+    time.sleep(60)
+def hold_the_interpreter():
+    sum(range(10**12))
+def work_in_a_thread():
+    time.sleep(60)
+join_launcher()
+heartbeat = Heartbeat()
+threading.Thread(target=work_in_a_thread, daemon=True).start()
+heartbeat.enter("train", limit_s=2.0)
+(status_dir / f"ready_{local_rank()}").touch()
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A launcher at work, and the directories it uses."""
+
+    launcher: subprocess.Popen[str]
+    status_dir: Path
+    run_dir: Path
+
+    def pid(self, name: str) -> int:
+        return int((self.status_dir / f"{name}.pid").read_text())
+
+    def ask(self, name: str) -> None:
+        (self.status_dir / name).touch()
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, stderr); nothing of the run may be alive then."""
+        _, stderr = self.launcher.communicate(timeout=60)
+        assert [name for name in ("rank_0", "rank_1", "third") if is_alive(self.pid(name))] == [], stderr
+        return self.launcher.returncode, stderr
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
+    """Starts two ranks that run `RANK` and then what the test gives, and waits until they train."""
+    (status_dir := tmp_path / "status").mkdir()
+    launchers: list[subprocess.Popen[str]] = []
+
+    def run(behaviour: str) -> Run:
+        (tmp_path / "agent.py").write_text(AGENT)
+        (tmp_path / "rank.py").write_text(RANK + behaviour)
+        command = [sys.executable, "-c", LAUNCHER, status_dir, tmp_path / "run"]
+        command += [tmp_path / "agent.py", tmp_path / "rank.py"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        launchers.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        assert wait_until(lambda: all((status_dir / f"ready_{rank}").exists() for rank in range(2)))
+        return Run(launchers[0], status_dir, tmp_path / "run")
+
+    yield run
+    for launcher in launchers:
+        launcher.kill()  # agent and ranks die with it
+        launcher.communicate()
+        if (third := status_dir / "third.pid").exists() and is_alive(int(third.read_text())):
+            os.kill(int(third.read_text()), signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and only not yet reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(start: Callable[[str], Run]) -> None:
+    run = start("train_until('wait' if local_rank() == 0 else 'end')\nwait_for_a_peer()\n")
+    os.kill(run.pid("rank_0"), signal.SIGUSR2)  # somebody looked at an earlier moment
+    assert wait_until(lambda: "train_until" in (run.status_dir / "rank_0.stacks").read_text())
+    run.ask("wait")
+    time.sleep(0.3)  # the innocent rank falls silent first, as one that waits may seem to
+    os.kill(run.pid("rank_1"), signal.SIGSTOP)
+    code, stderr = run.end()
+    assert code == 75
+    assert sorted(path.name for path in (run.run_dir / "hang_1").iterdir()) == ["rank_0.txt", "rank_1.txt"]
+    waiting, stopped = [(run.run_dir / "hang_1" / f"rank_{rank}.txt").read_text() for rank in range(2)]
+    assert " in wait_for_a_peer" in waiting and " in work_in_a_thread" in waiting and " in train_until" not in waiting
+    assert stopped.endswith("\n\nno stack: stopped by a signal\n")
+    first, second, third, fourth = stderr.splitlines()
+    assert first.startswith("ERROR: the run hangs") and "continue with the same command" in first
+    assert second.startswith(f"  rank 1 (pid {run.pid('rank_1')}): phase 'train', silent for ")
+    assert second.endswith(" s, limit 2 s, stopped by a signal")
+    assert third.startswith(f"  rank 0 (pid {run.pid('rank_0')}): phase 'train', silent for ")
+    assert fourth == f"  stacks: in {run.run_dir / 'hang_1'}"
+
+
+def test_a_rank_that_is_stopped_for_a_moment_survives(start: Callable[[str], Run]) -> None:
+    run = start("train_until('end')\n")
+    for _ in range(4):
+        os.kill(run.pid("rank_1"), signal.SIGSTOP)
+        time.sleep(0.8)
+        os.kill(run.pid("rank_1"), signal.SIGCONT)
+        time.sleep(0.3)
+    assert run.launcher.poll() is None
+    run.ask("end")
+    assert run.end() == (0, "")
+    assert not run.run_dir.exists()
+
+
+def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start: Callable[[str], Run]) -> None:
+    run = start("hold_the_interpreter() if local_rank() else train_until('end')\n")
+    code, stderr = run.end()
+    assert code == 75
+    text = (run.run_dir / "hang_1" / "rank_1.txt").read_text()
+    assert " in hold_the_interpreter" in text and " in work_in_a_thread" in text
+    assert " in train_until" in (run.run_dir / "hang_1" / "rank_0.txt").read_text()
+    assert stderr.splitlines()[1].startswith("  rank 1")
+
+
+@pytest.mark.parametrize("limit", ["None", "60"])
+def test_a_phase_has_its_own_limit(limit: str, start: Callable[[str], Run]) -> None:
+    run = start(f"heartbeat.enter('save', limit_s={limit})\ntime.sleep(3)\nheartbeat.enter('train', limit_s=2.0)\n")
+    assert run.end() == (0, "")
+
+
+def test_after_a_long_phase_the_short_limit_holds_again(start: Callable[[str], Run]) -> None:
+    run = start("heartbeat.enter('save', limit_s=60)\nheartbeat.enter('train', limit_s=1.0)\nwait_for_a_peer()\n")
+    code, stderr = run.end()
+    assert code == 75
+    assert stderr.count("phase 'train'") == 2
+
+
+def test_a_failure_that_a_rank_reported_stays_the_exit_code(start: Callable[[str], Run]) -> None:
+    run = start("(status_dir / 'exit_code').write_text('65')\nwait_for_a_peer()\n")
+    assert run.end()[0] == 65

@@ -1,0 +1,229 @@
+"""The watchdog polled by hand: which silence is a hang, what is reported, and that the ranks die whatever happens."""
+
+import io
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import watchdog
+from trainer.cli.watchdog import Watchdog
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and only not yet reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Clock:
+    """The launcher's clock, moved by hand; ranks keep the real one."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A watchdog over processes that only sleep, whose heartbeats the test writes."""
+
+    dog: Watchdog
+    agent: subprocess.Popen
+    ranks: list[subprocess.Popen]
+
+    def write(self, number: int, count: int, *, at_s: float = 0.0, count_again: int | None = None) -> None:
+        again = count if count_again is None else count_again
+        record = struct.pack("<Qdd24sQ", count, at_s, 10.0, b"train", again)
+        (self.dog.status_dir / f"rank_{number}.beat").write_bytes(record)
+
+    def hangs_after(self, clock: Clock, *passed_s: float) -> list[bool]:
+        found = []
+        for seconds in passed_s:
+            clock.now_s += seconds
+            found.append(self.dog.finds_hang())
+        return found
+
+    def fall_silent(self) -> None:
+        """What the launcher sees when both ranks stop moving; the real clock runs on."""
+        assert not self.dog.finds_hang()
+        for _ in range(3):
+            self.dog._polled_at -= 5.0
+            self.dog.finds_hang()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """Two ranks and an agent; SIGUSR2 does not kill the ranks, and writes nothing."""
+    monkeypatch.setattr(watchdog, "STACKS_S", 0.1)
+    program = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(); time.sleep(60)"
+    (status_dir := tmp_path / "status").mkdir()
+    ready = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(3)]
+    for number, process in enumerate(ready):
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        if number < 2:
+            (status_dir / f"rank_{number}.pid").write_text(str(process.pid))
+            (status_dir / f"rank_{number}.stacks").touch()
+    made = Bench(Watchdog(status_dir, run_dir=tmp_path / "run", has_peers=False), ready[2], ready[:2])
+    for number in range(2):
+        made.write(number, 1)
+    yield made
+    for process in ready:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(watchdog, "time", made)
+    bench.dog._polled_at = made.now_s
+    return made
+
+
+def test_silence_is_counted_from_the_last_change(bench: Bench, clock: Clock) -> None:
+    assert bench.hangs_after(clock, 4, 4, 4) == [False] * 3
+    bench.write(0, 2)
+    bench.write(1, 2)
+    assert bench.hangs_after(clock, 4, 4, 4, 4) == [False, False, False, True]
+
+
+def test_one_silent_rank_is_enough(bench: Bench, clock: Clock) -> None:
+    bench.hangs_after(clock, 1, 4, 4)
+    bench.write(0, 2)
+    assert bench.hangs_after(clock, 4) == [True]
+
+
+def test_the_time_a_suspended_launcher_missed_is_not_silence(bench: Bench, clock: Clock) -> None:
+    """A machine that was frozen wakes up: the ranks had no chance to beat, and have one now."""
+    assert bench.hangs_after(clock, 1, 3600) == [False, False]
+    bench.write(0, 2)
+    bench.write(1, 2)
+    assert bench.hangs_after(clock, 1, 4) == [False, False]
+
+
+def test_a_half_written_record_is_progress_in_the_phase_before(bench: Bench, clock: Clock) -> None:
+    bench.hangs_after(clock, 1, 4, 4)
+    for number in range(2):
+        bench.write(number, 2, count_again=1)
+    assert bench.hangs_after(clock, 4, 4, 4, 4) == [False, False, False, True]
+
+
+def test_a_rank_that_has_ended_does_not_hang(bench: Bench, clock: Clock) -> None:
+    assert bench.hangs_after(clock, 1, 4, 4) == [False] * 3
+    for rank in bench.ranks:
+        rank.kill()  # not reaped yet: the agent may be slow
+    assert wait_until(lambda: not any(is_alive(rank.pid) for rank in bench.ranks))
+    assert bench.hangs_after(clock, 4, 4) == [False, False]
+
+
+def test_a_rank_that_took_its_heartbeat_back_is_not_watched(bench: Bench, clock: Clock) -> None:
+    bench.hangs_after(clock, 1, 4, 4)
+    for number in range(2):
+        (bench.dog.status_dir / f"rank_{number}.beat").unlink()
+    assert bench.hangs_after(clock, 4, 4, 4, 4) == [False] * 4
+
+
+def test_the_rank_that_moved_last_the_longest_time_ago_comes_first(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.write(0, 7, at_s=20.5)
+    bench.write(1, 7, at_s=20.25)
+    bench.fall_silent()
+    bench.dog.end_run(bench.agent)
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  rank")]
+    assert [line[:8] for line in listed] == ["  rank 1", "  rank 0"]
+    assert all("): phase 'train', silent for 15." in line and " s, limit 10 s, " in line for line in listed)
+
+
+def test_stacks_are_taken_when_they_are_complete(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write() -> None:
+        for piece in range(6):
+            with (bench.dog.status_dir / f"rank_{min(piece, 1)}.stacks").open("a") as file:
+                file.write(f"piece {piece}\n")
+            time.sleep(0.1)
+
+    writer = threading.Thread(target=write)
+    second = bench.ranks[1].pid
+    monkeypatch.setattr(watchdog, "STACKS_S", 10.0)
+    monkeypatch.setattr(watchdog, "_send", lambda process, _: writer.start() if process.pid == second else None)
+    bench.fall_silent()
+    bench.dog._report()
+    writer.join()
+    assert (bench.dog.run_dir / "hang_1" / "rank_0.txt").read_text().endswith("\n\npiece 0\n")
+    assert (bench.dog.run_dir / "hang_1" / "rank_1.txt").read_text().endswith("piece 4\npiece 5\n")
+
+
+def test_every_hang_gets_a_directory_of_its_own(bench: Bench) -> None:
+    (kept := bench.dog.run_dir / "hang_1").mkdir(parents=True)
+    bench.fall_silent()
+    bench.dog.end_run(bench.agent)
+    assert list(kept.iterdir()) == []
+    assert len(list((bench.dog.run_dir / "hang_2").iterdir())) == 2
+
+
+def fail_to_write(run_dir: Path, files: dict[str, str]) -> Path:
+    raise OSError(28, "No space left on device")
+
+
+def never_answer(run_dir: Path, files: dict[str, str]) -> Path:
+    time.sleep(30)
+    return run_dir
+
+
+@pytest.mark.parametrize(("write", "why"), [(fail_to_write, "No space left"), (never_answer, "no answer within 0.2 s")])
+def test_stacks_that_cannot_be_kept_are_printed_and_the_ranks_still_die(
+    write: Callable, why: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watchdog, "_write_hang_dir", write)
+    monkeypatch.setattr(watchdog, "COPY_S", 0.2)
+    bench.fall_silent()
+    bench.dog.end_run(bench.agent)
+    stderr = capsys.readouterr().err
+    assert stderr.count("\nno stack: ") == 2
+    assert f"stacks: above, because nothing can be written to {bench.dog.run_dir}: " in stderr and why in stderr
+    assert not any(is_alive(process.pid) for process in (*bench.ranks, bench.agent))
+
+
+class BrokenTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_launcher_whose_terminal_is_gone_still_kills(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.fall_silent()
+    monkeypatch.setattr(sys, "stderr", BrokenTerminal())
+    bench.dog.end_run(bench.agent)
+    assert not any(is_alive(process.pid) for process in (*bench.ranks, bench.agent))
+    assert (bench.dog.run_dir / "hang_1").is_dir()
+
+
+def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the peers would see a broken connection, and their launchers a crash."""
+    alive: list[bool] = []
+    monkeypatch.setattr(watchdog, "PEERS_S", 0.5)
+    monkeypatch.setattr(bench.dog, "has_peers", True)
+    bench.fall_silent()
+    started_s, kill = time.monotonic(), bench.dog._kill
+    monkeypatch.setattr(bench.dog, "_kill", lambda agent: (alive.append(is_alive(agent.pid)), kill(agent)))
+    bench.dog.end_run(bench.agent)
+    assert alive == [True] and time.monotonic() - started_s >= 0.5

@@ -1,0 +1,75 @@
+"""What a run and its continuation must have in common, and what may change with or without a word."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import ConfigError
+
+REFUSED = {
+    "data": "the new samples are trained from the same place of the epoch on: some may come twice, some not at all",
+    "train_batch_size": "the rest of the epoch is trained in the new size, no sample twice and none left out",
+    "seed": "the rest of the epoch follows another order: some samples may come twice, some not at all",
+    "tokenizer": "tokens that it adds have untrained weights, and the export takes it over",
+    "model_config": "the saved weights go on in the changed architecture",
+}
+"""What makes another run of it, and what happens when `trainer.resume_allow` names it."""
+
+WARNED = (
+    "data.max_length",
+    "data.truncation",
+    "model.attention",
+    "model.fsdp_config.param_dtype",
+    "model.fsdp_config.reduce_dtype",
+    "optim.betas",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.clip_grad",
+    "trainer.checkpoint.export_dtype",
+    "torch",
+    "transformers",
+)
+"""What may change the numbers from here on. The learning rate is compared as a schedule. All other keys are free."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the user accepts."""
+
+    fingerprints: Mapping[str, str]
+    allow: tuple[str, ...] = ()
+
+
+def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
+    """Fingerprints from the resolved configuration, and from `values` for what the configuration does not say."""
+    keys = [key for key in WARNED if "." in key]
+    return {**{key: str(_lookup(resolved, key)) for key in keys}, **{name: str(v) for name, v in values.items()}}
+
+
+def _lookup(tree: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        tree = tree[name]
+    return tree
+
+
+def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
+    """What differs from the checkpoint and is accepted, one line each, for the log.
+
+    Raises `ConfigError` with all differences when one of them would make the continued run another run.
+    """
+    now = lineage.fingerprints
+    changed = {key: f"{key}: {saved[key]} -> {now[key]}" for key in now if saved.get(key, now[key]) != now[key]}
+    refused = [key for key in REFUSED if key in changed and key not in lineage.allow]
+    if refused:
+        lines = [f"  {text}{'   <- refused' if key in refused else ''}" for key, text in changed.items()]
+        raise ConfigError(
+            "the checkpoint belongs to another run; saved -> now:\n"
+            + "\n".join(lines)
+            + f"\nRestore what is refused, begin anew (trainer.experiment_name=<new name>), or accept it with "
+            f"trainer.resume_allow=[{','.join(refused)}]:\n" + _consequences(refused)
+        )
+    return [text + (f" ({REFUSED[key]})" if key in REFUSED else "") for key, text in changed.items()]
+
+
+def _consequences(names: Iterable[str]) -> str:
+    return "\n".join(f"  {name}: {REFUSED[name]}" for name in names)

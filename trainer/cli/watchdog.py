@@ -1,0 +1,218 @@
+"""Ends a run in which a rank stopped making progress, and keeps the stacks of all ranks (floor 5, no torch).
+
+It works in the launcher, from outside of the ranks: a rank may be stopped by a signal, or hold the interpreter inside C
+code. Every launcher watches the ranks of its own machine; those that wait for a hung rank elsewhere fall silent too.
+"""
+
+import contextlib
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from trainer.runtime.heartbeat import Beat, unpack_beat
+
+MAX_GAP_S = 5.0
+"""Longest silence counted between two polls: when the launcher itself was suspended, the ranks had no chance either."""
+STACKS_S = 2.0
+SETTLED_S = 0.3
+"""A rank writes its stacks in many small pieces; unchanged for this long they are complete."""
+COPY_S = 10.0
+PEERS_S = 10.0
+"""How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and not yet broken."""
+GONE_S = 5.0
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+CONDITIONS = {
+    psutil.STATUS_STOPPED: "stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "waiting in the kernel for a disk or a driver",
+}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of this machine: its process, and its heartbeat as the launcher saw it."""
+
+    number: int
+    process: psutil.Process
+    record: bytes = b""
+    beat: Beat | None = None
+    silent_s: float = 0.0
+
+    @property
+    def is_hung(self) -> bool:
+        is_over = self.beat is not None and self.beat.limit_s is not None and self.silent_s > self.beat.limit_s
+        return is_over and _status(self.process) != ""
+
+
+class Watchdog:
+    """Polled by the launcher: `finds_hang` every second, and once that is true `end_run`."""
+
+    def __init__(self, status_dir: Path, *, run_dir: Path, has_peers: bool) -> None:
+        self.status_dir = status_dir
+        self.run_dir = run_dir
+        self.has_peers = has_peers
+        self._ranks: dict[int, Rank] = {}
+        self._polled_at = time.monotonic()
+
+    def finds_hang(self) -> bool:
+        """Whether a living rank has been silent for longer than its phase allows, by the launcher's own clock."""
+        now = time.monotonic()
+        passed_s, self._polled_at = min(now - self._polled_at, MAX_GAP_S), now
+        for path in self.status_dir.glob("rank_*.pid"):
+            number = int(path.stem.removeprefix("rank_"))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if number not in self._ranks and (pid := _content(path)):
+                    self._ranks[number] = Rank(number, psutil.Process(int(pid)))
+        self._ranks = {number: self._observe(rank, passed_s) for number, rank in self._ranks.items()}
+        return any(rank.is_hung for rank in self._ranks.values())
+
+    def _observe(self, rank: Rank, passed_s: float) -> Rank:
+        record = _content(self.status_dir / f"rank_{rank.number}.beat")
+        if record == rank.record:
+            return replace(rank, silent_s=rank.silent_s + passed_s)
+        beat = (unpack_beat(record) or rank.beat) if record else None
+        return replace(rank, record=record, beat=beat, silent_s=0.0)
+
+    def end_run(self, agent: subprocess.Popen) -> None:
+        """Keep the stacks, say which rank hangs, and kill the agent with every process below it.
+
+        Done within half a minute, and without an error of its own, even when the run directory is what hangs.
+        """
+        found_at = time.monotonic()
+        try:
+            with contextlib.suppress(OSError):  # of stderr: nobody may be left to read it
+                self._report()
+            if self.has_peers:
+                time.sleep(max(0.0, found_at + PEERS_S - time.monotonic()))
+        finally:
+            self._kill(agent)
+
+    def _kill(self, agent: subprocess.Popen) -> None:
+        processes = {rank.process for rank in self._ranks.values()}
+        with contextlib.suppress(psutil.Error):
+            processes.update(psutil.Process(agent.pid).children(recursive=True))
+        agent.kill()  # first: it would report every killed rank as an error of its own
+        for process in processes:
+            _send(process, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(GONE_S)
+        deadline = time.monotonic() + GONE_S
+        while any(_status(process) for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _report(self) -> None:
+        """The stacks into the run directory, one error with the state of every rank on stderr. Raises `OSError`."""
+        ranks = sorted((rank for rank in self._ranks.values() if _status(rank.process)), key=_suspicion)
+        lines = {rank.number: _describe(rank) for rank in ranks}  # before a signal changes what they do
+        stacks = self._collect_stacks(ranks)
+        files = {f"rank_{number}.txt": f"{line}\n\n{stacks[number]}" for number, line in lines.items()}
+        try:
+            place = f"in {_written_within(COPY_S, self.run_dir, files)}"
+        except OSError as error:
+            print("\n".join(files.values()), file=sys.stderr)
+            place = f"above, because nothing can be written to {self.run_dir}: {error}"
+        listing = "\n".join(f"  {line}" for line in lines.values())
+        print(
+            f"ERROR: the run hangs: no progress for longer than a phase allows; all ranks of {socket.gethostname()} "
+            f"are killed, continue with the same command. Likely cause first:\n{listing}\n  stacks: {place}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _collect_stacks(self, ranks: list[Rank]) -> dict[int, str]:
+        """Stacks of all threads by number of the rank, or why there are none. Takes up to `STACKS_S`."""
+        paths = {rank.number: self.status_dir / f"rank_{rank.number}.stacks" for rank in ranks}
+        earlier = {number: _content(path) for number, path in paths.items()}  # a user may have asked before
+        awaited = [rank.number for rank in ranks if _status(rank.process) not in STOPPED]
+        for rank in ranks:
+            _send(rank.process, signal.SIGUSR2)
+        stacks, changed_at, deadline = earlier, time.monotonic(), time.monotonic() + STACKS_S
+        while (now := time.monotonic()) < deadline:
+            time.sleep(0.05)
+            last, stacks = stacks, {number: _content(path) for number, path in paths.items()}
+            changed_at = changed_at if stacks == last else now
+            if now - changed_at > SETTLED_S and all(stacks[number] != earlier[number] for number in awaited):
+                break
+        dumped = {
+            number: text.removeprefix(earlier[number]).decode(errors="replace") for number, text in stacks.items()
+        }
+        return {rank.number: dumped[rank.number] or f"no stack: {_condition(rank.process)}\n" for rank in ranks}
+
+
+def _suspicion(rank: Rank) -> tuple[bool, float]:
+    """Sorts the likely cause to the front: a stopped rank, then the one whose last beat is the oldest."""
+    return _status(rank.process) not in STOPPED, rank.beat.at_s if rank.beat else float("inf")
+
+
+def _describe(rank: Rank) -> str:
+    said = "no heartbeat yet"
+    if rank.beat is not None:
+        limit = "not watched" if rank.beat.limit_s is None else f"limit {rank.beat.limit_s:g} s"
+        said = f"phase '{rank.beat.phase}', silent for {rank.silent_s:.1f} s, {limit}"
+    return f"rank {rank.number} (pid {rank.process.pid}): {said}, {_condition(rank.process)}"
+
+
+def _condition(process: psutil.Process) -> str:
+    status = _status(process)
+    return CONDITIONS.get(status, status or "ended")
+
+
+def _written_within(timeout_s: float, run_dir: Path, files: dict[str, str]) -> Path:
+    """`_write_hang_dir` with a time limit, because a dead file system may be what hangs. Raises `OSError`."""
+    outcome: list[Path | OSError] = []
+
+    def write() -> None:
+        try:
+            outcome.append(_write_hang_dir(run_dir, files))
+        except OSError as error:
+            outcome.append(error)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(timeout_s)
+    result = outcome[0] if outcome else TimeoutError(f"no answer within {timeout_s:g} s")
+    if isinstance(result, OSError):
+        raise result
+    return result
+
+
+def _write_hang_dir(run_dir: Path, files: dict[str, str]) -> Path:
+    """The files in `hang_<n>`, n the next free number; making the directory claims it against other machines."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            (run_dir / f"hang_{number}").mkdir()
+            break
+    for name, text in files.items():
+        (run_dir / f"hang_{number}" / name).write_text(text)
+    return run_dir / f"hang_{number}"
+
+
+def _content(path: Path) -> bytes:
+    """What a rank wrote; empty when it has not, or took it back."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _status(process: psutil.Process) -> str:
+    """What the process does in psutil's words; empty when it has ended, reaped or not, or is another by now."""
+    try:
+        status = str(process.status()) if process.is_running() else ""
+    except psutil.Error:
+        return ""
+    return "" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else status
+
+
+def _send(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(number)

@@ -1,0 +1,92 @@
+"""A rank's sign of life for the launcher's watchdog (floor 1, no torch).
+
+`$SFT_STATUS_DIR/rank_<LOCAL_RANK>.beat` holds one record of fixed width that is overwritten in place. The launcher
+reads it from outside, so that a rank that is stopped, or deep inside C code, cannot hide its silence.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.runtime.environment import local_rank
+
+MAX_PHASE_BYTES = 24
+_RECORD = struct.Struct(f"<Qdd{MAX_PHASE_BYTES}sQ")
+"""Count, time of the beat, allowed silence, phase, and the count again: unequal counts are a half-written record."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last said. `at_s` is on the clock all processes of a machine share; no limit means not watched."""
+
+    count: int
+    at_s: float
+    limit_s: float | None
+    phase: str
+
+
+def unpack_beat(record: bytes) -> Beat | None:
+    """The beat in a record; None for one that is not or only half written."""
+    if len(record) != _RECORD.size:
+        return None
+    count, at_s, limit_s, phase, count_again = _RECORD.unpack(record)
+    if count != count_again:
+        return None
+    return Beat(count, at_s, None if math.isinf(limit_s) else limit_s, phase.rstrip(b"\0").decode(errors="replace"))
+
+
+class Heartbeat:
+    """Tells the launcher that this rank makes progress, and how long it may be silent in what it does now.
+
+    For the main thread only: a beat from a thread of its own would hide that the main thread hangs. Without a launcher
+    (`SFT_STATUS_DIR` is not set) nobody watches, and every call does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._count = 0
+        if (directory := os.environ.get("SFT_STATUS_DIR")) is not None:
+            self._path = Path(directory, f"rank_{local_rank()}.beat")
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+        self.enter("start", limit_s=None)
+
+    def enter(self, phase: str, *, limit_s: float | None) -> None:
+        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None: it is not watched.
+
+        Ranks wait for each other, and a rank that waits is silent too: all ranks enter a phase together, also one in
+        which a single rank works. Raises `ValueError` for a limit that is not positive, or a phase name too long.
+        """
+        name = phase.encode()
+        if not 0 < len(name) <= MAX_PHASE_BYTES:
+            raise ValueError(f"a phase name has 1 to {MAX_PHASE_BYTES} bytes, got '{phase}'")
+        if limit_s is not None and not 0 < limit_s < math.inf:
+            raise ValueError(f"phase '{phase}' needs a limit of more than 0 seconds, or None, got {limit_s}")
+        self._phase, self._limit_s = name, math.inf if limit_s is None else limit_s
+        self.beat()
+
+    def beat(self) -> None:
+        """Progress within the phase: one write of 56 bytes into the page cache, cheap enough for every micro-batch."""
+        if self._path is None:
+            return
+        self._count += 1
+        record = _RECORD.pack(self._count, time.monotonic(), self._limit_s, self._phase, self._count)
+        try:
+            os.pwrite(self._file, record, 0)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A heartbeat that cannot be written must not look like a hang: without its file the rank is not watched."""
+        logger.warning("hangs of this rank are no longer noticed: cannot write %s: %s", self._path, error)
+        os.close(self._file)
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._path = None
