@@ -21,7 +21,7 @@ from trainer.protocols import Position
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence, Parts, SFTTrainer
+from trainer.sft_trainer import Cadence, LoopState, Parts, SFTTrainer
 
 VOCAB = 160
 
@@ -165,6 +165,7 @@ def toy_parts(
         "optimizer": build_adamw(model, optim),
         "schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
         "guard": NonFiniteGuard(max_in_a_row=3),
+        "loop": LoopState(),
         "train_batches": TrainLoader(
             samples,
             plan=plan,

@@ -91,7 +91,15 @@ def checkpoint_manager(
     lock: RunLock | None = None,
     **settings: Any,
 ) -> CheckpointManager:
-    state = RunState(parts.model, parts.optimizer, parts.train_batches, parts.guard, None, parts.schedule.state_dict())  # type: ignore[arg-type, attr-defined]
+    state = RunState(
+        parts.model,
+        parts.optimizer,
+        parts.train_batches,
+        parts.guard,
+        parts.loop,
+        None,
+        parts.schedule.state_dict(),
+    )  # type: ignore[arg-type, attr-defined]
     return CheckpointManager(
         run_dir,
         world=world,

@@ -22,7 +22,8 @@ from trainer.data.plan import Limits, Schedule
 from trainer.data.rows import resolve_files
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.token_cache import TokenDataset, prepare, split
-from trainer.model import flops, load, packed_lm, parallelize, selfcheck
+from trainer.model import flops
+from trainer.model.assemble import build_model
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
 from trainer.monitor.guard import NonFiniteGuard
@@ -38,7 +39,7 @@ from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory, local_rank
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence, Parts, SFTTrainer
+from trainer.sft_trainer import Cadence, LoopState, Parts, SFTTrainer
 from trainer.tracking import Tracking
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Live:
     optimizer: torch.optim.Optimizer
     train_batches: TrainLoader
     guard: NonFiniteGuard
+    loop: LoopState
     tracking: Tracking | None
     schedule: LrSchedule
 
@@ -128,7 +130,7 @@ def train(setup: Setup, stop: StopRequest, heartbeat: Heartbeat) -> int:
         )
     exit_code = EXIT_CRASH
     try:
-        model = build_model(setup.config, setup.inputs.source, setup.world)
+        model = build_model(setup.config.model, setup.inputs.source, world=setup.world, seed=trainer.seed)
         plan = _rank_plan(setup, model)
         lr_schedule = _lr_schedule(setup)
         state = Live(
@@ -136,10 +138,12 @@ def train(setup: Setup, stop: StopRequest, heartbeat: Heartbeat) -> int:
             optimizer=build_adamw(model, setup.config.optim),
             train_batches=_train_loader(setup, plan),
             guard=NonFiniteGuard(max_in_a_row=trainer.max_nonfinite_steps),
+            loop=LoopState(),
             tracking=tracking,
             schedule=lr_schedule,
         )
         checkpoints = _checkpoints(setup, state)
+        checkpoints.require_space()
         if (found := setup.start.checkpoint) is not None:
             checkpoints.load(found)
             next_step = setup.start.position.step + 1
@@ -222,37 +226,6 @@ def _prepare(
     )
 
 
-def build_model(config: Config, source: ModelSource, world: World) -> PreTrainedModel:
-    """Meta, parallelize, memory, weights, self-check: the model ready to train."""
-    architecture = packed_lm.read_config(source)
-    is_packed = wants_packing(config, source)
-    model = packed_lm.build_on_meta(source, architecture, is_packed=is_packed)
-    parallelize.parallelize(model, config.model, world)
-    offload = config.model.fsdp_config.cpu_offload
-    load.materialize(model, torch.device("cpu") if offload else world.device, buffer_device=world.device)
-    load.load_weights(model, source, seed=config.trainer.seed)
-    error = selfcheck.packing_error(model, world.device)
-    tolerance = selfcheck.TOLERANCE[distributed.compute_dtype(config.model.fsdp_config.param_dtype, world.device)]
-    if not error <= tolerance:
-        raise ConfigError(
-            f"self-check failed: the loss of {type(model).__name__} differs by {error:.1e} from transformers' "
-            f"own forward pass (allowed: {tolerance:.0e}); model.attention=per_document may "
-            f"help, unless this architecture transforms its logits in a way not known here"
-        )
-    logger.info("self-check: loss equals transformers' own forward pass within %.0e (relative)", max(error, 1e-9))
-    return model
-
-
-def wants_packing(config: Config, source: ModelSource) -> bool:
-    """Whether documents share a forward pass, as configured or as the architecture allows."""
-    if config.model.attention == "per_document":
-        return False
-    reason = packed_lm.unpackable_reason(packed_lm.read_config(source))
-    if reason is not None and config.model.attention == "packed":
-        raise ConfigError(f"model.attention=packed: this model cannot be packed, {reason}; use model.attention=auto")
-    return reason is None
-
-
 def _lr_schedule(setup: Setup) -> LrSchedule:
     optim = setup.config.optim
     peak_lr = optim.lr or DEFAULT_LR[setup.inputs.source.random_weights]
@@ -281,6 +254,7 @@ def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
             optimizer=state.optimizer,
             train_batches=state.train_batches,
             guard=state.guard,
+            loop=state.loop,
             tracking=state.tracking,
             schedule=state.schedule.state_dict(),
         ),
@@ -302,6 +276,7 @@ def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: Rank
         optimizer=state.optimizer,
         schedule=state.schedule,
         guard=state.guard,
+        loop=state.loop,
         train_batches=state.train_batches,
         validation_batches=batches,
         checkpoints=checkpoints,

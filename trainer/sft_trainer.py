@@ -83,6 +83,20 @@ class Cadence:
         return self.is_last(step) or (self.test_freq > 0 and step % self.test_freq == 0)
 
 
+@dataclass
+class LoopState:
+    """What the loop itself remembers over a restart."""
+
+    owes_validation: bool = False
+    """A stop request cut the validation of the saved step short: it is made up for before the next step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"owes_validation": self.owes_validation}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.owes_validation = bool(state_dict["owes_validation"])
+
+
 @dataclass(frozen=True)
 class Parts:
     """Everything the loop uses. Functions are collective unless said otherwise."""
@@ -92,6 +106,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     guard: Guard
+    loop: LoopState
     train_batches: TrainBatches
     validation_batches: Callable[[], Iterable[StepBatch]] | None
     checkpoints: Checkpoints
@@ -121,6 +136,8 @@ class SFTTrainer:
         """Run all remaining steps. Step numbers shown and saved count finished optimizer steps, from 1."""
         parts = self.parts
         with self.stop.deferred():
+            if parts.loop.owes_validation:
+                self.validate(parts.train_batches.next_step)
             self._begin_step()
             for batch in parts.train_batches:
                 step = batch.step + 1
@@ -202,7 +219,7 @@ class SFTTrainer:
         }
 
     def validate(self, step: int) -> None:
-        """Token-weighted mean loss over every validation sample; given up when a stop is requested meanwhile."""
+        """Token-weighted mean loss over every validation sample; put off when a stop is requested meanwhile."""
         if self.parts.validation_batches is None:
             return
         started = time.perf_counter()
@@ -212,6 +229,7 @@ class SFTTrainer:
         for batch in self.parts.validation_batches():
             batch_loss_sum, self._is_stopping = self.validation_step(batch)
             if self._is_stopping:
+                self.parts.loop.owes_validation = True
                 return
             loss_sum += batch_loss_sum
             num_loss_tokens += batch.num_loss_tokens
@@ -222,6 +240,7 @@ class SFTTrainer:
             "val/total_valid_token_count": num_loss_tokens,
             "time/eval/total_s": time.perf_counter() - started,
         }
+        self.parts.loop.owes_validation = False
         self.parts.tracker.log(metrics, step)
 
     @torch.no_grad()

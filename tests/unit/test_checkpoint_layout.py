@@ -320,3 +320,12 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     assert set(content_of(30)) < {
         str(p.relative_to(tmp_path / "global_step_30")) for p in (tmp_path / "global_step_30").rglob("*")
     }
+
+
+def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_later(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    commit(tmp_path, 6)
+    commit(tmp_path, 8)
+    layout.settle(tmp_path, 8, keep=None)
+    point(tmp_path, "4")
+    assert steps(tmp_path) == [4]

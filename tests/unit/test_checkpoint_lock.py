@@ -1,13 +1,17 @@
-"""One run per directory: the second is refused, a killed one leaves nothing behind."""
+"""One run per directory: the second is refused, a killed one leaves nothing behind, a fenced one knows it."""
 
+import errno
 import fcntl
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +26,9 @@ def start_holder(run_dir: Path, *, with_worker: bool = False) -> tuple[int, int 
     pid = os.fork()
     if pid == 0:
         RunLock(run_dir).acquire(timeout_s=0)
-        worker = os.fork() if with_worker else None
-        if worker != 0:
-            os.write(writer, str(worker or 0).encode())
+        is_last = not with_worker or os.fork() == 0
+        if is_last:  # the worker itself: it has let go of the lock by now
+            os.write(writer, str(os.getpid() if with_worker else 0).encode())
         time.sleep(60)
         os._exit(1)
     os.close(writer)
@@ -40,8 +44,44 @@ def children() -> Iterator[list[int]]:
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
             pass
+
+
+def count_winners(
+    lock: RunLock, *, num_rounds: int, num_processes: int, timeout_s: float, dead: bytes = b""
+) -> list[int]:
+    """Per round, how many of the processes that start together acquire the lock; they hold it until all are done.
+
+    `dead`: the content of the lock file each round begins with.
+    """
+    fork: Any = multiprocessing.get_context("fork")
+    barrier, wins = fork.Barrier(num_processes), fork.Array("i", num_rounds)
+
+    def race(number: int) -> None:
+        for index in range(num_rounds):
+            if dead and number == 0:
+                lock._path.write_bytes(dead)
+            barrier.wait(timeout_s)
+            try:
+                lock.acquire(timeout_s=0)
+                with wins.get_lock():
+                    wins[index] += 1
+                barrier.wait(timeout_s)
+                assert lock.is_held()
+            except ConfigError:
+                barrier.wait(timeout_s)
+            barrier.wait(timeout_s)
+            lock.release()
+
+    racers = [fork.Process(target=race, args=(number,)) for number in range(num_processes)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert [racer.exitcode for racer in racers] == [0] * num_processes
+    return list(wins)
 
 
 def test_a_second_run_is_refused_and_told_who_holds(tmp_path: Path, children: list[int]) -> None:
@@ -65,6 +105,19 @@ def test_kill_9_releases_it(tmp_path: Path, children: list[int], with_worker: bo
     if worker:
         os.kill(worker, 0)  # still alive
     lock.release()
+
+
+def test_a_stopped_run_keeps_it(tmp_path: Path, children: list[int]) -> None:
+    pid, _ = start_holder(tmp_path)
+    children.append(pid)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ConfigError, match=f"pid {pid} "):
+        RunLock(tmp_path).acquire(timeout_s=0.3)
+
+
+def test_of_runs_that_start_together_exactly_one_wins(tmp_path: Path) -> None:
+    wins = count_winners(RunLock(tmp_path), num_rounds=200, num_processes=3, timeout_s=60)
+    assert wins == [1] * 200
 
 
 def test_it_waits_for_a_run_that_is_ending(tmp_path: Path, children: list[int]) -> None:
@@ -100,6 +153,59 @@ def test_a_removed_lock_file_is_noticed(tmp_path: Path) -> None:
         assert not first.is_held()
         with RunLock(tmp_path) as second:
             assert second.is_held() and not first.is_held()
+
+
+@pytest.mark.parametrize("fault", ["copied over", "nonce overwritten", "emptied", "a link"])
+def test_a_fenced_run_does_not_hold_it(tmp_path: Path, fault: str) -> None:
+    path, copy = tmp_path / LOCK, tmp_path / "copy"
+    with RunLock(tmp_path) as lock:
+        shutil.copy(path, copy)
+        if fault == "copied over":
+            os.replace(copy, path)
+        elif fault == "nonce overwritten":
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"nonce": "0" * 32}))
+        elif fault == "emptied":
+            path.write_bytes(b"")
+        else:
+            path.unlink()
+            path.symlink_to(copy)
+        assert not lock.is_held()
+        assert not lock.is_held(), "asking again changes nothing"
+
+
+def test_a_lock_that_only_its_machine_sees_goes_to_the_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)  # as Lustre's localflock on two machines
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    second.acquire()
+    assert second.is_held() and not first.is_held()
+    first.release()
+    assert second.is_held(), "a fenced run emptied the record of its successor"
+
+
+def test_each_acquisition_has_a_nonce_of_its_own_and_leaves_none(tmp_path: Path) -> None:
+    lock, nonces = RunLock(tmp_path), set()
+    for _ in range(3):
+        with lock:
+            nonces.add(json.loads((tmp_path / LOCK).read_text())["nonce"])
+        assert (tmp_path / LOCK).read_bytes() == b""
+    assert len(nonces) == 3
+
+
+def test_a_file_system_that_does_not_answer_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with RunLock(tmp_path) as lock:
+        with monkeypatch.context() as patch:
+            patch.setattr(lock, "_look", fail)
+            assert not lock.is_held()
+        assert lock.is_held()
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(CannotWriteError, match=r"Input/output error.*\.train\.lock"):
+        RunLock(tmp_path).acquire(timeout_s=0)
 
 
 def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

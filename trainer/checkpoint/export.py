@@ -5,6 +5,7 @@ a GPU or another rank, so it runs behind training, and on any machine afterwards
 """
 
 import copy
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainer.checkpoint import fsio
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
-from trainer.checkpoint.shards import ShardReader
+from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.shards import ShardReader, read_torch
+from trainer.config import ConfigError
 
-DIRECTORY = "huggingface"
 MAX_FILE_BYTES = 5 * 10**9
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -96,6 +98,10 @@ def plan_export(
     groups = _split_by_size(stored)
     files = {_file_name(index, len(groups)): group for index, group in enumerate(groups)}
     return ExportPlan(stored, files, own_names, architecture, target_dtype)
+
+
+def num_bytes(plan: ExportPlan) -> int:
+    return sum(tensor.nbytes for tensor in plan.layout.values())
 
 
 def unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -174,13 +180,52 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource, *, cl
     return records
 
 
+def export_from_shards(checkpoint: Path, target: Path, *, dtype: str) -> None:
+    """Make the new directory `target` from the shards of a committed checkpoint, proving what is read.
+
+    Needs no GPU and no process group, and takes nothing from a run that goes on meanwhile. `target` appears when it
+    is whole. Raises `ConfigError` if the checkpoint is not committed, damaged, or `target` exists.
+    """
+    info = layout.inspect(checkpoint)
+    if info.manifest is None:
+        raise ConfigError(f"'{checkpoint}' cannot be exported: {info.reason or info.status}")
+    if target.exists():
+        raise ConfigError(f"'{target}' exists already: name a new directory")
+    manifest = info.manifest
+    num_shards = manifest.mesh.get("fsdp", manifest.world_size)
+    extra = layout.extra_file(manifest.world_size, 0)
+    needed = {extra, *(layout.model_file(manifest.world_size, rank) for rank in range(num_shards))}
+    files = tuple(r for r in manifest.files if r.path in needed or r.path.startswith(f"{layout.HUGGINGFACE}/"))
+    if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
+        raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
+    buffers = read_torch(checkpoint / extra)["buffers"]
+    shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
+    companions = checkpoint / layout.HUGGINGFACE
+    plan = plan_export(shapes, buffers, known_architecture(companions), dtype=dtype)
+    reader = ShardReader(
+        checkpoint, world_size=manifest.world_size, num_shards=num_shards, parameters=shapes, buffers=buffers
+    )
+    staging = fsio.temporary_path(target)
+    fsio.make_dir(staging)
+    try:
+        write_weights(plan, staging, reader)
+        write_index(plan, staging)
+        source = ExportSource(companions, None, ())
+        class_name = type(plan.architecture).__name__ if plan.architecture else ""
+        write_companions(plan, staging, source, class_name=class_name)
+        fsio.fsync_tree(staging)
+        fsio.rename(staging, target)
+    except BaseException:
+        fsio.remove_tree(staging)
+        raise
+
+
 def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
     """Which file holds which tensor, where there are several."""
     if len(plan.files) == 1:
         return []
-    total = sum(tensor.nbytes for tensor in plan.layout.values())
     weight_map = {name: file for file, names in plan.files.items() for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": num_bytes(plan)}, "weight_map": weight_map}
     return [_write_json(target / "model.safetensors.index.json", index)]
 
 
@@ -188,10 +233,10 @@ def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _split_by_size(layout: dict[str, Tensor]) -> list[list[str]]:
+def _split_by_size(tensors: dict[str, Tensor]) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     size_bytes = 0
-    for name, tensor in layout.items():
+    for name, tensor in tensors.items():
         if groups[-1] and size_bytes + tensor.nbytes > MAX_FILE_BYTES:
             groups.append([])
             size_bytes = 0
@@ -200,11 +245,11 @@ def _split_by_size(layout: dict[str, Tensor]) -> list[list[str]]:
     return groups
 
 
-def _header(layout: dict[str, Tensor]) -> bytes:
+def _header(tensors: dict[str, Tensor]) -> bytes:
     """Length (8 bytes, little-endian) and JSON table of a safetensors file, padded to a multiple of 8."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in layout.items():
+    for name, tensor in tensors.items():
         end = offset + tensor.nbytes
         dtype = _SAFETENSORS_DTYPES[tensor.dtype]
         table[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
@@ -219,7 +264,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return view
 
 
-def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
+def _read_back(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
     """Open a file as a reader would and compare every tensor with what was sent to the disk."""
     with safe_open(path, framework="pt") as reader:
         if set(reader.keys()) != set(digests):
@@ -227,7 +272,7 @@ def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, b
         for name, digest in digests.items():
             tensor = reader.get_tensor(name)
             is_same = hashlib.blake2b(_bytes(tensor)).digest() == digest
-            if tensor.shape != layout[name].shape or tensor.dtype != layout[name].dtype or not is_same:
+            if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype or not is_same:
                 raise OSError(f"{path}: tensor {name} read back differently from what was written")
 
 

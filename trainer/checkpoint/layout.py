@@ -4,7 +4,6 @@ A checkpoint appears by one rename (`commit`), becomes the one to continue from 
 Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification time.
 """
 
-import errno
 import json
 import logging
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.checkpoint import fsio
+from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.config import ConfigError
 
@@ -26,12 +26,10 @@ HUGGINGFACE = "huggingface"
 STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
-SPARE = 1.05
-"""Space asked for before a save, over what is written: directories, logs, and other writers."""
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
-_POINTER_TEMPORARY = re.compile(re.escape(f".{POINTER}.") + r"[0-9a-f]+\.tmp")
+_TEMPORARY = re.compile(rf"({re.escape(f'.{POINTER}')}|{re.escape(LOCK)})\.[0-9a-f]+\.tmp")
 
 logger = logging.getLogger(__name__)
 
@@ -264,8 +262,12 @@ def publish(run_dir: Path, step: int) -> None:
     if unmarked or read_pointer(run_dir).step != step:
         fsio.atomic_write(run_dir / POINTER, str(step).encode())
     if unmarked:
-        fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
-        fsio.fsync_dir(step_dir)
+        _mark_published(step_dir)
+
+
+def _mark_published(step_dir: Path) -> None:
+    fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
+    fsio.fsync_dir(step_dir)
 
 
 def settle(run_dir: Path, step: int, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
@@ -275,31 +277,13 @@ def settle(run_dir: Path, step: int, *, keep: int | None, protect: Set[int] = fr
     """
     try:
         publish(run_dir, step)
+        for info in checkpoints(run_dir):
+            if info.status == "committed" and info.step < step and not info.published:
+                _mark_published(info.path)  # its own pointing failed: it must not look like the work of a later crash
     except OSError as error:
         logger.warning("%s is committed, but cannot be pointed to yet: %s", run_dir / step_dir_name(step), error)
         return
     rotate(run_dir, keep=keep, protect=protect)
-
-
-def require_space(run_dir: Path, needed_bytes: int) -> None:
-    """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with a little to spare."""
-    free_bytes = fsio.free_bytes(run_dir)
-    if free_bytes < needed_bytes * SPARE:
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space, or "
-            f"keep fewer checkpoints (trainer.max_ckpt_to_keep)",
-            str(run_dir),
-        )
-
-
-def readable(size_bytes: float) -> str:
-    """`512 B`, `54.2 MiB`, `16.1 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.4g} GiB"
 
 
 def quarantine(path: Path, reason: str) -> Path:
@@ -340,7 +324,7 @@ def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) 
 def clean_leftovers(run_dir: Path) -> None:
     """Remove what an earlier crash left half-written or half-deleted. Only under the run's lock."""
     for name in fsio.list_dir(run_dir):
-        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or _POINTER_TEMPORARY.fullmatch(name):
+        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or _TEMPORARY.fullmatch(name):
             try:
                 fsio.remove_tree(run_dir / name)
             except OSError as error:

@@ -1,10 +1,13 @@
-"""One run per directory: a lock that a killed run cannot leave behind."""
+"""One run per directory: a lock that a killed run cannot leave behind and a fenced run cannot use."""
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,50 +19,83 @@ from trainer.protocols import CannotWriteError
 
 LOCK = ".train.lock"
 POLL_S = 0.1
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+REPLACED = (errno.ENOENT, errno.ESTALE)
 
 logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Exclusive `flock` on `.train.lock`, held by rank 0 as long as it may write checkpoints.
+    """Exclusive use of a run directory, held by rank 0 as long as it may write checkpoints.
 
-    The kernel releases it when the process dies, however it dies. The file itself is never deleted: a run waiting on
-    a deleted one would hold nothing. It says who holds it, for the message. Forked children let go of it at once, so
-    that a loader worker which outlives a killed trainer does not keep it.
+    `.train.lock` carries the record of the holder: who it is, for the message, and its nonce. Whoever takes over
+    replaces the nonce, so a run that was stopped meanwhile sees in `is_held` that it may no longer publish. The file
+    is never deleted, a clean release empties it: a run waiting on a deleted one would hold nothing.
+
+    Normally an exclusive `flock`: the kernel releases it when the process dies, however it dies, and a stopped process
+    keeps it. On a file system without one, a lease: a thread counts up in the record every `renew_s`; another run
+    takes over by a rename once the record has stood still for `observe_s`, and holds it if its nonce is still there
+    after `settle_s`. No clock or modification time is compared. Should a run be stopped for longer than `settle_s`
+    within its takeover, two may begin, but only the later one holds the lease.
+
+    Forked children let go at once, so that a loader worker which outlives a killed trainer does not keep it.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, renew_s: float = 3.0, observe_s: float = 30.0, settle_s: float = 3.0) -> None:
+        if observe_s < 3 * renew_s + settle_s:
+            raise ValueError(f"a live lease looks dead: {observe_s=} must be at least 3 * {renew_s=} + {settle_s=}")
         self._path = run_dir / LOCK
+        self._renew_s, self._observe_s, self._settle_s = renew_s, observe_s, settle_s
+        self._record: dict[str, str | int] = {}
         self._descriptor: int | None = None
+        self._renewer: threading.Thread | None = None
+        self._stop_renewing = threading.Event()
 
     def acquire(self, *, timeout_s: float = 20.0) -> None:
         """Wait at most `timeout_s`: the ranks of a run just killed may live a moment longer.
 
-        Raises `ConfigError` naming the holder, `CannotWriteError` if the directory cannot be written.
+        Up to `observe_s` more where a lease must prove to be dead. Raises `ConfigError` naming the holder,
+        `CannotWriteError` if the directory cannot be written.
         """
-        deadline = time.monotonic() + timeout_s
-        while not self._try_acquire():
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"'{self._path.parent}' is in use by another run ({self._holder()}): wait for it or stop it, or "
-                    "train into another directory (trainer.default_local_dir or trainer.experiment_name)"
-                )
-            time.sleep(POLL_S)
+        deadline_s = time.monotonic() + timeout_s
+        self._record = {
+            "nonce": secrets.token_hex(16),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        try:
+            if not self._try_acquire(deadline_s):
+                logger.info("%s: waiting up to %g s for the run %s", self._path, timeout_s, _holder(self._content()))
+                while not self._try_acquire(deadline_s):
+                    pass
+        except ConfigError:
+            self._let_go()
+            raise
+        except OSError as error:
+            self._let_go()
+            reason = f"cannot lock the run directory: {error.strerror}"
+            raise CannotWriteError(error.errno, reason, str(self._path)) from error
 
     def is_held(self) -> bool:
-        """Whether the lock file is still the one this process locked; not if someone removed or replaced it."""
-        if self._descriptor is None:
-            return False
+        """Whether the lock file is still the one this process locked and carries its nonce; not if that is unknown."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
-        except FileNotFoundError:
+            return self._is_ours()
+        except OSError as error:
+            logger.warning("cannot tell whether this run still holds %s: %s", self._path, error)
             return False
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-            _open_locks.discard(self)
+        """Give it back and empty the file, so that the next run need not wait; one taken over is left as it is."""
+        if self._renewer is not None:
+            self._stop_renewing.set()
+            self._renewer.join()
+        if self._descriptor is not None and self.is_held():
+            try:
+                os.ftruncate(self._descriptor, 0)
+            except OSError as error:
+                logger.warning("cannot empty %s, the next run may have to wait: %s", self._path, error)
+        self._let_go()
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -70,55 +106,165 @@ class RunLock:
     ) -> None:
         self.release()
 
-    def _try_acquire(self) -> bool:
+    def _try_acquire(self, deadline_s: float) -> bool:
+        """False: another run holds it or came in between, try again. Raises `ConfigError` after the deadline."""
+        descriptor = self._open(self._path, os.O_CREAT)
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise self._cannot_write(error) from error
-        _open_locks.add(self)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.release()
+            self._wait(deadline_s)
             return False
         except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
             logger.warning(
-                "%s: this file system has no locks (%s): let no second run use it", self._path, error.strerror
+                "%s: this file system has no locks (%s): holding a lease there instead", self._path, error.strerror
             )
-        if not self.is_held():
-            self.release()
+            return self._try_lease(deadline_s)
+        if b'"renewed"' in self._content():  # of a machine without flock: this one cannot tell whether it lives
+            return self._try_lease(deadline_s)
+        self._write_record()
+        return self._is_ours()
+
+    def _wait(self, deadline_s: float) -> None:
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise self._in_use()
+        time.sleep(min(POLL_S, remaining_s))
+
+    def _try_lease(self, deadline_s: float) -> bool:
+        self._let_go()
+        seen = self._observe(deadline_s)
+        temporary = self._path.with_name(f"{LOCK}.{secrets.token_hex(4)}.tmp")
+        try:
+            self._open(temporary, os.O_CREAT | os.O_EXCL)
+            self._write_record(num_renewals=0)
+            if self._content() != seen:
+                return False
+            os.replace(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        time.sleep(self._settle_s)
+        if not self._is_ours():
             return False
-        self._write_holder(self._descriptor)
+        self._stop_renewing = threading.Event()
+        self._renewer = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewer.start()
         return True
 
-    def _write_holder(self, descriptor: int) -> None:
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+    def _observe(self, deadline_s: float) -> bytes:
+        """Wait until the record is gone or has stood still for `observe_s`; returns it.
+
+        Counts looks instead of reading a clock: what holds up this process or the file system gives the holder the
+        same time more. Raises `ConfigError` if the record changes after the deadline: then its holder is alive.
+        """
+        seen, num_still = self._content(), 0
+        if seen:
+            logger.info(
+                "%s: waiting up to %g s for a sign of life of its holder (%s)",
+                self._path,
+                self._observe_s,
+                _holder(seen),
+            )
+        while seen and num_still * POLL_S < self._observe_s:
+            time.sleep(POLL_S)
+            content = self._content()
+            if content == seen:
+                num_still += 1
+                continue
+            seen, num_still = content, 0
+            if seen and time.monotonic() >= deadline_s:
+                raise self._in_use()
+        if seen:
+            logger.warning(
+                "%s: no sign of life for %g s, taking over from its holder (%s)",
+                self._path,
+                self._observe_s,
+                _holder(seen),
+            )
+        return seen
+
+    def _renew(self) -> None:
+        num_renewals, num_failures = 0, 0
+        while not self._stop_renewing.wait(self._renew_s):
+            try:
+                if not self._is_ours():
+                    logger.error("%s: another run has taken over, this one saves no more", self._path)
+                    return
+                num_renewals += 1
+                # Into the file this run created, whatever the path names by now: never over a successor's record.
+                self._write_record(num_renewals=num_renewals)
+                num_failures = 0
+            except OSError as error:
+                if num_failures == 0:
+                    logger.warning("cannot renew %s, trying on: %s", self._path, error)
+                num_failures += 1
+
+    def _open(self, path: Path, flags: int) -> int:
+        self._let_go()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o644)
+        _open_locks.add(self)
+        return self._descriptor
+
+    def _write_record(self, *, num_renewals: int | None = None) -> None:
+        """`num_renewals`: of a lease. Each has the same length: a reader sees the old or the new count, or a mix."""
+        assert self._descriptor is not None
+        renewed = {} if num_renewals is None else {"renewed": f"{num_renewals:012d}"}
+        data = json.dumps(self._record | renewed).encode()
+        os.pwrite(self._descriptor, data, 0)
+        os.ftruncate(self._descriptor, len(data))  # last: an empty file means that nobody holds it
+        os.fsync(self._descriptor)  # NFS shows it to other machines from now on
+
+    def _look(self) -> tuple[os.stat_result | None, bytes]:
+        """The file at the path and its content, opened anew: NFS shows what other machines wrote only then."""
         try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(descriptor, "rb") as file:
+                return os.fstat(descriptor), file.read()
         except OSError as error:
-            self.release()
-            raise self._cannot_write(error) from error
+            if error.errno not in REPLACED:
+                raise
+            return None, b""
 
-    def _cannot_write(self, error: OSError) -> CannotWriteError:
-        return CannotWriteError(error.errno, f"cannot lock the run directory: {error.strerror}", str(self._path))
+    def _content(self) -> bytes:
+        return self._look()[1]
 
-    def _holder(self) -> str:
-        try:
-            holder = json.loads(self._path.read_bytes())
-            return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "which did not say its pid"
+    def _is_ours(self) -> bool:
+        if self._descriptor is None:
+            return False
+        found, content = self._look()
+        is_same_file = found is not None and os.path.samestat(found, os.fstat(self._descriptor))
+        return is_same_file and str(self._record["nonce"]).encode() in content
+
+    def _let_go(self) -> None:
+        """Close the file as it is: a lock ends, a lease does not."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = self._renewer = None
+        _open_locks.discard(self)
+
+    def _in_use(self) -> ConfigError:
+        return ConfigError(
+            f"'{self._path.parent}' is in use by another run ({_holder(self._content())}): wait for it or stop it, or "
+            "train into another directory (trainer.default_local_dir or trainer.experiment_name)"
+        )
+
+
+def _holder(content: bytes) -> str:
+    try:
+        holder = json.loads(content)
+        return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
+    except (ValueError, KeyError, TypeError):
+        return "which did not say its pid"
 
 
 _open_locks: set[RunLock] = set()
 
 
-def _release_in_child() -> None:
-    """Closing a descriptor inherited by `fork` leaves the parent's lock as it is."""
+def _let_go_in_child() -> None:
+    """Closing a descriptor inherited by `fork` leaves the parent's lock as it is; its renewing thread is not copied."""
     for lock in list(_open_locks):
-        lock.release()
+        lock._let_go()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trainer.checkpoint import export, layout, shards
+from trainer.checkpoint import export, layout, shards, space
 from trainer.checkpoint.board import Board, SaveFailedError, UnresolvedSaveError
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
@@ -51,6 +51,7 @@ class RunState:
     optimizer: torch.optim.Optimizer
     train_batches: TrainBatches
     guard: Stateful
+    loop: Stateful
     tracking: Stateful | None
     """On the main rank only."""
     schedule: Mapping[str, Any]
@@ -99,6 +100,22 @@ class CheckpointManager:
             fingerprints=fingerprints,
             lock=lock,
         )
+
+    def require_space(self) -> None:
+        """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
+        parameters = list(self._state.model.parameters())
+        state_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters) * self._world.num_replicas
+        size_bytes = state_bytes + export.num_bytes(self._settings.plan) * self._settings.has_weights
+        error: list[Any] = [None]
+        if self._world.is_main:
+            try:
+                space.require_space(self.run_dir, size_bytes)
+                space.warn_if_tight(self.run_dir, size_bytes, keep=self._keep)
+            except OSError as failure:
+                error[0] = CannotWriteError(f"'{self.run_dir}': {failure.strerror}")
+        dist.broadcast_object_list(error, src=0)
+        if error[0] is not None:
+            raise error[0]
 
     def save(self, *, loss: float, grad_norm: float, is_required: bool) -> None:
         """Save the state as it is now, unless this step is saved already.
@@ -172,10 +189,10 @@ class CheckpointManager:
         self._num_failed_in_a_row, self._committed_step = 0, step
         path = self.run_dir / layout.step_dir_name(step)
         if total_s is None:
-            logger.info("saved %s (%s, %.1f s)", path, layout.readable(outcome), stall_s)
+            logger.info("saved %s (%s, %.1f s)", path, space.readable(outcome), stall_s)
         else:
             self._metrics["time/train/checkpoint_bg_s"] = total_s
-            logger.info("saved %s (%s, %.1f s behind training)", path, layout.readable(outcome), total_s)
+            logger.info("saved %s (%s, %.1f s behind training)", path, space.readable(outcome), total_s)
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
@@ -205,6 +222,7 @@ class CheckpointManager:
                 "lr_scheduler": {**state.schedule, "last_epoch": position.step},
                 "rng": seeding.rng_state(),
                 "guard": state.guard.state_dict(),
+                "loop": state.loop.state_dict(),
                 "tracking": state.tracking.state_dict() if state.tracking is not None else {},
                 "buffers": shards.weight_buffers(state.model),
             },
@@ -243,6 +261,8 @@ class CheckpointManager:
         if changes := schedule_changes(extra["lr_scheduler"], state.schedule):
             logger.warning("the learning rate follows another schedule from here on: %s", changes)
         state.guard.load_state_dict(extra["guard"])
+        if "loop" in extra:  # not in checkpoints of the first version
+            state.loop.load_state_dict(extra["loop"])
         if is_same_size:
             seeding.set_rng_state(extra["rng"])
         if state.tracking is not None:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import export, fsio, layout, shards
+from trainer.checkpoint import export, fsio, layout, shards, space
 from trainer.checkpoint.board import Board, SaveFailedError
 from trainer.checkpoint.export import ExportPlan, ExportSource
 from trainer.checkpoint.fsio import FileRecord
@@ -89,7 +89,7 @@ class Save:
             return None
         run_dir = self._settings.run_dir
         layout.clean_leftovers(run_dir)
-        layout.require_space(run_dir, self._size_estimate_bytes())
+        space.require_space(run_dir, self._size_estimate_bytes())
         staging = layout.staging_dir(run_dir, self._snapshot.position.step)
         fsio.make_dir(staging)
         fsio.make_dir(staging / layout.HUGGINGFACE)
@@ -97,8 +97,7 @@ class Save:
 
     def _size_estimate_bytes(self) -> int:
         own = shards.num_bytes([self._snapshot.model, self._snapshot.optim])
-        exported = sum(tensor.nbytes for tensor in self._settings.plan.layout.values())
-        return own * self._world.size + exported * self._settings.has_weights
+        return own * self._world.size + export.num_bytes(self._settings.plan) * self._settings.has_weights
 
     def _write_shards(self) -> list[dict[str, Any]]:
         snapshot, staging = self._snapshot, self._require_staging()

@@ -1,0 +1,71 @@
+"""What a resume may change: refused, warned of, or free; one test per class, and every difference is shown."""
+
+import pytest
+
+from trainer.__main__ import load_config
+from trainer.checkpoint import lineage
+from trainer.checkpoint.lineage import REFUSED, WARNED, Lineage, compare, describe_run
+from trainer.config import RESUME_ALLOW, ConfigError, known_keys
+
+VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "model_config": "m1", "torch": "2.13"}
+
+
+def fingerprints(*overrides: str, **values: object) -> dict[str, str]:
+    return describe_run(load_config(list(overrides)).resolved, **{**VALUES, **values})
+
+
+def test_what_can_be_allowed_is_what_is_refused() -> None:
+    assert set(RESUME_ALLOW) == set(REFUSED)
+    assert {key for key in WARNED if "." in key} <= set(known_keys())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
+    now = fingerprints(**{name: "other"})
+    with pytest.raises(ConfigError, match=rf"{name}: .* -> other   <- refused") as caught:
+        compare(fingerprints(), Lineage(now))
+    assert f"trainer.resume_allow=[{name}]" in str(caught.value) and REFUSED[name] in str(caught.value)
+    accepted = compare(fingerprints(), Lineage(now, allow=(name,)))
+    assert len(accepted) == 1 and accepted[0].startswith(f"{name}: ") and REFUSED[name] in accepted[0]
+
+
+def test_every_refused_difference_must_be_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"resume_allow=\[data\]"):
+        compare(fingerprints(), Lineage(fingerprints(seed=2, data="d2"), allow=("seed",)))
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("data.max_length=1024", "data.max_length: 2048 -> 1024"),
+        ("optim.betas=[0.9,0.999]", "optim.betas: [0.9, 0.95] -> [0.9, 0.999]"),
+        ("optim.clip_grad=0.5", "optim.clip_grad: 1.0 -> 0.5"),
+        ("model.fsdp_config.reduce_dtype=bfloat16", "model.fsdp_config.reduce_dtype: float32 -> bfloat16"),
+        ("trainer.checkpoint.export_dtype=float32", "trainer.checkpoint.export_dtype: bfloat16 -> float32"),
+    ],
+)
+def test_what_may_change_the_numbers_is_shown(override: str, line: str) -> None:
+    assert compare(fingerprints(), Lineage(fingerprints(override))) == [line]
+
+
+def test_another_torch_is_shown() -> None:
+    assert compare(fingerprints(), Lineage(fingerprints(torch="2.14"))) == ["torch: 2.13 -> 2.14"]
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.save_freq=7", "trainer.logger=[csv]", "data.num_workers=3", "data.micro_batch_size_per_gpu=2"]
+)
+def test_what_only_changes_how_the_run_is_watched_or_executed_is_free(override: str) -> None:
+    assert compare(fingerprints(), Lineage(fingerprints(override))) == []
+
+
+def test_a_refusal_shows_the_likely_cause_beside_it() -> None:
+    now = fingerprints("data.max_length=64", data="d2")
+    with pytest.raises(ConfigError, match=r"data\.max_length: 2048 -> 64"):
+        compare(fingerprints(), Lineage(now))
+
+
+def test_a_fingerprint_that_an_older_version_did_not_save_is_not_compared() -> None:
+    saved = {key: value for key, value in fingerprints().items() if key != "seed"}
+    assert compare(saved, Lineage(fingerprints(seed=9))) == []
+    assert lineage.compare({}, Lineage(fingerprints())) == []

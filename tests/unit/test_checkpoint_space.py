@@ -1,0 +1,49 @@
+"""Room on the disk is asked for with numbers, before anything is written."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from checkpoint_fakes import save
+
+from trainer.checkpoint import fsio, space
+
+GIB = 2**30
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsio, "free_bytes", lambda path: 10 * GIB)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(free: None, tmp_path: Path) -> None:
+    space.require_space(tmp_path, 9 * GIB)
+    with pytest.raises(OSError, match=r"needs 9.8 GiB, and 10 GiB are free: free some space") as caught:
+        space.require_space(tmp_path, int(9.8 * GIB))
+    assert caught.value.filename == str(tmp_path)
+
+
+def test_a_disk_that_fills_before_rotation_begins_is_warned_of(
+    free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    space.warn_if_tight(tmp_path, 3 * GIB, keep=2)
+    assert caplog.messages == []
+    space.warn_if_tight(tmp_path, 3 * GIB, keep=3)
+    assert "4 more checkpoints of 3 GiB" in caplog.text and caplog.records[0].levelno == logging.WARNING
+    caplog.clear()
+    save(tmp_path, 1, 2)
+    space.warn_if_tight(tmp_path, 3 * GIB, keep=3)
+    space.warn_if_tight(tmp_path, 3 * GIB, keep=None)
+    assert caplog.messages == [], "what is already there needs no more room"
+
+
+def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
+    assert 0 < fsio.free_bytes(tmp_path) < 2**60
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.46 KiB"), (54 * 2**20, "54 MiB"), (2**44, "1.638e+04 GiB")],
+)
+def test_sizes_are_readable(size_bytes: int, text: str) -> None:
+    assert space.readable(size_bytes) == text

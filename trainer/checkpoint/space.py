@@ -1,0 +1,51 @@
+"""Room on the disk, asked for before it is needed."""
+
+import errno
+import logging
+from pathlib import Path
+
+from trainer.checkpoint import fsio, layout
+
+SPARE = 1.05
+"""Space asked for before a save, over what is written: directories, logs, and other writers."""
+
+logger = logging.getLogger(__name__)
+
+
+def require_space(run_dir: Path, needed_bytes: int) -> None:
+    """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with a little to spare."""
+    free_bytes = fsio.free_bytes(run_dir)
+    if free_bytes < needed_bytes * SPARE:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space, or "
+            f"keep fewer checkpoints (trainer.max_ckpt_to_keep)",
+            str(run_dir),
+        )
+
+
+def warn_if_tight(run_dir: Path, needed_bytes: int, *, keep: int | None) -> None:
+    """Log it if the disk fills before rotation begins: during a save there is one checkpoint more than are kept."""
+    if keep is None:
+        return
+    free_bytes = fsio.free_bytes(run_dir)
+    num_to_come = keep + 1 - sum(info.status == "committed" for info in layout.checkpoints(run_dir))
+    if free_bytes < num_to_come * needed_bytes * SPARE:
+        logger.warning(
+            "%s has %s free, but %d more checkpoints of %s come before old ones are deleted: free some space, or lower "
+            "trainer.max_ckpt_to_keep=%d",
+            run_dir,
+            readable(free_bytes),
+            num_to_come,
+            readable(needed_bytes),
+            keep,
+        )
+
+
+def readable(size_bytes: float) -> str:
+    """`512 B`, `54.2 MiB`, `16.1 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.4g} GiB"
