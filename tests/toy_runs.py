@@ -136,8 +136,7 @@ def run(
         total_steps=recipe.total_steps,
         batch_size=recipe.batch_size,
         start=start.position,
-        cadence=Cadence(recipe.total_steps, recipe.save_freq, -1),
-        **changes,
+        **{"cadence": Cadence(recipe.total_steps, recipe.save_freq, -1), **changes},
     )
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
     if start.checkpoint is not None:

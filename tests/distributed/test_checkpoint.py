@@ -55,7 +55,7 @@ def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path,
     assert equal(again.parameters, whole.parameters) and equal(again.moments, whole.moments)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4, 5])
+@pytest.mark.parametrize("world_size", [1, 5])
 def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int) -> None:  # type: ignore[no-untyped-def]
     run_dir, whole = straight
     saved = load_file(run_dir / "global_step_4" / "huggingface" / "model.safetensors")

@@ -16,10 +16,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
+from trainer.config import ConfigError
 
 
-class CorruptShardError(ValueError):
-    """A shard file does not contain what the checkpoint promises; the message names file and tensor."""
+class CorruptShardError(ConfigError):
+    """A shard file does not contain what the checkpoint promises; the message names file and tensor. Exit code 2."""
 
 
 def write_torch(path: Path, value: Any, *, root: Path) -> FileRecord:
@@ -33,8 +34,12 @@ def read_torch(path: Path) -> Any:
     """Load without executing pickled code; tensors stay on disk until they are used."""
     try:
         return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise CorruptShardError(f"{path}: {error}") from error
+    except pickle.UnpicklingError as error:
+        names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+        reason = f"it would run code that is no part of a checkpoint ({names})" if names else str(error)
+        raise CorruptShardError(f"{path} is refused: {reason}") from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CorruptShardError(f"{path} cannot be read: {error}") from error
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,134 @@
+"""How a run begins and stops: a shared directory, room on the disk, a stop in validation, a time limit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import ToySamples, write_model_config
+from toy_runs import Recipe, run, trainer_config
+
+from trainer.checkpoint import fsio, layout, start
+from trainer.checkpoint.lineage import Lineage
+from trainer.config import ConfigError
+from trainer.data.loader import RankPlan, validation_batches
+from trainer.data.plan import Limits
+from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
+from trainer.runtime.signals import StopRequest
+from trainer.sft_trainer import Cadence
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+def start_unseen(world: Any, run_dir: Path) -> str:
+    """Rank 1 stands for another machine: it does not see what rank 0 writes."""
+    start.SHARED_WITHIN_S = 0.3
+    if world.rank == 1:
+        run_dir = run_dir.parent / "a directory of this machine"
+        run_dir.mkdir()
+    try:
+        config = trainer_config(run_dir, Recipe())
+        start.decide_start(config, lineage=Lineage({}), total_steps=lambda position: 6, world=world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for error in run_ranks(start_unseen, 3, tmp_path / "run"):
+        assert "ranks [1] do not see what rank 0 writes" in error
+    assert not list((tmp_path / "run").glob(".staging*"))
+
+
+def start_on_full_disk(world: Any, run_dir: Path, source: Any) -> str:
+    fsio.free_bytes = lambda path: 1000
+    try:
+        run(world, run_dir, source, Recipe())
+    except CannotWriteError as error:
+        return str(error)
+    return ""
+
+
+def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path: Path, source: Any) -> None:
+    for error in run_ranks(start_on_full_disk, 2, tmp_path / "run", source):
+        assert "a checkpoint needs 1." in error and "0.977 KiB are free" in error
+    assert layout.checkpoints(tmp_path / "run") == []
+
+
+def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_complete(
+    tmp_path: Path, source: Any
+) -> None:
+    run_dir = tmp_path / "run"
+    whole = run_ranks(run, 2, run_dir, source, Recipe())[0]
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    assert run_ranks(run, 2, run_dir, source, Recipe())[0].losses == {}
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    victim = run_dir / "global_step_6" / layout.extra_file(2, 1)
+    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    again = run_ranks(run, 2, run_dir, source, Recipe())[0]
+    assert again.start_step == 4 and again.losses == {step: whole.losses[step] for step in (5, 6)}
+
+
+def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
+    config = replace(trainer_config(run_dir, Recipe()), resume_mode="resume_path", resume_from_path=str(checkpoint))
+    config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]))
+    found = start.decide_start(config, lineage=Lineage({}), total_steps=lambda position: 3, world=world)
+    return found.is_complete, found.position.step
+
+
+def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(tmp_path: Path, source: Any) -> None:
+    run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=4))
+    assert run_ranks(branch, 1, tmp_path / "branch", tmp_path / "run" / "global_step_4") == [(False, 0)]
+
+
+class StopsInValidation(StopRequest):
+    """Asks for the stop at its `count`-th question, which falls into a validation."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    @property
+    def is_set(self) -> bool:
+        self._count -= 1
+        return self._count < 0
+
+
+def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> Any:
+    """Validate after steps 3 and 6, 3 batches each; the stop is asked for after `stop_after` steps and batches."""
+    plan = RankPlan(world.rank, world.size, Limits(None, None), 0.01)
+    batches = validation_batches(ToySamples(seed=5), plan, batch_size=8)
+    changes = {"validation_batches": batches, "cadence": Cadence(6, 2, 3)}
+    return run(world, run_dir, source, Recipe(), stop=StopsInValidation(stop_after), **changes)
+
+
+def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(tmp_path: Path, source: Any) -> None:
+    def validated(result: Any) -> dict[int, float]:
+        return {step: row["val/loss"] for step, row in result.rows if "val/loss" in row}
+
+    straight = run_ranks(run_validated, 2, tmp_path / "straight", source, 1000)[0]
+    assert set(validated(straight)) == {3, 6}
+    stopped = run_ranks(run_validated, 2, tmp_path / "run", source, 4)[0]
+    assert (stopped.exit_code, max(stopped.losses), validated(stopped)) == (EXIT_RESUMABLE, 3, {})
+    again = run_ranks(run_validated, 2, tmp_path / "run", source, 1000)[0]
+    assert (again.exit_code, again.start_step) == (EXIT_DONE, 3)
+    assert validated(again) == validated(straight)
+    assert again.losses == {step: straight.losses[step] for step in (4, 5, 6)}
+    assert all(torch.equal(again.parameters[name], value) for name, value in straight.parameters.items())
+
+
+def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:
+    stop = StopRequest(max_time_s=0.0 if world.rank == 1 else 1000.0)
+    return run(world, run_dir, source, Recipe(), stop=stop)
+
+
+def test_a_time_limit_of_one_rank_stops_all_at_the_same_step(tmp_path: Path, source: Any) -> None:
+    for result in run_ranks(run_for_no_time, 2, tmp_path / "run", source):
+        assert (result.exit_code, set(result.losses)) == (EXIT_RESUMABLE, {1})
+    chosen = layout.select(tmp_path / "run").chosen
+    assert chosen is not None and chosen.step == 1

@@ -1,0 +1,106 @@
+"""File systems that answer late or twice: what other machines wrote is waited for, a rename carried out is a rename."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_fakes import commit, save, stage
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.fsio import FileRecord
+
+RECORD = FileRecord("shard.pt", 5, "0" * 64)
+
+
+def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
+    def write_slowly() -> None:
+        (tmp_path / "shard.pt").write_bytes(b"ab")
+        threading.Event().wait(0.15)
+        (tmp_path / "shard.pt").write_bytes(b"abcde")
+
+    writer = threading.Timer(0.15, write_slowly)
+    writer.start()
+    fsio.await_files(tmp_path, [RECORD], timeout_s=20)
+    assert (tmp_path / "shard.pt").stat().st_size == 5
+    writer.join()
+
+
+@pytest.mark.parametrize(("content", "named"), [(None, "not to be seen here"), (b"abc", "3 bytes of the 5 written")])
+def test_a_file_that_never_appears_whole_is_named(tmp_path: Path, content: bytes | None, named: str) -> None:
+    if content is not None:
+        (tmp_path / "shard.pt").write_bytes(content)
+    with pytest.raises(OSError, match=rf"shard.pt: .*{named}"):
+        fsio.await_files(tmp_path, [RECORD], timeout_s=0.2)
+
+
+def renaming_twice(real: Any, code: int) -> Any:
+    """The server carried the rename out, its answer was lost, and the repeated request finds nothing to rename."""
+
+    def rename(source: Any, target: Any) -> None:
+        real(source, target)
+        raise OSError(code, os.strerror(code), str(source))
+
+    return rename
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
+def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    save(tmp_path, 1)
+    staging = stage(tmp_path, 2)
+    monkeypatch.setattr(os, "rename", renaming_twice(os.rename, code))
+    layout.commit(staging, 2, nonce="a1b2")
+    assert layout.inspect(tmp_path / "global_step_2").status == "committed"
+
+
+def test_a_rename_that_failed_is_an_error_and_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Any, target: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(source))
+
+    save(tmp_path, 1)
+    staging = stage(tmp_path, 2)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        layout.commit(staging, 2, nonce="a1b2")
+    chosen = layout.select(tmp_path).chosen
+    assert chosen is not None and chosen.step == 1
+
+
+def test_another_jobs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = stage(tmp_path, 2)
+    real = os.rename
+
+    def lost_race(source: Any, target: Any) -> None:
+        fsio.remove_tree(Path(source))
+        monkeypatch.setattr(os, "rename", real)
+        commit(tmp_path, 2)
+        raise OSError(errno.ENOENT, "No such file or directory", str(source))
+
+    monkeypatch.setattr(os, "rename", lost_race)
+    with pytest.raises(OSError, match="No such file"):
+        layout.commit(staging, 2, nonce="ffff")
+
+
+def test_a_pointer_that_cannot_be_moved_does_not_undo_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    save(tmp_path, 1)
+    commit(tmp_path, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(fsio, "atomic_write", full)
+        layout.settle(tmp_path, 2, keep=1)
+    assert "cannot be pointed to yet" in caplog.text
+    assert [info.step for info in layout.select(tmp_path).candidates] == [2, 1], "nothing was deleted"
+    layout.settle(tmp_path, 2, keep=1)
+    assert [info.step for info in layout.select(tmp_path).candidates] == [2]

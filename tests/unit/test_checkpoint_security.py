@@ -1,0 +1,106 @@
+"""Nothing in a checkpoint can run code or lead out of its directory."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_fakes import commit, save
+
+from trainer.checkpoint import export, layout, shards
+from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, parse_manifest, verify_files
+from trainer.checkpoint.shards import CorruptShardError, read_torch
+
+
+class Canary:
+    """Unpickled by a loader that runs code, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.parametrize("name", [layout.model_file(2, 0), layout.optim_file(2, 1), layout.extra_file(2, 0), "data.pt"])
+def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path: Path, name: str) -> None:
+    torch.save({"weight": torch.zeros(2), "more": Canary(tmp_path / "canary")}, tmp_path / name)
+    with pytest.raises(CorruptShardError, match=rf"{name} is refused: .*posix\.mkdir"):
+        read_torch(tmp_path / name)
+    assert not (tmp_path / "canary").exists()
+    torch.load(tmp_path / name, weights_only=False)
+    assert (tmp_path / "canary").exists(), "the canary would have sung"
+
+
+def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.pt"
+    path.write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    with pytest.raises(CorruptShardError, match=r"data\.pt"):
+        read_torch(path)
+    assert not (tmp_path / "canary").exists()
+
+
+def rewrite_manifest(path: Path, change: Any) -> None:
+    """As an attacker would: with a digest that fits."""
+    tree = json.loads((path / MANIFEST).read_text())
+    del tree[OWN_DIGEST]
+    change(tree)
+    (path / MANIFEST).write_text(json.dumps(tree | {OWN_DIGEST: digest_of(tree)}))
+
+
+@pytest.mark.parametrize(
+    "where", ["../outside", "/etc/passwd", "a/../../outside", "./data.pt", "huggingface//config.json"]
+)
+def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path, where: str) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "outside").write_bytes(b"x")
+    rewrite_manifest(tmp_path / "global_step_2", lambda tree: tree["files"][0].update(path=where))
+    info = layout.inspect(tmp_path / "global_step_2")
+    assert info.status == "incomplete" and "plain relative path" in info.reason
+    chosen = layout.select(tmp_path).chosen
+    assert chosen is not None and chosen.step == 1
+
+
+@pytest.mark.parametrize("linked", ["data.pt", "huggingface", MANIFEST])
+def test_a_link_inside_a_checkpoint_is_not_followed(tmp_path: Path, linked: str) -> None:
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1)
+    path = tmp_path / "run" / "global_step_1"
+    (path / linked).rename(tmp_path / "elsewhere")
+    (path / linked).symlink_to(tmp_path / "elsewhere")
+    assert layout.inspect(path).status == "incomplete"
+
+
+def test_a_linked_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    commit(tmp_path, 2).rename(tmp_path / "elsewhere")
+    (tmp_path / "global_step_2").symlink_to(tmp_path / "elsewhere")
+    info = layout.inspect(tmp_path / "global_step_2")
+    assert info.status == "incomplete" and "symbolic link" in info.reason
+
+
+def test_a_file_swapped_for_a_link_of_the_same_content_is_not_proven(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "global_step_1"
+    manifest = parse_manifest((path / MANIFEST).read_bytes())
+    (path / "data.pt").rename(tmp_path / "data.pt")
+    (path / "data.pt").symlink_to(tmp_path / "data.pt")
+    assert verify_files(path, manifest) != []
+
+
+def test_code_beside_an_exported_config_is_not_imported(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2", "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling_evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
+    assert export.known_architecture(tmp_path) is None
+    assert not (tmp_path / "canary").exists()
+
+
+def test_tensors_of_unknown_placement_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / layout.model_file(1, 0))
+    reader = shards.ShardReader(tmp_path, world_size=1, num_shards=1, parameters=["weight"], buffers={})
+    with pytest.raises(CorruptShardError, match="'weight' is not a sharded tensor"):
+        reader.whole("weight")
