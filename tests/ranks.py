@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,3 +82,4 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
         distributed.stop()
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        sys.exit(1)
