@@ -3,7 +3,8 @@
     python benchmarks/async_save.py --steps 240 --save-freq 40
 
 Two gloo ranks of one thread train a Qwen2-architecture model of 5.4 M parameters; every write of a checkpoint sleeps as
-long as a disk of the given rate would take. One run saves behind training, one in its way; the two alternate. Step times are those of the log; a step counts as "while saving" from the save until it is committed.
+long as a disk of the given rate would take. One run saves behind training, one in its way; the two alternate. Step
+times are those of the log; a step counts as "while saving" from the save until it is committed.
 """
 
 import argparse
