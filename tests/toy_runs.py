@@ -14,8 +14,9 @@ from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_part
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manager import CheckpointManager, RunState
-from trainer.checkpoint.start import decide_start
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.resume import RunState
+from trainer.checkpoint.start import RunShape, decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.plan import Schedule
 from trainer.protocols import Position
@@ -127,7 +128,8 @@ def run(
         return recipe.total_steps
 
     lineage = Lineage(fingerprints(recipe), recipe.resume_allow)
-    start = decide_start(trainer_config(run_dir, recipe), lineage=lineage, total_steps=total_steps, world=world)
+    shape = RunShape(len(samples.lengths), recipe.batch_size, total_steps, lineage)
+    start = decide_start(trainer_config(run_dir, recipe), shape, world)
     model = build_toy_model(world, source)
     parts = toy_parts(
         world,

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage, describe_run
-from trainer.checkpoint.manager import CheckpointManager, RunState
-from trainer.checkpoint.start import Start, decide_start
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.resume import RunState
+from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.config import QUICKSTART, Config, ConfigError
 from trainer.data.announce import announce
 from trainer.data.chat import tokenizer_digest
@@ -104,7 +105,8 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         trainer = config.trainer
         return trainer.total_training_steps or schedule_from(position).steps_until(trainer.total_epochs)
 
-    start = decide_start(config.trainer, lineage=_lineage(config, inputs), total_steps=total_steps, world=world)
+    shape = RunShape(len(inputs.train.lengths), config.data.train_batch_size, total_steps, _lineage(config, inputs))
+    start = decide_start(config.trainer, shape, world)
     setup = Setup(config, inputs, schedule_from(start.position), total_steps(start.position), world, start)
     exit_code = EXIT_DONE
     if start.is_complete:

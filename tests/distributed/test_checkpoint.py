@@ -14,8 +14,8 @@ from toy_runs import Recipe, checkpoint_manager, run
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.manager import schedule_changes
 from trainer.checkpoint.manifest import MANIFEST, verify_files
+from trainer.checkpoint.resume import schedule_changes
 from trainer.protocols import CannotWriteError
 
 

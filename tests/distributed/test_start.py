@@ -12,6 +12,7 @@ from toy_runs import Recipe, run, trainer_config
 
 from trainer.checkpoint import fsio, layout, start
 from trainer.checkpoint.lineage import Lineage
+from trainer.checkpoint.start import RunShape
 from trainer.config import ConfigError
 from trainer.data.loader import RankPlan, validation_batches
 from trainer.data.plan import Limits
@@ -33,7 +34,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
         run_dir.mkdir()
     try:
         config = trainer_config(run_dir, Recipe())
-        start.decide_start(config, lineage=Lineage({}), total_steps=lambda position: 6, world=world)
+        start.decide_start(config, RunShape(24, 8, lambda position: 6, Lineage({})), world)
     except ConfigError as error:
         return str(error)
     return ""
@@ -77,7 +78,7 @@ def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_comp
 def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
     config = replace(trainer_config(run_dir, Recipe()), resume_mode="resume_path", resume_from_path=str(checkpoint))
     config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]))
-    found = start.decide_start(config, lineage=Lineage({}), total_steps=lambda position: 3, world=world)
+    found = start.decide_start(config, RunShape(24, 8, lambda position: 3, Lineage({})), world)
     return found.is_complete, found.position.step
 
 

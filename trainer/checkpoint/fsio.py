@@ -187,9 +187,14 @@ def temporary_path(path: Path) -> Path:
 
 def rename(source: Path, target: Path) -> None:
     """Rename within one directory. Raises `OSError` if `target` is a directory with content."""
+    rename_unsynced(source, target)
+    fsync_dir(target.parent)
+
+
+def rename_unsynced(source: Path, target: Path) -> None:
+    """The same, durable only after `fsync_dir`."""
     _announce("rename", source, target)
     os.rename(source, target)
-    fsync_dir(target.parent)
 
 
 def remove_tree(path: Path) -> None:

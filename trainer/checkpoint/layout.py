@@ -59,6 +59,11 @@ def extra_file(world_size: int, rank: int) -> str:
     return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
 
 
+def is_export(path: str) -> bool:
+    """Whether a file listed in a manifest belongs to the export alone, which no resume needs."""
+    return path.startswith(f"{HUGGINGFACE}/")
+
+
 def staging_dir(run_dir: Path, step: int) -> Path:
     """A new name for a checkpoint in the making, on the same file system as its final one."""
     return run_dir / f"{STAGING_PREFIX}{step_dir_name(step)}.{secrets.token_hex(4)}"
@@ -87,9 +92,9 @@ def read_pointer(run_dir: Path) -> Pointer:
 class CheckpointInfo:
     """What stands in one `global_step_N`.
 
-    committed: its manifest and the sizes of all its files agree (contents are proven by `verify_files`). foreign: a
-    complete directory of verl, which has no manifest. incomplete: neither, for the `reason` given. `published`: the
-    pointer has named it once.
+    committed: its manifest and the sizes of all files that a resume needs agree (contents are proven by
+    `verify_files`). foreign: a complete directory of verl, which has no manifest. incomplete: neither, for the `reason`
+    given. `published`: the pointer has named it once.
     """
 
     step: int
@@ -126,6 +131,8 @@ def _require_listed_files(path: Path, step: int, manifest: Manifest) -> None:
     if manifest.step != step:
         raise ManifestError(f"it belongs to step {manifest.step}")
     for record in manifest.files:
+        if is_export(record.path):
+            continue  # a run resumes without it
         size_bytes = fsio.size_within(path, record.path)
         if size_bytes != record.size_bytes:
             raise OSError(f"{record.path} has {size_bytes} bytes, {record.size_bytes} were written")
@@ -238,11 +245,12 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
             raise FileExistsError(f"'{final}' is the checkpoint this run continues from: it is never replaced")
         quarantine(final, "this step is being written anew")
     try:
-        fsio.rename(staging, final)
+        fsio.rename_unsynced(staging, final)
     except OSError:
         # a network file system that lost the answer to a rename it carried out reports an error on the second try
         if not _is_renamed(staging, final, nonce):
             raise
+    fsio.fsync_dir(final.parent)
     return final
 
 

@@ -5,14 +5,12 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from trainer.checkpoint import export, layout, shards, space
 from trainer.checkpoint.board import Board, SaveFailedError, UnresolvedSaveError
@@ -20,10 +18,11 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import TensorInfo
+from trainer.checkpoint.resume import RunState, load_state
 from trainer.checkpoint.save import Save, SaveSettings
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.config import CheckpointConfig
-from trainer.protocols import CannotWriteError, Position, ResumableError, Stateful
+from trainer.protocols import CannotWriteError, ResumableError
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 
@@ -32,29 +31,6 @@ RETRY_AFTER_S = (60.0, 300.0)
 """Training goes on for so long after the first and the second failed save in a row; the third ends the run."""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
 """The same for a save that the run ends with: nothing goes on meanwhile."""
-
-
-class TrainBatches(Protocol):
-    """Where the run stands in its data, and what of it goes into `data.pt`."""
-
-    @property
-    def position(self) -> Position: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class RunState:
-    """Everything that survives a restart."""
-
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
-    train_batches: TrainBatches
-    guard: Stateful
-    loop: Stateful
-    tracking: Stateful | None
-    """On the main rank only."""
-    schedule: Mapping[str, Any]
 
 
 class CheckpointManager:
@@ -236,45 +212,13 @@ class CheckpointManager:
     def load(self, checkpoint: CheckpointInfo) -> None:
         """Take over the state of a checkpoint whose contents are proven, then finish what a crash left undone.
 
-        Raises `ConfigError` if it belongs to another model, `CorruptShardError` if it is not what it promises.
+        Raises `ConfigError` if it belongs to another model or is not what it promises.
         """
-        manifest, state = checkpoint.manifest, self._state
-        assert manifest is not None
-        where: dict[str, Any] = {
-            "world_size": manifest.world_size,
-            "num_shards": manifest.mesh.get("fsdp", manifest.world_size),
-        }
-        shards.load_model(state.model, checkpoint.path, **where)
-        if "optimizer" in self._config.load_contents:
-            shards.load_optimizer(state.model, state.optimizer, checkpoint.path, **where)
+        load_state(checkpoint, self._state, contents=self._config.load_contents, world=self._world)
         if "extra" in self._config.load_contents:
-            self._load_extra(checkpoint)
+            self._committed_step = checkpoint.step
         if self._world.is_main and checkpoint.path.resolve().parent == self.run_dir.resolve():
             layout.settle(self.run_dir, checkpoint.step, keep=self._keep, protect={checkpoint.step})
-
-    def _load_extra(self, checkpoint: CheckpointInfo) -> None:
-        manifest, state = checkpoint.manifest, self._state
-        assert manifest is not None
-        is_same_size = manifest.world_size == self._world.size
-        saved_rank = self._world.rank if is_same_size else 0
-        extra = shards.read_torch(checkpoint.path / layout.extra_file(manifest.world_size, saved_rank))
-        if changes := schedule_changes(extra["lr_scheduler"], state.schedule):
-            logger.warning("the learning rate follows another schedule from here on: %s", changes)
-        state.guard.load_state_dict(extra["guard"])
-        if "loop" in extra:  # not in checkpoints of the first version
-            state.loop.load_state_dict(extra["loop"])
-        if is_same_size:
-            seeding.set_rng_state(extra["rng"])
-        if state.tracking is not None:
-            state.tracking.load_state_dict(extra["tracking"])
-        found = state.train_batches.position
-        if (found.step, found.epoch, found.samples_consumed) != (
-            manifest.step,
-            manifest.epoch,
-            manifest.samples_consumed,
-        ):
-            raise RuntimeError(f"the data would go on from {found}, {checkpoint.path} was saved at another place")
-        self._committed_step = checkpoint.step
 
 
 class _Pending:
@@ -308,8 +252,3 @@ def _outcome(save: Save) -> int | BaseException:
         return save.run()
     except BaseException as error:
         return error
-
-
-def schedule_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """`key: saved -> now` for every key that differs, empty if none does."""
-    return ", ".join(f"{key}: {saved.get(key)} -> {value}" for key, value in now.items() if saved.get(key) != value)

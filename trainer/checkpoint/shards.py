@@ -133,13 +133,17 @@ def load_model(model: nn.Module, directory: Path, *, world_size: int, num_shards
         _copy_slice([_entry(part, name, directory) for part in parts], parameter, name)
 
 
+def read_optimizer(directory: Path, *, world_size: int, num_shards: int) -> list[dict[str, Any]]:
+    """What `optimizer_state` gave on each of the ranks that hold one whole copy."""
+    return [read_torch(directory / layout.optim_file(world_size, rank)) for rank in range(num_shards)]
+
+
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, *, world_size: int, num_shards: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[dict[str, Any]], directory: Path
 ) -> None:
     """Copy the saved moments and step counts; rates and decay stay as configured now."""
-    parts = [read_torch(directory / layout.optim_file(world_size, rank))["state"] for rank in range(num_shards)]
     for name, parameter in model.named_parameters():
-        saved = [_entry(part, name, directory) for part in parts]
+        saved = [_entry(part["state"], name, directory) for part in parts]
         for key, value in optimizer.state[parameter].items():
             _copy_slice([entry[key] for entry in saved], value, f"{name}.{key}")
 

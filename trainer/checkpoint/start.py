@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint import fsio, layout, lineage
+from trainer.checkpoint import fsio, layout, lineage, verl
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.resume import own_position
 from trainer.config import ConfigError, TrainerConfig
 from trainer.protocols import CannotWriteError, Position
 from trainer.runtime.distributed import World
@@ -35,18 +36,29 @@ class Start:
     lock: RunLock | None
 
 
-def decide_start(
-    config: TrainerConfig, *, lineage: Lineage, total_steps: Callable[[Position], int], world: World
-) -> Start:
-    """Collective. `total_steps` tells from a position how many steps the whole run has.
+@dataclass(frozen=True)
+class RunShape:
+    """What is known of a run before its model: the size of its epoch and batch, how long it is, what it descends from.
+
+    `total_steps` tells from a position how many steps the whole run has.
+    """
+
+    num_samples: int
+    batch_size: int
+    total_steps: Callable[[Position], int]
+    lineage: Lineage
+
+
+def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
+    """Where to begin. Collective.
 
     A run that already has them all is complete: nothing is written, not even the lock. Raises on every rank alike:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
     candidates = _on_main(partial(_candidates, config), config, world)
     if candidates:
-        position = _position(candidates[0], config)
-        if position.step >= total_steps(position) and not _verify(candidates[0], world):
+        position = _position(candidates[0], config, shape)
+        if position.step >= shape.total_steps(position) and not _verify(candidates[0], world):
             return Start(candidates[0], position, is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir))
     _on_main(partial(_take_run_dir, config, lock), config, world)
@@ -55,8 +67,8 @@ def decide_start(
     checkpoint = _first_proven(candidates, config, world)
     position = Position()
     if checkpoint is not None:
-        _require_same_run(checkpoint, config, lineage)
-        position = _position(checkpoint, config)
+        _require_same_run(checkpoint, config, shape.lineage)
+        position = _position(checkpoint, config, shape)
     return Start(checkpoint, position, is_complete=False, lock=lock if world.is_main else None)
 
 
@@ -77,12 +89,13 @@ def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
     return result
 
 
-def _position(checkpoint: CheckpointInfo, config: TrainerConfig) -> Position:
-    manifest = checkpoint.manifest
+def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape) -> Position:
     if "extra" not in config.checkpoint.load_contents:
         return Position()
-    assert manifest is not None
-    return Position(manifest.step, manifest.epoch, manifest.samples_consumed)
+    if checkpoint.manifest is not None:
+        return own_position(checkpoint.manifest)
+    found = verl.open_checkpoint(checkpoint.path)
+    return verl.read_position(found, num_samples=shape.num_samples, train_batch_size=shape.batch_size)
 
 
 def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World) -> CheckpointInfo | None:
@@ -105,15 +118,20 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
 
 
 def _verify(candidate: CheckpointInfo, world: World) -> list[str]:
-    if candidate.manifest is None:
-        raise ConfigError(
-            f"{candidate.path} was written by verl, without a manifest; continuing it is not supported: "
-            f"train from its huggingface/ directory instead (model.partial_pretrain=...)"
-        )
-    own = verify_files(candidate.path, candidate.manifest, share=(world.rank, world.size))
+    share = (world.rank, world.size)
+    if candidate.manifest is not None:
+        own = verify_files(candidate.path, candidate.manifest, share=share)
+    else:
+        foreign = verl.open_checkpoint(candidate.path)
+        own = verl.damaged_files(foreign, share=share)
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, own)
-    return [problem for report in reports for problem in report]
+    problems = [problem for report in reports for problem in report if not layout.is_export(problem)]
+    for problem in (problem for report in reports for problem in report if layout.is_export(problem)):
+        logger.warning("%s cannot be deployed, the run continues from it: %s", candidate.path, problem)
+    if candidate.manifest is None and not problems:
+        verl.require_safe(foreign)
+    return problems
 
 
 def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:
@@ -176,7 +194,7 @@ def _candidates(config: TrainerConfig) -> tuple[CheckpointInfo, ...]:
             logger.info("this run already has checkpoints of its own: continuing from them, not from %s", path)
             return own
         info = layout.inspect(path)
-        if info.status != "committed":
+        if info.status == "incomplete":
             raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason or info.status}")
         return (info,)
     return _own(run_dir)

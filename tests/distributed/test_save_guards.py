@@ -1,0 +1,117 @@
+"""What must hold at the moment of the commit: files as reported, all synced, in time, and the lock still ours."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import ToySamples, build_toy_model, toy_parts, write_model_config
+from toy_runs import Recipe, checkpoint_manager
+
+from trainer.checkpoint import fsio, layout, save
+from trainer.checkpoint.fsio import Operation
+from trainer.checkpoint.lock import LOCK, RunLock
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+def save_watched(world: Any, run_dir: Path, source: Any, disturb: Any, save_timeout_s: int = 30) -> Any:
+    """(log of the operations, warnings) of one save during which `disturb(world, operation)` is called first."""
+    log: list[tuple[str, str, str]] = []
+
+    def observe(operation: Operation) -> None:
+        log.append((operation.kind, str(operation.path), str(operation.target)))
+        disturb(world, operation, run_dir)
+
+    run_dir.mkdir(exist_ok=True)
+    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    lock = RunLock(run_dir) if world.is_main else None
+    if lock is not None:
+        lock.acquire()
+    manager = checkpoint_manager(
+        world, run_dir, source, parts, Recipe(save_timeout_s=save_timeout_s), lock=lock, retry_after_s=(1000.0, 1000.0)
+    )
+    fsio.observer = observe
+    manager.save(loss=1.0, grad_norm=1.0, is_required=False)
+    fsio.observer = None
+    dist.barrier()  # the ranks of a run do not leave one by one
+    return log, manager._last_error
+
+
+def nothing(world: Any, operation: Operation, run_dir: Path) -> None:
+    pass
+
+
+def test_every_file_and_directory_is_synced_before_the_commit(source: Any, tmp_path: Path) -> None:
+    logs = [log for log, _ in run_ranks(save_watched, 2, tmp_path / "run", source, nothing)]
+    rename = next(i for i, (kind, _, target) in enumerate(logs[0]) if kind == "rename" and "global_step" in target)
+    before = [*logs[0][:rename], *logs[1]]
+    created = {path for kind, path, _ in before if kind == "create" and ".staging_global" in path}
+    directories = {str(Path(path).parent) for path in created}
+    assert len(created) > 10 and len(directories) == 2
+    assert created <= {path for kind, path, _ in before if kind == "fsync"}
+    for directory in directories:
+        entries = [
+            i for i, (kind, path, _) in enumerate(logs[0]) if kind == "create" and Path(path).parent == Path(directory)
+        ]
+        assert ("fsync_dir", directory, "None") in logs[0][entries[-1] : rename], directory
+    assert logs[0][rename + 1][:2] == ("fsync_dir", str(tmp_path / "run"))
+
+
+def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
+    """Another run replaces the lock file while the manifest is written, as after a lease that ran out."""
+    if world.is_main and operation.kind == "create" and operation.path.name == "manifest.json":
+        (run_dir / "other").write_text("{}")
+        os.replace(run_dir / "other", run_dir / LOCK)
+
+
+def test_a_run_that_was_taken_over_commits_nothing(source: Any, tmp_path: Path) -> None:
+    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, take_over):
+        assert "another run has taken over" in error
+    assert layout.checkpoints(tmp_path / "run") == []
+
+
+def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> None:
+    if world.rank == 1 and operation.kind == "phase" and operation.path.name == "export.report":
+        (shard,) = run_dir.glob(".staging_global_*/optim_world_size_2_rank_1.pt")
+        os.truncate(shard, 1000)
+
+
+def test_a_file_shorter_than_its_rank_reported_is_not_committed(source: Any, tmp_path: Path) -> None:
+    for _, error in run_ranks(save_watched_impatiently, 2, tmp_path / "run", source, truncate_after_report):
+        assert "optim_world_size_2_rank_1.pt: has 1000 bytes" in error
+    assert layout.checkpoints(tmp_path / "run") == []
+
+
+def save_watched_impatiently(world: Any, run_dir: Path, source: Any, disturb: Any) -> Any:
+    save.VISIBLE_WITHIN_S = 0.2
+    return save_watched(world, run_dir, source, disturb)
+
+
+def dawdle(world: Any, operation: Operation, run_dir: Path) -> None:
+    if world.is_main and operation.kind == "create" and operation.path.name == "manifest.json":
+        time.sleep(2.2)
+
+
+def test_a_save_past_its_deadline_is_not_committed(source: Any, tmp_path: Path) -> None:
+    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, dawdle, save_timeout_s=2):
+        assert "longer than trainer.checkpoint.save_timeout_s" in error
+    assert layout.checkpoints(tmp_path / "run") == []
+    assert not list((tmp_path / "run").glob(".staging*"))
+
+
+def fall_silent(world: Any, operation: Operation, run_dir: Path) -> None:
+    if world.rank == 1 and operation.kind == "phase" and operation.path.name == "shards.report":
+        time.sleep(2.5)
+
+
+def test_a_silent_rank_fails_the_save_on_all_and_is_named(source: Any, tmp_path: Path) -> None:
+    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, fall_silent, save_timeout_s=1):
+        assert error == "rank 1: gave no answer in time"
+    assert layout.checkpoints(tmp_path / "run") == []

@@ -1,0 +1,35 @@
+"""A trainer reduced to its checkpoint calls, as it makes them: without torch, with tiny files."""
+
+from checkpoint_fakes import commit
+from test_checkpoint_rotation import Run
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.manifest import verify_files
+
+
+class FakeRun(Run):
+    """`save` follows `trainer.checkpoint.save`; `restart` follows `trainer.checkpoint.start` and the load after it."""
+
+    def save(self) -> None:
+        self.step += 1
+        layout.clean_leftovers(self.run_dir)
+        commit(self.run_dir, self.step)
+        self.acknowledged.append(self.step)
+        layout.settle(self.run_dir, self.step, keep=self.keep)
+
+    def restart(self) -> int | None:
+        """The step continued from; None = nothing usable."""
+        layout.clean_leftovers(self.run_dir)
+        try:
+            candidates = layout.select(self.run_dir).candidates
+        except layout.NoUsableCheckpointError:
+            return None
+        for info in candidates:
+            assert info.manifest is not None
+            if problems := verify_files(info.path, info.manifest):
+                layout.quarantine(info.path, problems[0])
+                continue
+            layout.settle(self.run_dir, info.step, keep=self.keep, protect={info.step})
+            self.step = info.step
+            return info.step
+        return None

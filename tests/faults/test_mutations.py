@@ -1,0 +1,26 @@
+"""The list of safeguards stays in step with the code; running them all is a command (see mutations.py)."""
+
+import ast
+
+import mutations
+import pytest
+from mutations import MUTATIONS, REPOSITORY, Mutation
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_every_safeguard_is_still_where_the_list_says(mutation: Mutation) -> None:
+    text = (REPOSITORY / "trainer" / mutation.file).read_text()
+    changed = mutations.apply(mutation, text)
+    assert changed != text
+    ast.parse(changed)
+    assert all((REPOSITORY / "tests" / test).is_file() for test in mutation.tests)
+
+
+def test_a_removed_safeguard_makes_its_test_fail() -> None:
+    """One of them for real, the cheapest: that the command can tell."""
+    mutation = next(m for m in MUTATIONS if m.name == "a damaged checkpoint means step 0")
+    assert mutations.killed_by(mutation) == mutation.tests[0]
+
+
+def test_names_are_unique() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
