@@ -172,7 +172,8 @@ def with_local(value: DTensor, local: Tensor) -> DTensor:
 @torch.no_grad()
 def _copy_slice(saved: list[Any], live: Tensor, name: str) -> None:
     """Fill this rank's part of `live` from the pieces that `saved` holds, in rank order."""
-    if tuple(saved[0].shape) != tuple(live.shape) or saved[0].dtype != live.dtype:
+    is_exact = torch.promote_types(saved[0].dtype, live.dtype) == live.dtype  # widening loses nothing
+    if tuple(saved[0].shape) != tuple(live.shape) or not is_exact:
         raise CorruptShardError(
             f"'{name}' was saved as {tuple(saved[0].shape)} {saved[0].dtype}, "
             f"the model has {tuple(live.shape)} {live.dtype}"

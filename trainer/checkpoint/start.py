@@ -56,10 +56,8 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
     candidates = _on_main(partial(_candidates, config), config, world)
-    if candidates:
-        position = _position(candidates[0], config, shape)
-        if position.step >= shape.total_steps(position) and not _verify(candidates[0], world):
-            return Start(candidates[0], position, is_complete=True, lock=None)
+    if candidates and _is_complete(candidates[0], config, shape, world):
+        return Start(candidates[0], _position(candidates[0], config, shape), is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir))
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
@@ -87,6 +85,14 @@ def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
         raise outcome[1]
     result: T = outcome[0]
     return result
+
+
+def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World) -> bool:
+    """Whether a whole checkpoint has all steps. What has a manifest is asked before it is proven, which takes long."""
+    if candidate.manifest is None and _verify(candidate, world):
+        return False
+    position = _position(candidate, config, shape)
+    return position.step >= shape.total_steps(position) and not _verify(candidate, world)
 
 
 def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape) -> Position:

@@ -1,0 +1,81 @@
+"""verl's own model_merger reads our shards: its output equals our export bit by bit.
+
+Needs VERL_PYTHON, an interpreter that has verl 0.9.1 and its merger's dependencies.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from interop.verl_files import run_in_verl
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from toy import ToySamples, build_toy_model, toy_parts, trainer, write_model_config
+from toy_runs import Recipe, checkpoint_manager, trainer_config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+pytestmark = [
+    pytest.mark.verl,
+    pytest.mark.skipif("VERL_PYTHON" not in os.environ, reason="VERL_PYTHON names no interpreter with verl"),
+]
+STEP = 2
+
+
+def save(world: Any, run_dir: Path, source: Any) -> None:
+    """Train a few steps and save, with an export in the dtype that verl's merger writes."""
+    run_dir.mkdir(exist_ok=True)
+    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=STEP)
+    assert trainer(parts).fit() == 0
+    config = trainer_config(run_dir, Recipe())
+    config = replace(config, checkpoint=replace(config.checkpoint, export_dtype="bfloat16"))
+    with mock.patch("toy_runs.trainer_config", return_value=config):
+        manager = checkpoint_manager(world, run_dir, source, parts, Recipe())
+    manager.save(loss=1.0, grad_norm=1.0, is_required=True)
+
+
+def write_model(path: Path, **changes: Any) -> Any:
+    """A model directory with a tokenizer, which the merger copies; rows that no world size divides."""
+    source = write_model_config(path, vocab_size=163, intermediate_size=97, **changes)
+    words = models.WordLevel({"<unk>": 0, "hello": 1, "</s>": 3}, unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>", unk_token="<unk>").save_pretrained(
+        path
+    )
+    return source
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fsdp_size", "is_tied"),
+    [(2, -1, True), (4, 2, True), (3, -1, False)],
+    ids=["shards", "replicas", "untied"],
+)
+def test_merged_shards_equal_the_export(tmp_path: Path, world_size: int, fsdp_size: int, is_tied: bool) -> None:
+    source = write_model(tmp_path / "model", tie_word_embeddings=is_tied)
+    run_ranks(save, world_size, tmp_path / "run", source, fsdp_size=fsdp_size)
+    checkpoint, merged = tmp_path / "run" / f"global_step_{STEP}", tmp_path / "merged"
+    run_in_verl("merge_with_verl.py", str(checkpoint), str(merged))
+    theirs, ours = tensors(merged), tensors(checkpoint / "huggingface")
+    assert set(theirs) == set(ours), "a tied head is in neither"
+    assert ("lm_head.weight" in ours) is not is_tied
+    for name, value in ours.items():
+        assert theirs[name].dtype == value.dtype == torch.bfloat16
+        assert torch.equal(theirs[name], value), name
+    reloaded = AutoModelForCausalLM.from_pretrained(merged)
+    assert all(torch.equal(reloaded.get_parameter(name), value) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_verl_finds_the_export_equal_to_the_shards(tmp_path: Path, is_tied: bool) -> None:
+    """The merger's own comparison: `python -m verl.model_merger test`."""
+    source = write_model(tmp_path / "model", tie_word_embeddings=is_tied)
+    run_ranks(save, 2, tmp_path / "run", source)
+    checkpoint = tmp_path / "run" / f"global_step_{STEP}"
+    run_in_verl("merge_with_verl.py", str(checkpoint), "unused", str(checkpoint / "huggingface"))

@@ -1,0 +1,61 @@
+"""Imports single files of an installed verl without its heavy dependencies; for the scripts run by VERL_PYTHON.
+
+`import verl` needs ray, tensordict and omegaconf. None of them takes part in merging or saving a checkpoint: empty
+packages with verl's own paths stand in for the `__init__.py` files, empty classes for what is only named.
+"""
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+_EMPTY_PACKAGES = (
+    "verl",
+    "verl.utils",
+    "verl.single_controller",
+    "verl.trainer",
+    "verl.workers",
+    "verl.workers.config",
+    "verl.workers.engine",
+    "verl.workers.engine.fsdp",
+)
+_NAMED_ONLY = {
+    "omegaconf": ("DictConfig", "MISSING"),
+    "tensordict": ("TensorDict",),
+    "peft": (),
+    "peft.utils": (),
+    "peft.utils.save_and_load": ("get_peft_model_state_dict",),
+    "verl.utils.model": ("check_exclude_modules", "check_target_modules"),
+    "verl.single_controller": ("WorkerGroup",),
+    "verl.workers.engine": ("BaseEngine",),
+}
+
+
+def prepare() -> None:
+    """Make verl's files importable one by one, each by its own full name."""
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None and spec.submodule_search_locations, "this interpreter has no verl"
+    root = spec.submodule_search_locations[0]
+    for name in _EMPTY_PACKAGES:
+        module = ModuleType(name)
+        module.__path__ = ["/".join([root, *name.split(".")[1:]])]
+        sys.modules[name] = module
+    tokenizer = importlib.import_module("verl.utils.tokenizer")
+    utils: Any = sys.modules["verl.utils"]
+    utils.hf_tokenizer, utils.hf_processor = tokenizer.hf_tokenizer, tokenizer.hf_processor
+
+
+def stand_in_for_unused() -> None:
+    """For what the checkpoint code imports and does not use here. The merger runs without: transformers would believe
+    that peft is installed.
+    """
+    for name, attributes in _NAMED_ONLY.items():
+        module = sys.modules.setdefault(name, ModuleType(name))
+        for attribute in attributes:
+            setattr(module, attribute, type(attribute, (), {}))
+
+
+def load(name: str) -> Any:
+    """A module of verl by its full name."""
+    return importlib.import_module(name)

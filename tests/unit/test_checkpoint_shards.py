@@ -1,0 +1,32 @@
+"""Pieces of tensors: what may be copied into what, and how much memory a state takes."""
+
+import pytest
+import torch
+
+from trainer.checkpoint import shards
+from trainer.checkpoint.shards import CorruptShardError
+
+
+def test_a_wider_type_takes_over_a_narrower_one_exactly() -> None:
+    saved = torch.randn(5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    live = torch.zeros(5)
+    shards._copy_slice([saved], live, "weight")
+    assert torch.equal(live, saved.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_type_that_would_lose_digits_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(
+        CorruptShardError, match=r"'weight' was saved as \(5,\) torch.float(32|16), the model has .*bfloat16"
+    ):
+        shards._copy_slice([torch.zeros(5, dtype=dtype)], torch.zeros(5, dtype=torch.bfloat16), "weight")
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(CorruptShardError, match=r"'weight' was saved as \(4,\) .* the model has \(5,\)"):
+        shards._copy_slice([torch.zeros(4)], torch.zeros(5), "weight")
+
+
+def test_shared_memory_counts_once() -> None:
+    weight = torch.zeros(10, 4)
+    assert shards.num_bytes([{"embedding": weight, "head": weight}, [torch.zeros(3, dtype=torch.int64)], 7]) == 160 + 24
