@@ -1,0 +1,191 @@
+"""Comparing two finished runs: equal in every bit, or each difference named with its place."""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_fakes import WORLD_SIZE
+from finished_runs import NAMES, STEPS, data_state, process_group, rank_state, rewrite_checkpoint, row, write_run
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.shards import read_torch
+from trainer.cli.compare_runs import NO_DIGEST, Comparison, compare_runs, digest_of_parameters
+from trainer.tracking.metrics_file import FILE_NAME, MetricsFile
+
+States = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    torch.manual_seed(0)
+    return write_run(tmp_path / "straight"), write_run(tmp_path / "resumed")
+
+
+def compare(runs: tuple[Path, Path]) -> Comparison:
+    return compare_runs(*runs, steps=STEPS)
+
+
+def log_again(run_dir: Path, step: int, **changes: float) -> None:
+    """A newer attempt of one step, with other values."""
+    metrics = MetricsFile(run_dir / FILE_NAME)
+    metrics.append(row(step) | {f"train/{name}": value for name, value in changes.items()}, step)
+    metrics.close()
+
+
+def change_state(run_dir: Path, change: Callable[[States, dict[str, Any]], object]) -> None:
+    """Save the final state anew after `change(states of the ranks, data.pt)`."""
+    with process_group():
+        states, data = [rank_state(rank) for rank in range(WORLD_SIZE)], data_state(0)
+        with torch.no_grad():
+            change(states, data)
+    rewrite_checkpoint(run_dir, states, data)
+
+
+def moment(states: States, rank: int) -> torch.Tensor:
+    return states[rank]["optim"]["state"][NAMES[1]]["exp_avg"]._local_tensor
+
+
+def weight(states: States, rank: int) -> torch.Tensor:
+    return states[rank]["model"][NAMES[0]]._local_tensor
+
+
+def test_equal_runs_have_no_difference(runs: tuple[Path, Path]) -> None:
+    num_tensors = WORLD_SIZE * (len(NAMES) + 1 + 2 * len(NAMES))
+    assert compare(runs) == Comparison("straight", "resumed", STEPS, num_tensors, 0.0, ())
+
+
+@pytest.mark.parametrize("key", ["loss", "grad_norm", "lr(1e-3)", "total_token_count"])
+def test_the_last_bit_of_a_step_counts(runs: tuple[Path, Path], key: str) -> None:
+    value = row(3)[f"train/{key}"]
+    other = value + 1 if isinstance(value, int) else math.nextafter(value, math.inf)
+    log_again(runs[1], 3, **{key: other})
+    found = compare(runs)
+    assert found.differences == (f"step 3, train/{key}: straight {value!r}, resumed {other!r}",)
+    assert found.max_difference == other - value > 0 and found.num_steps == STEPS
+
+
+def test_differences_come_in_the_order_of_the_run(runs: tuple[Path, Path]) -> None:
+    change_state(runs[1], lambda states, data: data.update(samples_consumed=40))
+    log_again(runs[1], 5, loss=2.0)
+    log_again(runs[1], 4, loss=1.0)
+    assert [text.split(":")[0] for text in compare(runs).differences] == [
+        "step 4, train/loss",
+        "step 5, train/loss",
+        f"final global_step_{STEPS}, data.pt, samples_consumed",
+    ]
+
+
+def test_the_newest_attempt_of_a_step_counts(runs: tuple[Path, Path]) -> None:
+    log_again(runs[1], 3, loss=9.0)
+    log_again(runs[1], 3)
+    assert compare(runs).differences == ()
+
+
+def test_steps_that_were_skipped_alike_are_equal(runs: tuple[Path, Path]) -> None:
+    for run_dir in runs:
+        log_again(run_dir, 2, loss=math.nan, grad_norm=math.inf)
+    assert compare(runs).differences == () and compare(runs).max_difference == 0
+    log_again(runs[1], 2, loss=0.5, grad_norm=math.inf)
+    assert compare(runs).differences == ("step 2, train/loss: straight nan, resumed 0.5",)
+    assert compare(runs).max_difference == math.inf
+
+
+def test_a_missing_step_is_a_difference_even_in_both(runs: tuple[Path, Path]) -> None:
+    def drop(run_dir: Path) -> None:
+        lines = (run_dir / FILE_NAME).read_text().splitlines(keepends=True)
+        (run_dir / FILE_NAME).write_text("".join(lines[:1] + lines[2:]))
+
+    drop(runs[1])
+    assert compare(runs).differences == ("step 2: straight logged, resumed missing",)
+    drop(runs[0])
+    assert compare(runs).differences == ("step 2: straight missing, resumed missing",)
+    assert compare(runs).num_steps == STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda states, data: moment(states, 1).view(-1)[5:7].add_(0.5),
+            "optim_world_size_2_rank_1.pt, state.norm.weight.exp_avg: 2 of 12 numbers differ, by at most 0.5",
+        ),
+        (
+            lambda states, data: weight(states, 0)[1, 1].fill_(math.nan),
+            "model_world_size_2_rank_0.pt, embed.weight: 1 of 12 numbers differ, by at most inf",
+        ),
+        (
+            lambda states, data: states[0]["model"].pop("empty"),
+            "model_world_size_2_rank_0.pt, empty: straight float32 (0, 3), of which (0, 3) here, resumed missing",
+        ),
+        (
+            lambda states, data: states[0]["model"].update({NAMES[0]: torch.zeros(5, 3)}),
+            "model_world_size_2_rank_0.pt, embed.weight: straight float32 (4, 3), of which (4, 3) here, "
+            "resumed float32 (5, 3), of which (5, 3) here",
+        ),
+        (
+            lambda states, data: states[1]["optim"]["param_groups"][0].update(lr=0.2),
+            "optim_world_size_2_rank_1.pt, param_groups.0.lr: straight 0.1, resumed 0.2",
+        ),
+        (lambda states, data: data.update(epoch=1), "data.pt, epoch: straight 0, resumed 1"),
+        (lambda states, data: states.pop(), "ranks: straight 2, resumed 1"),
+    ],
+)
+def test_the_final_state_is_compared_in_every_bit(
+    runs: tuple[Path, Path], change: Callable[[States, dict[str, Any]], object], expected: str
+) -> None:
+    change_state(runs[1], change)
+    found = compare(runs)
+    assert found.differences == (f"final global_step_{STEPS}, {expected}",)
+    assert found.max_difference > 0
+
+
+def test_minus_zero_is_not_zero(runs: tuple[Path, Path]) -> None:
+    change_state(runs[0], lambda states, data: weight(states, 1).zero_())
+    change_state(runs[1], lambda states, data: weight(states, 1).zero_().neg_())
+    assert "12 of 12 numbers differ, by at most 0" in compare(runs).differences[0]
+
+
+def test_an_incomplete_checkpoint_is_a_difference_even_in_both(runs: tuple[Path, Path]) -> None:
+    place = Path(layout.step_dir_name(STEPS), layout.DATA)
+    size_bytes = (runs[0] / place).stat().st_size
+    for run_dir in runs:
+        (run_dir / place).write_bytes(b"")
+    reason = f"data.pt has 0 bytes, {size_bytes} were written"
+    expected = f"final global_step_{STEPS}, ranks: straight {reason}, resumed {reason}"
+    assert compare(runs).differences == (expected,)
+    assert digest_of_parameters(runs[0], steps=STEPS) == NO_DIGEST
+
+
+@pytest.mark.parametrize("name", [layout.optim_file(WORLD_SIZE, 0), layout.model_file(WORLD_SIZE, 1), layout.DATA])
+def test_a_file_that_cannot_be_read_is_a_difference(runs: tuple[Path, Path], name: str) -> None:
+    file = runs[1] / layout.step_dir_name(STEPS) / name
+    file.write_bytes(bytes(file.stat().st_size))
+    (difference,) = compare(runs).differences
+    assert difference.startswith(f"final global_step_{STEPS}, {name}: straight good, resumed {file}")
+    is_of_parameters = name.startswith("model")
+    assert (digest_of_parameters(runs[1], steps=STEPS) == NO_DIGEST) == is_of_parameters
+
+
+def test_digests_follow_the_parameters_alone(runs: tuple[Path, Path]) -> None:
+    def digests() -> set[str]:
+        return {digest_of_parameters(run_dir, steps=STEPS) for run_dir in runs}
+
+    assert len(digests()) == 1
+    change_state(runs[1], lambda states, data: moment(states, 0).add_(1.0))
+    assert len(digests()) == 1
+    change_state(runs[1], lambda states, data: weight(states, 1)[3, 2].add_(1.0))
+    assert len(digests()) == 2
+
+
+def test_reading_says_nothing_about_meshes(runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_logger, said = logging.getLogger("torch.distributed.device_mesh"), []
+    monkeypatch.setattr(torch_logger, "handle", said.append)
+    level = torch_logger.level
+    compare(runs)
+    assert said == [] and torch_logger.level == level
+    read_torch(runs[0] / layout.step_dir_name(STEPS) / layout.model_file(WORLD_SIZE, 0))
+    assert said, "torch no longer warns: nothing needs to be silenced"

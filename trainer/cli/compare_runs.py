@@ -1,0 +1,211 @@
+"""Are two finished runs of the same length and number of ranks equal, bit for bit? Reads files only (floor 5)."""
+
+import hashlib
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.shards import CorruptShardError, read_torch
+from trainer.tracking.metrics_file import FILE_NAME, read_metrics
+
+KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
+LOADER = "loader"
+"""In `data.pt`: the loader's own counters, which begin anew with every start. The position stands beside it."""
+UNREADABLE = ""
+DIGEST_LENGTH = 16
+NO_DIGEST = "none"
+
+
+class Flaw(str):
+    """Stands for what a run lacks: equal to nothing, another flaw included."""
+
+
+MISSING = Flaw("missing")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same thing in two runs: a tensor, a number or another plain value."""
+
+    place: str
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of the runs called `left` and `right`.
+
+    `max_difference` is over all numbers compared, infinite where there is no number on one side. `differences` has a
+    line for each value or tensor that is not the same in every bit, by step first, then in the final checkpoint.
+    """
+
+    left: str
+    right: str
+    num_steps: int
+    num_tensors: int
+    max_difference: float
+    differences: tuple[str, ...]
+
+
+def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
+    """Of each step the newest attempt; of the checkpoint of the last one the parameters, optimizer and position.
+
+    `left` and `right` are run directories; they are named by their last part.
+    """
+    num_steps = len(train_rows(left).keys() & train_rows(right).keys())
+    num_tensors, max_difference, differences = 0, 0.0, []
+    for pair in itertools.chain(_pairs_of_steps(left, right, steps), _pairs_of_checkpoints(left, right, steps)):
+        is_equal, gap, text = _judge(pair, left.name, right.name)
+        num_tensors += isinstance(pair.left, Tensor) and isinstance(pair.right, Tensor)
+        max_difference = max(max_difference, gap)
+        if not is_equal:
+            differences.append(f"{pair.place}: {text}")
+    return Comparison(left.name, right.name, num_steps, num_tensors, max_difference, tuple(differences))
+
+
+def train_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """{step: its row}, the newest attempt of each step; empty before the first."""
+    path = run_dir / FILE_NAME
+    return {row["step"]: row for row in read_metrics(path) if row["kind"] == "train"} if path.exists() else {}
+
+
+def digest_of_parameters(run_dir: Path, *, steps: int) -> str:
+    """The start of a SHA-256 over names, shapes and bytes of the parameters after the last step; `none` without."""
+    checkpoint = layout.inspect(run_dir / layout.step_dir_name(steps))
+    if checkpoint.manifest is None:
+        return NO_DIGEST
+    digest, world_size = hashlib.sha256(), checkpoint.manifest.world_size
+    for rank in range(world_size):
+        for name, value in _leaves(checkpoint.path / layout.model_file(world_size, rank)).items():
+            if isinstance(value, Flaw):
+                return NO_DIGEST
+            tensor = _local(value)
+            digest.update(f"{rank} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(_bytes(tensor).numpy().data)
+    return digest.hexdigest()[:DIGEST_LENGTH]
+
+
+def _pairs_of_steps(left: Path, right: Path, steps: int) -> Iterator[Pair]:
+    left_rows, right_rows = train_rows(left), train_rows(right)
+    for step in sorted({*range(1, steps + 1), *left_rows, *right_rows}):
+        if step not in left_rows or step not in right_rows:
+            there = ["logged" if step in rows else MISSING for rows in (left_rows, right_rows)]
+            yield Pair(f"step {step}", *there)
+            continue
+        for key in KEYS:
+            values = [rows[step].get(key, MISSING) for rows in (left_rows, right_rows)]
+            yield Pair(f"step {step}, {key}", *values)
+
+
+def _pairs_of_checkpoints(left: Path, right: Path, steps: int) -> Iterator[Pair]:
+    found = [layout.inspect(run_dir / layout.step_dir_name(steps)) for run_dir in (left, right)]
+    where = f"final {found[0].path.name}"
+    sizes = [info.manifest.world_size if info.manifest else Flaw(info.reason or info.status) for info in found]
+    yield Pair(f"{where}, ranks", *sizes)
+    if not isinstance(sizes[0], int) or sizes[0] != sizes[1]:
+        return
+    shards = [name(sizes[0], rank) for name in (layout.model_file, layout.optim_file) for rank in range(sizes[0])]
+    for file in (*shards, layout.DATA):
+        left_leaves, right_leaves = (_leaves(info.path / file) for info in found)
+        if UNREADABLE in {**left_leaves, **right_leaves}:
+            yield Pair(f"{where}, {file}", *(leaves.get(UNREADABLE, "good") for leaves in (left_leaves, right_leaves)))
+            continue
+        for name in {**left_leaves, **right_leaves}:
+            values = [leaves.get(name, MISSING) for leaves in (left_leaves, right_leaves)]
+            yield Pair(f"{where}, {file}, {name}", *values)
+
+
+def _leaves(path: Path) -> dict[str, Any]:
+    """{dotted name: tensor or plain value} of one file; tensors stay on disk until they are used.
+
+    A file that cannot be read has the reason as its only content, under `UNREADABLE`.
+    """
+    try:
+        with _without_mesh_warnings():
+            tree = read_torch(path)
+    except CorruptShardError as error:
+        return {UNREADABLE: Flaw(error)}
+    if path.name == layout.DATA:
+        tree = {name: value for name, value in tree.items() if name != LOADER}
+    return dict(_flat(tree, ""))
+
+
+@contextmanager
+def _without_mesh_warnings() -> Iterator[None]:
+    """torch says for every file that the mesh in it has no process group here; it is not used."""
+    torch_logger = logging.getLogger("torch.distributed.device_mesh")
+    before = torch_logger.level
+    torch_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        torch_logger.setLevel(before)
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict | list | tuple):
+        yield name, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        yield from _flat(item, f"{name}.{key}" if name else str(key))
+
+
+def _judge(pair: Pair, left_name: str, right_name: str) -> tuple[bool, float, str]:
+    """(whether every bit is the same, the largest difference, both sides in words)."""
+    left, right = pair.left, pair.right
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return _judge_tensors(left, right, left_name, right_name)
+    has_flaw = isinstance(left, Flaw) or isinstance(right, Flaw)
+    # the shortest text that reads back as the same float: exact, and NaN equals NaN
+    is_equal = not has_flaw and repr(left) == repr(right)
+    numbers = [value for value in (left, right) if isinstance(value, int | float)]
+    gap = 0.0 if is_equal else math.inf
+    if len(numbers) == 2 and not is_equal:
+        gap = _finite_or_inf(abs(numbers[0] - numbers[1]))
+    return is_equal, gap, f"{left_name} {_shown(left)}, {right_name} {_shown(right)}"
+
+
+def _judge_tensors(left: Tensor, right: Tensor, left_name: str, right_name: str) -> tuple[bool, float, str]:
+    if _shown(left) != _shown(right):
+        return False, math.inf, f"{left_name} {_shown(left)}, {right_name} {_shown(right)}"
+    left, right = _local(left), _local(right)
+    if torch.equal(_bytes(left), _bytes(right)):
+        return True, 0.0, ""
+    gap = _finite_or_inf((left.double() - right.double()).abs().max().item())
+    num_different = int((_bytes(left) != _bytes(right)).reshape(left.numel(), -1).any(1).sum())
+    return False, gap, f"{num_different} of {left.numel()} numbers differ, by at most {gap:.3g}"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The piece in the file; the mesh revived from it belongs to the run that saved it."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    assert isinstance(local, Tensor)
+    return local
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes]: tells -0.0 from 0.0, and NaN equals the same NaN."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _finite_or_inf(gap: float) -> float:
+    return gap if math.isfinite(gap) else math.inf
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {tuple(value.shape)}, of which {tuple(_local(value).shape)} here"
+    return value if isinstance(value, str) else f"{value!r:.60}"
