@@ -10,7 +10,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 START, END = "<!-- configuration: start -->", "<!-- configuration: end -->"
 _LINE = re.compile(r"^(?P<indent> *)(?P<name>[a-z_]+):(?: +(?P<value>[^#\n]*?))?(?: *# (?P<comment>.*))?$")
-_NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
+_NAMED = re.compile(r"(?<![\w/.])(?<!-m )(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
 _CONTINUED = re.compile(r"^ +# (?P<comment>.*)$")
 
 
@@ -39,7 +39,7 @@ def read_keys(text: str) -> list[Key]:
 
 
 def keys_named_in(markdown: str) -> set[str]:
-    """Every `section.key` a text mentions; `data.pt` is a file."""
+    """Every `section.key` a text mentions; `data.pt` is a file, and what follows `-m` a module."""
     return set(_NAMED.findall(markdown)) - {"data.pt"}
 
 

@@ -12,7 +12,10 @@ FREE_OF_TORCH = (
     "trainer.runtime.environment",
     "trainer.runtime.signals",
     "trainer.checkpoint.layout",
+    "trainer.cli.checkpoint",
     "trainer.cli.launch",
+    "trainer.cli.listing",
+    "trainer.cli.prune",
     "trainer.cli.requirements",
     "trainer.__main__",
 )

@@ -43,7 +43,14 @@ def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.46 KiB"), (54 * 2**20, "54 MiB"), (2**44, "1.638e+04 GiB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.46 KiB"),
+        (54 * 2**20, "54 MiB"),
+        (999.6 * 1024, "0.976 MiB"),
+        (2**44, "16 TiB"),
+    ],
 )
 def test_sizes_are_readable(size_bytes: int, text: str) -> None:
     assert space.readable(size_bytes) == text

@@ -8,7 +8,9 @@ import copy
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
-from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.shards import ShardReader, read_torch
+from trainer.checkpoint.manifest import Manifest, verify_files
+from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers
+from trainer.checkpoint.space import readable
 from trainer.config import ConfigError
+from trainer.protocols import CannotWriteError
 
 MAX_FILE_BYTES = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", _INDEX)
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -113,12 +119,19 @@ def unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def known_architecture(directory: Path) -> PreTrainedModel | None:
-    """The same from a `config.json`; None if the architecture comes with code of its own, which is never run here."""
-    config = json.loads((directory / "config.json").read_text())
-    if "auto_map" in config and any(directory.glob("*.py")):
+    """The same from a `config.json`; None if the architecture comes with code of its own, which is never run here.
+
+    Raises `ConfigError` if this version of transformers does not know it.
+    """
+    tree = json.loads((directory / "config.json").read_text())
+    if "auto_map" in tree and (any(directory.glob("*.py")) or tree.get("model_type") not in CONFIG_MAPPING):
         return None
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"'{directory}' cannot be exported with transformers {__version__}: {error}") from error
     return model
 
 
@@ -184,40 +197,72 @@ def export_from_shards(checkpoint: Path, target: Path, *, dtype: str) -> None:
     """Make the new directory `target` from the shards of a committed checkpoint, proving what is read.
 
     Needs no GPU and no process group, and takes nothing from a run that goes on meanwhile. `target` appears when it
-    is whole. Raises `ConfigError` if the checkpoint is not committed, damaged, or `target` exists.
+    is whole. Raises `ConfigError` if the checkpoint is not committed, damaged, or `target` cannot be taken as a name,
+    `CannotWriteError` if it cannot be written.
     """
-    info = layout.inspect(checkpoint)
-    if info.manifest is None:
-        raise ConfigError(f"'{checkpoint}' cannot be exported: {info.reason or info.status}")
-    if target.exists():
-        raise ConfigError(f"'{target}' exists already: name a new directory")
-    manifest = info.manifest
-    num_shards = manifest.mesh.get("fsdp", manifest.world_size)
-    extra = layout.extra_file(manifest.world_size, 0)
-    needed = {extra, *(layout.model_file(manifest.world_size, rank) for rank in range(num_shards))}
-    files = tuple(r for r in manifest.files if r.path in needed or r.path.startswith(f"{layout.HUGGINGFACE}/"))
-    if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
-        raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
-    buffers = read_torch(checkpoint / extra)["buffers"]
-    shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
-    companions = checkpoint / layout.HUGGINGFACE
-    plan = plan_export(shapes, buffers, known_architecture(companions), dtype=dtype)
-    reader = ShardReader(
-        checkpoint, world_size=manifest.world_size, num_shards=num_shards, parameters=shapes, buffers=buffers
-    )
-    staging = fsio.temporary_path(target)
-    fsio.make_dir(staging)
+    manifest = _require_exportable(checkpoint, target)
+    plan, reader = _open_shards(checkpoint, manifest, dtype=dtype)
+    source, staging = ExportSource(checkpoint / layout.HUGGINGFACE, None, ()), fsio.temporary_path(target)
     try:
+        if (free_bytes := fsio.free_bytes(target.parent)) < num_bytes(plan):
+            raise OSError(f"it needs {readable(num_bytes(plan))}, and {readable(free_bytes)} are free")
+        fsio.make_dir(staging)
+        write_companions(plan, staging, source, class_name="")  # the class is named in what is taken over
         write_weights(plan, staging, reader)
         write_index(plan, staging)
-        source = ExportSource(companions, None, ())
-        class_name = type(plan.architecture).__name__ if plan.architecture else ""
-        write_companions(plan, staging, source, class_name=class_name)
         fsio.fsync_tree(staging)
         fsio.rename(staging, target)
-    except BaseException:
-        fsio.remove_tree(staging)
+    except BaseException as error:
+        with suppress(OSError):
+            fsio.remove_tree(staging)
+        if isinstance(error, OSError):
+            raise CannotWriteError(f"'{target}' cannot be made: {error}") from error
         raise
+
+
+def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
+    """The manifest, once the files an export reads are proven; weights exported before are not among them."""
+    info = layout.inspect(checkpoint)
+    if info.manifest is None:
+        reason = info.reason or "it was written by verl, without a manifest; use verl's model_merger"
+        raise ConfigError(f"'{checkpoint}' cannot be exported: {reason}")
+    if os.path.lexists(target):
+        raise ConfigError(f"'{target}' exists already: name a new directory")
+    if not target.parent.is_dir():
+        raise ConfigError(f"'{target}' cannot be made: there is no directory '{target.parent}'")
+    if target.parent.resolve().is_relative_to(checkpoint.resolve()):
+        raise ConfigError(f"'{target}' would go when its checkpoint does: name a directory outside of '{checkpoint}'")
+    manifest = info.manifest
+    size = manifest.world_size
+    shards = {layout.extra_file(size, 0), *(layout.model_file(size, rank) for rank in range(_num_shards(manifest)))}
+    companions = {r.path for r in manifest.files if layout.is_export(r.path) and not r.path.endswith(_WEIGHTS)}
+    files = tuple(record for record in manifest.files if record.path in shards | companions)
+    if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
+        raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
+    return manifest
+
+
+def _num_shards(manifest: Manifest) -> int:
+    return manifest.mesh.get("fsdp", manifest.world_size)
+
+
+def _open_shards(checkpoint: Path, manifest: Manifest, *, dtype: str) -> tuple[ExportPlan, ShardReader]:
+    """What to write, and the mapped files to make it from: they stay readable when a running job deletes them."""
+    size = manifest.world_size
+    architecture = known_architecture(checkpoint / layout.HUGGINGFACE)
+    buffers = read_torch(checkpoint / layout.extra_file(size, 0)).get("buffers", {})
+    if absent := sorted(set(weight_buffers(architecture) if architecture else ()) - set(buffers)):
+        raise ConfigError(f"'{checkpoint}' cannot be exported: it was saved by a version that left out {absent[0]}")
+    shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
+    plan = plan_export(shapes, buffers, architecture, dtype=dtype)
+    reader = ShardReader(
+        checkpoint, world_size=size, num_shards=_num_shards(manifest), parameters=shapes, buffers=buffers
+    )
+    if plan.dtype is torch.float16:
+        for name in shapes:
+            if not torch.isfinite(reader.whole(name).to(plan.dtype)).all():
+                raise ConfigError(f"'{name}' has values beyond the range of float16: export in bfloat16 or float32")
+    return plan, reader
 
 
 def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
@@ -226,7 +271,7 @@ def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
         return []
     weight_map = {name: file for file, names in plan.files.items() for name in names}
     index = {"metadata": {"total_size": num_bytes(plan)}, "weight_map": weight_map}
-    return [_write_json(target / "model.safetensors.index.json", index)]
+    return [_write_json(target / _INDEX, index)]
 
 
 def _file_name(index: int, count: int) -> str:
@@ -292,13 +337,7 @@ def _generation_config(source: ExportSource) -> dict[str, object]:
     path = source.model_dir / "generation_config.json"
     config: dict[str, object] = json.loads(path.read_text()) if path.is_file() else {}
     known = config.get("eos_token_id", [])
-    ids = (
-        [known]
-        if isinstance(known, int)
-        else [i for i in known if isinstance(i, int)]
-        if isinstance(known, list)
-        else []
-    )
+    ids = [i for i in (known if isinstance(known, list) else [known]) if isinstance(i, int)]
     merged = ids + [i for i in source.end_token_ids if i not in ids]
     if merged:
         config["eos_token_id"] = merged if len(merged) > 1 else merged[0]

@@ -44,8 +44,8 @@ def warn_if_tight(run_dir: Path, needed_bytes: int, *, keep: int | None) -> None
 
 def readable(size_bytes: float) -> str:
     """`512 B`, `54.2 MiB`, `16.1 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1000:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 999.5:
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
-    return f"{size_bytes:.4g} GiB"
+    return f"{size_bytes:.3g} TiB"

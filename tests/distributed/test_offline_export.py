@@ -1,0 +1,344 @@
+"""Promise 4 afterwards: an export made from the shards of a checkpoint is the one its save made, or it is not there."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import toy_runs
+from ranks import run_ranks
+from safetensors.torch import load_file
+from toy import ToySamples, build_toy_model, toy_parts, write_model_config
+from toy_runs import Recipe, Result, checkpoint_manager, run
+from transformers import AutoModelForCausalLM
+
+from trainer.checkpoint import export, fsio, layout
+from trainer.checkpoint.export import export_from_shards
+from trainer.cli import checkpoint as cli
+from trainer.config import ConfigError
+from trainer.protocols import CannotWriteError
+
+Tensors = dict[str, torch.Tensor]
+BFLOAT16 = {"export_dtype": "bfloat16"}
+NO_WEIGHTS = {"save_contents": ["model", "optimizer", "extra"]}
+COMPANIONS = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):  # type: ignore[no-untyped-def]
+    # rows that no world size divides
+    source = write_model_config(tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97, dtype="float32")
+    Path(source.path, "tokenizer.json").write_text('{"ä": 1}')
+    Path(source.path, "chat_template.jinja").write_text("{{ messages }}")
+    return source
+
+
+@pytest.fixture(scope="module")
+def trained(source, tmp_path_factory):  # type: ignore[no-untyped-def]
+    """{case: (run directory, result of rank 0)}; each has checkpoints of steps 1 and 2."""
+    root, recipe = tmp_path_factory.mktemp("trained"), Recipe(total_steps=2, save_freq=1)
+    plain = run_ranks(run, 2, root / "plain", source, recipe)[0]
+    hsdp = run_ranks(run, 4, root / "hsdp", source, recipe, fsdp_size=2)[0]
+    return {"plain": (root / "plain", plain), "hsdp": (root / "hsdp", hsdp)}
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+    """A copy that a test may break, of two ranks."""
+    return Path(shutil.copytree(trained["plain"][0] / "global_step_2", tmp_path / "run" / "global_step_2"))
+
+
+def stored(directory: Path) -> Tensors:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def equal(ours: Tensors, theirs: Tensors) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def cast(tensors: Tensors, dtype: str) -> Tensors:
+    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def beside(target: Path) -> set[str]:
+    """What else there is where the export was to appear."""
+    return set(os.listdir(target.parent)) - {target.name, "run"}
+
+
+@pytest.fixture
+def watched() -> Iterator[list[str]]:
+    """Operations announced during the test."""
+    kinds: list[str] = []
+    fsio.observer = lambda operation: kinds.append(operation.kind)
+    yield kinds
+    fsio.observer = None
+
+
+@pytest.mark.parametrize("case", ["plain", "hsdp"])
+def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp_path: Path, case: str) -> None:  # type: ignore[no-untyped-def]
+    run_dir, result = trained[case]
+    manifest = layout.inspect(run_dir / "global_step_2").manifest
+    assert manifest is not None and manifest.mesh == ({"fsdp": 2} if case == "plain" else {"ddp": 2, "fsdp": 2})
+    export_from_shards(run_dir / "global_step_2", tmp_path / "export", dtype="float32")
+    assert contents(tmp_path / "export") == contents(run_dir / "global_step_2" / "huggingface")
+    assert (
+        set(contents(tmp_path / "export")) == {"model.safetensors", *COMPANIONS}
+        and beside(tmp_path / "export") == set()
+    )
+    assert equal(stored(tmp_path / "export"), result.parameters)
+
+
+def run_with(world: Any, run_dir: Path, source: Any, recipe: Recipe, changes: dict[str, Any]) -> Result:
+    """A run with other settings under `trainer.checkpoint`."""
+    config = toy_runs.trainer_config
+
+    def changed(*arguments: Any) -> Any:
+        found = config(*arguments)
+        return replace(found, checkpoint=replace(found.checkpoint, **changes))
+
+    with patch.object(toy_runs, "trainer_config", changed):
+        return run(world, run_dir, source, recipe)
+
+
+def test_the_dtype_is_free_whatever_the_save_exported(trained, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    parameters = run_ranks(run_with, 2, tmp_path / "run", source, Recipe(total_steps=2), BFLOAT16)[0].parameters
+    assert equal(parameters, trained["plain"][1].parameters)
+    for dtype in ("bfloat16", "float16", "float32"):
+        target = tmp_path / dtype
+        export_from_shards(tmp_path / "run" / "global_step_2", target, dtype=dtype)
+        assert equal(stored(target), cast(parameters, dtype))
+        config = json.loads((target / "config.json").read_text())
+        assert config["torch_dtype"] == config["dtype"] == dtype
+        loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
+        assert not any(loaded[1].values()) and loaded[0].dtype == getattr(torch, dtype)
+        assert equal({name: p.detach() for name, p in loaded[0].named_parameters()}, cast(parameters, dtype))
+    assert contents(tmp_path / "bfloat16") == contents(tmp_path / "run" / "global_step_2" / "huggingface")
+
+
+def test_a_save_that_exported_no_weights(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run_ranks(run_with, 2, tmp_path / "run", source, Recipe(total_steps=1), NO_WEIGHTS)[0]
+    saved = contents(tmp_path / "run" / "global_step_1" / "huggingface")
+    export_from_shards(tmp_path / "run" / "global_step_1", tmp_path / "export", dtype="float32")
+    assert set(saved) == COMPANIONS == set(contents(tmp_path / "export")) - {"model.safetensors"}
+    assert equal(stored(tmp_path / "export"), result.parameters)
+
+
+def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> Tensors:
+    """A checkpoint of step 0 without training, with one parameter set to `largest`; all parameters, whole."""
+    run_dir.mkdir(exist_ok=True)
+    model = build_toy_model(world, source)
+    if largest is not None:
+        model.model.norm.weight.to_local().data.fill_(largest)
+    parts = toy_parts(world, model, ToySamples(), total_steps=6)
+    checkpoint_manager(world, run_dir, source, parts, Recipe()).save(loss=1.0, grad_norm=1.0, is_required=True)
+    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_stored_one_by_one_as_transformers_does(tmp_path: Path, dtype: str) -> None:
+    experts = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "tie_word_embeddings": False}
+    source = write_model_config(tmp_path / "model", "qwen3_moe", **experts)
+    whole = run_ranks(save_once, 2, tmp_path / "run", source, None)[0]
+    with patch.object(export, "MAX_FILE_BYTES", 30_000):
+        export_from_shards(tmp_path / "run" / "global_step_0", tmp_path / "export", dtype=dtype)
+    names = stored(tmp_path / "export").keys()
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in names and names != whole.keys()
+    assert names == stored(tmp_path / "run" / "global_step_0" / "huggingface").keys()
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["torch_dtype"] == dtype and "dtype" not in config, "a key that the source's config has not"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto", output_loading_info=True)
+    assert not any(loaded[1].values()), loaded[1]
+    assert equal({name: p.detach() for name, p in loaded[0].named_parameters()}, cast(whole, dtype))
+
+
+@pytest.mark.parametrize("case", ["plain", "hsdp"])
+def test_several_files_have_an_index_and_load(trained, tmp_path: Path, case: str) -> None:  # type: ignore[no-untyped-def]
+    run_dir, result = trained[case]
+    with patch.object(export, "MAX_FILE_BYTES", 20_000):
+        export_from_shards(run_dir / "global_step_2", tmp_path / "export", dtype="bfloat16")
+    files = sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    assert len(files) > 2 and files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    assert equal({name: p.detach() for name, p in loaded.named_parameters()}, cast(result.parameters, "bfloat16"))
+
+
+@pytest.mark.parametrize("name", [layout.model_file(2, 1), layout.extra_file(2, 0), "huggingface/tokenizer.json"])
+def test_a_damaged_file_is_refused_and_named_and_nothing_appears(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    flip(checkpoint / name)
+    with pytest.raises(ConfigError, match=f"is damaged: {name} changed after it was written"):
+        export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_damage_to_what_an_export_does_not_read_is_no_obstacle(trained, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The weights exported before, the optimizer, and the second replica; above all the first is a reason to export."""
+    run_dir, result = trained["hsdp"]
+    broken = Path(shutil.copytree(run_dir / "global_step_2", tmp_path / "run" / "global_step_2"))
+    for name in ("huggingface/model.safetensors", layout.optim_file(4, 0), layout.model_file(4, 2), "data.pt"):
+        flip(broken / name)
+    export_from_shards(broken, tmp_path / "export", dtype="float32")
+    assert equal(stored(tmp_path / "export"), result.parameters)
+
+
+def test_a_run_that_rotates_the_checkpoint_away_meanwhile(trained, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def rotate(operation: fsio.Operation) -> None:
+        if operation.path.name == "model.safetensors" and operation.kind == "create":
+            shutil.rmtree(checkpoint)
+
+    with patch.object(fsio, "observer", rotate):
+        export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
+    assert not checkpoint.exists() and equal(stored(tmp_path / "export"), trained["plain"][1].parameters)
+
+
+def test_a_target_that_cannot_be_taken_is_refused(checkpoint: Path, tmp_path: Path, watched: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "empty").mkdir()
+    for name in ("file", "link", "empty"):
+        with pytest.raises(ConfigError, match=f"{name}' exists already: name a new directory"):
+            export_from_shards(checkpoint, tmp_path / name, dtype="float32")
+    with pytest.raises(ConfigError, match=r"there is no directory '.*/missing'"):
+        export_from_shards(checkpoint, tmp_path / "missing" / "export", dtype="float32")
+    (tmp_path / "alias").symlink_to(checkpoint)
+    with pytest.raises(ConfigError, match="would go when its checkpoint does"):
+        export_from_shards(checkpoint, tmp_path / "alias" / "huggingface" / "export", dtype="float32")
+    assert watched == [] and set(os.listdir(tmp_path)) == {"alias", "empty", "file", "link", "run"}
+
+
+def test_a_full_disk_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    def fill(operation: fsio.Operation) -> None:
+        if operation.kind == "write" and operation.path.name == "model.safetensors":
+            raise OSError(28, "No space left on device", str(operation.path))
+
+    with (
+        patch.object(fsio, "observer", fill),
+        pytest.raises(CannotWriteError, match=r"export' cannot be made: .*No space"),
+    ):
+        export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
+    with (
+        patch.object(fsio, "free_bytes", lambda _: 1000),
+        pytest.raises(CannotWriteError, match=r"it needs .* 0\.977 KiB"),
+    ):
+        export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def killer(num_before: int) -> Any:
+    operations = iter(range(num_before))
+    return lambda _: next(operations, None) is None and os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_everywhere(_: Any, checkpoint: Path, target: Path) -> dict[int, str]:
+    """Export in a process of its own that is killed before operation 0, 1, ...; what was left each time."""
+    left: dict[int, str] = {}
+    for num_before in range(10**6):
+        if (child := os.fork()) == 0:
+            with patch.object(fsio, "observer", killer(num_before)):
+                export_from_shards(checkpoint, target, dtype="float32")
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"operation {num_before}: {status}"
+        left[num_before] = ", ".join(sorted(beside(target) | ({target.name} & set(os.listdir(target.parent)))))
+        for name in beside(target):
+            shutil.rmtree(target.parent / name)
+        if target.exists():
+            assert equal(stored(target), stored(checkpoint / "huggingface"))
+            shutil.rmtree(target)
+        if status == 0:
+            break
+    return left
+
+
+def test_killed_at_any_operation_there_is_no_half_export(checkpoint: Path, tmp_path: Path) -> None:
+    left = run_ranks(kill_everywhere, 1, checkpoint, tmp_path / "export")[0]
+    last = max(left)
+    assert last > 20 and left[0] == "" and left[last] == left[last - 1] == "export", left
+    assert all(left[n].startswith(".export.") and left[n].endswith(".tmp") for n in range(1, last - 1)), left
+
+
+def test_values_beyond_float16_are_refused(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_ranks(save_once, 1, tmp_path / "run", source, 7e4)
+    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' has values beyond the range of float16"):
+        export_from_shards(tmp_path / "run" / "global_step_0", tmp_path / "export", dtype="float16")
+    export_from_shards(tmp_path / "run" / "global_step_0", tmp_path / "export", dtype="bfloat16")
+    assert stored(tmp_path / "export")["model.norm.weight"].isfinite().all()
+
+
+def test_code_of_a_model_is_taken_along_and_never_run(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    own = Path(shutil.copytree(source.path, tmp_path / "model"))
+    config = json.loads((own / "config.json").read_text())
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (own / "config.json").write_text(json.dumps(config | {"auto_map": code}))
+    (own / "own.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\n")
+    whole = run_ranks(save_once, 2, tmp_path / "run", replace(source, path=str(own)), None)[0]
+    export_from_shards(tmp_path / "run" / "global_step_0", tmp_path / "export", dtype="float32")
+    assert equal(stored(tmp_path / "export"), whole) and (tmp_path / "export" / "own.py").exists()
+    assert not (tmp_path / "canary").exists()
+
+
+def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def known(model_type: str, **more: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type, **more}))
+        return export.known_architecture(tmp_path)
+
+    config = json.loads(Path(source.path, "config.json").read_text())
+    elsewhere = {"AutoConfig": "someone/model--own.Config", "AutoModelForCausalLM": "someone/model--own.Model"}
+    assert type(known("qwen2", auto_map=elsewhere)).__name__ == "Qwen2ForCausalLM"
+    assert known("own", auto_map=elsewhere) is None
+    with pytest.raises(ConfigError, match=r"cannot be exported with transformers [\d.]+: .*`own`"):
+        known("own")
+    (tmp_path / "own.py").touch()
+    assert known("qwen2", auto_map=elsewhere) is None
+
+
+def test_a_version_that_left_out_buffers_is_noticed(trained, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = trained["plain"][0] / "global_step_2"
+    with patch.object(export, "read_torch", lambda _: {}):
+        export_from_shards(checkpoint, tmp_path / "none", dtype="float32")  # this model has none
+        with (
+            patch.object(export, "weight_buffers", lambda _: {"bias": 0}),
+            pytest.raises(ConfigError, match="out bias"),
+        ):
+            export_from_shards(checkpoint, tmp_path / "export", dtype="float32")
+
+
+def test_the_command_exports_what_a_resume_takes(trained, tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    run_dir = Path(shutil.copytree(trained["plain"][0], tmp_path / "run"))
+    (run_dir / layout.POINTER).write_text("1")
+    assert cli.main(["export", str(run_dir), str(tmp_path / "export")]) == 0
+    moved, exporting, wrote = capsys.readouterr().out.splitlines()
+    assert "was moved back to global_step_1: honoured" in moved
+    assert exporting == f"exporting {run_dir / 'global_step_1'} in bfloat16"
+    assert wrote.startswith(f"wrote {tmp_path / 'export'}  ") and wrote.endswith(" s")
+    saved = stored(run_dir / "global_step_1" / "huggingface")
+    assert equal(stored(tmp_path / "export"), cast(saved, "bfloat16"))
+    assert not equal(saved, stored(run_dir / "global_step_2" / "huggingface"))
+    assert cli.main(["export", str(run_dir), str(tmp_path / "export")]) == 2
+    assert f"ERROR: '{tmp_path / 'export'}' exists already" in capsys.readouterr().err
+
+    def interrupt(operation: fsio.Operation) -> None:
+        if operation.path.name == "model.safetensors":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fsio, "observer", interrupt)
+    assert cli.main(["export", str(run_dir / "global_step_2"), str(tmp_path / "again")]) == 130
+    assert capsys.readouterr().err == "interrupted\n" and set(os.listdir(tmp_path)) == {"run", "export"}

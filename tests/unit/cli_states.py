@@ -1,0 +1,42 @@
+"""States of a run directory, and looks at it, for the tests of the checkpoint commands."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoint_fakes import commit, stage
+
+from trainer.checkpoint.layout import POINTER
+from trainer.checkpoint.lock import LOCK
+
+LEFT = {".staging_global_step_8.ab", ".trash_global_step_1.ab", ".corrupt_global_step_3.0"}
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def rows(text: str) -> list[str]:
+    """The lines of the table with single spaces."""
+    return [" ".join(line.split()) for line in text.splitlines() if line[:9].strip().isdecimal()]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    """All files but the lock's holder."""
+    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if name != LOCK}
+
+
+def names(run_dir: Path) -> set[str]:
+    return set(os.listdir(run_dir)) - {POINTER, LOCK}
+
+
+def leave_behind(run_dir: Path) -> None:
+    """A save cut short, half a deletion, and a checkpoint set aside."""
+    stage(run_dir, 8).rename(run_dir / ".staging_global_step_8.ab")
+    commit(run_dir, 1).rename(run_dir / ".trash_global_step_1.ab")
+    commit(run_dir, 3).rename(run_dir / ".corrupt_global_step_3.0")

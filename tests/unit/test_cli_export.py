@@ -1,0 +1,150 @@
+"""The commands that work with torch, seen from outside: what they are asked, what they say, and how they end."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoint_fakes import save
+from cli_states import Call
+
+from trainer.checkpoint.layout import POINTER
+from trainer.checkpoint.lock import LOCK
+from trainer.cli import checkpoint as cli
+from trainer.config import ConfigError
+from trainer.protocols import CannotWriteError
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with three good checkpoints."""
+    (path := tmp_path / "run").mkdir()
+    save(path, 2, 4, 6)
+    return path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Exit code, stdout and stderr of a command."""
+    return lambda *words: (cli.main([str(word) for word in words]), *capsys.readouterr())
+
+
+@pytest.fixture
+def exports(monkeypatch: Patch) -> list[tuple[Path, Path, str]]:
+    """What an exporter that makes one file of 2048 bytes was asked for."""
+    asked: list[tuple[Path, Path, str]] = []
+
+    def export_from_shards(checkpoint: Path, target: Path, *, dtype: str) -> None:
+        asked.append((checkpoint, target, dtype))
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(b"x" * 2048)
+
+    monkeypatch.setitem(
+        sys.modules, "trainer.checkpoint.export", SimpleNamespace(export_from_shards=export_from_shards)
+    )  # type: ignore[arg-type]
+    return asked
+
+
+def test_export_says_what_it_made(run_dir: Path, call: Call, exports: list[Any], tmp_path: Path) -> None:
+    code, out, err = call("export", run_dir / "global_step_4", tmp_path / "hf")
+    assert (code, err) == (0, "") and exports == [(run_dir / "global_step_4", tmp_path / "hf", "bfloat16")]
+    first, second = out.splitlines()
+    assert first == f"exporting {run_dir / 'global_step_4'} in bfloat16"
+    assert second == f"wrote {tmp_path / 'hf'}  2 KiB, 0.0 s"
+    assert call("export", "--dtype", "float32", run_dir / "global_step_4", tmp_path / "other")[0] == 0
+    assert exports[1] == (run_dir / "global_step_4", tmp_path / "other", "float32")
+
+
+def test_export_of_a_run_takes_what_a_resume_takes(
+    run_dir: Path, call: Call, exports: list[Any], tmp_path: Path
+) -> None:
+    assert f"exporting {run_dir / 'global_step_6'} in" in call("export", run_dir, tmp_path / "newest")[1]
+    (run_dir / POINTER).write_text("2")
+    (run_dir / "global_step_4" / "data.pt").unlink()
+    out = call("export", run_dir, tmp_path / "pointed")[1]
+    assert [checkpoint.name for checkpoint, *_ in exports] == ["global_step_6", "global_step_2"]
+    assert "moved back to global_step_2: honoured" in out and "WARNING: passed over global_step_4: data.pt" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("export run", "required: TARGET\nusage: "),
+        ("export run hf --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("export run/global_step_9 hf", "no directory 'run/global_step_9': give a run's"),
+        ("export new hf", "'new' holds no checkpoint to export: wait for the first save"),
+        ("export broken hf", "no checkpoint in 'broken' can be continued from"),
+        ("export other hf", "'other' is no run directory"),
+    ],
+)
+def test_wrong_usage(
+    run_dir: Path, call: Call, exports: list[Any], monkeypatch: Patch, words: str, message: str
+) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    for name in ("other", "new", "broken/global_step_1"):
+        Path(name).mkdir(parents=True)
+    Path("new", LOCK).touch()
+    code, out, err = call(*words.split())
+    assert (code, out, exports) == (2, "", []) and err.startswith("ERROR: ") and message in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("it is damaged"), 2), (CannotWriteError("disk full"), 73), (OSError("lost"), 1)]
+)
+def test_an_export_that_fails_ends_with_its_exit_code(
+    run_dir: Path, call: Call, monkeypatch: Patch, error: Exception, code: int
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "trainer.checkpoint.export", SimpleNamespace(export_from_shards=fail))  # type: ignore[arg-type]
+    found, out, err = call("export", run_dir, "hf")
+    assert (found, err) == (code, f"ERROR: {error}\n") and "wrote" not in out
+
+
+def verify_resume_is(monkeypatch: Patch, main: Any) -> None:
+    monkeypatch.setitem(sys.modules, "trainer.cli.verify_resume", SimpleNamespace(main=main))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["2", "optim.lr=1e-5", "--kills", "3", "--", "-x"], []])
+def test_verify_resume_gets_its_words_as_they_are(call: Call, monkeypatch: Patch, words: list[str]) -> None:
+    asked: list[list[str]] = []
+    verify_resume_is(monkeypatch, lambda argv: (asked.append(argv), 75)[1])
+    assert call("verify-resume", *words) == (75, "", "") and asked == [words]
+
+
+def test_verify_resume_that_is_refused_ends_with_2(call: Call, monkeypatch: Patch) -> None:
+    def refuse(_: list[str]) -> int:
+        raise ConfigError("no such key")
+
+    verify_resume_is(monkeypatch, refuse)
+    assert call("verify-resume") == (2, "", "ERROR: no such key\n")
+
+
+def test_an_interrupted_export_says_so(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    exporter = SimpleNamespace(export_from_shards=interrupt)
+    monkeypatch.setitem(sys.modules, "trainer.checkpoint.export", exporter)  # type: ignore[arg-type]
+    code, _, err = call("export", run_dir, "hf")
+    assert (code, err) == (130, "interrupted\n")
+
+
+def test_every_command_describes_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in {
+        ("--help",): ["ls", "verify", "prune", "export", "verify-resume"],
+        ("ls", "--help"): ["which one a resume takes"],
+        ("verify", "--help"): ["exit code 1 if any is damaged"],
+        ("prune", "--help"): ["Refused while the run trains"],
+        ("export", "--help"): ["default: bfloat16", "Needs no GPU"],
+    }.items():
+        with pytest.raises(SystemExit) as done:
+            cli.main(list(words))
+        out = " ".join(capsys.readouterr().out.split())
+        assert done.value.code == 0 and all(text in out for text in expected), words

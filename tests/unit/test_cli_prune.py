@@ -1,0 +1,164 @@
+"""Pruning by command: what goes, what is refused, and that it never changes what a resume loads."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from checkpoint_fakes import content_of, expected_files, is_whole, save, write_foreign
+from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.layout import POINTER
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.space import readable
+from trainer.cli import checkpoint as cli
+from trainer.cli import prune
+from trainer.cli.listing import tree_bytes
+
+Patch = pytest.MonkeyPatch
+Logs = pytest.LogCaptureFixture
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with three good checkpoints."""
+    (path := tmp_path / "run").mkdir()
+    save(path, 2, 4, 6)
+    return path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Exit code, stdout and stderr of a command."""
+    return lambda *words: (cli.main([str(word) for word in words]), *capsys.readouterr())
+
+
+def test_prune_without_yes_only_says_what_would_go(run_dir: Path, call: Call) -> None:
+    leave_behind(run_dir)
+    before = snapshot(run_dir)
+    code, out, _ = call("prune", run_dir, "--keep", 2)
+    sizes_bytes = {n: tree_bytes(run_dir / n) for n in ("global_step_2", *sorted(LEFT)[1:])}
+    first, *lines, last = out.splitlines()
+    assert (code, snapshot(run_dir)) == (0, before) and first == f"{run_dir} keeps global_step_4, global_step_6"
+    assert lines == [f"  would delete {name}  {readable(size)}" for name, size in sizes_bytes.items()]
+    assert last == f"{readable(sum(sizes_bytes.values()))}; nothing is deleted without --yes"
+
+
+@pytest.mark.parametrize("options", [[], ["--corrupt"]])
+def test_prune_keeps_the_newest_and_the_pointers(run_dir: Path, call: Call, options: list[str]) -> None:
+    save(run_dir, 10)
+    leave_behind(run_dir)
+    write_foreign(run_dir, 5)
+    (run_dir / POINTER).write_text("4")
+    code, out, err = call("prune", run_dir, "--keep", 1, "--yes", *options)
+    assert (code, err) == (0, "") and "keeps global_step_4, global_step_5 (foreign), global_step_10\n" in out
+    assert names(run_dir) == {"global_step_4", "global_step_5", "global_step_10", *sorted(LEFT)[: not options]}
+    assert is_whole(run_dir / "global_step_4") and is_whole(run_dir / "global_step_10")
+    assert call("prune", run_dir, "--keep", 1, "--yes", *options)[1].endswith("nothing to delete\n")
+
+
+@pytest.mark.parametrize("damaged", [6, 4], ids=["the newest", "the one a resume takes"])
+def test_prune_is_refused_when_what_it_relies_on_is_damaged(run_dir: Path, call: Call, damaged: int) -> None:
+    (run_dir / POINTER).write_text("4")
+    leave_behind(run_dir)
+    flip(run_dir / f"global_step_{damaged}" / layout.model_file(2, 0))
+    before = names(run_dir)
+    code, _, err = call("prune", run_dir, "--keep", 1, "--yes", "--corrupt")
+    assert code == 1 and f"global_step_{damaged}' is damaged: model_world_size_2_rank_0.pt changed" in err
+    assert "nothing was deleted" in err and names(run_dir) == before
+
+
+def test_an_export_that_is_damaged_does_not_keep_old_checkpoints(run_dir: Path, call: Call, caplog: Logs) -> None:
+    flip(run_dir / "global_step_6" / "huggingface" / "config.json")
+    assert call("prune", run_dir, "--keep", 1, "--yes")[0] == 0 and names(run_dir) == {"global_step_6"}
+    assert "huggingface/config.json changed after it was written (sha256 differs); a resume does not" in caplog.text
+
+
+def test_prune_is_refused_when_nothing_is_proven(run_dir: Path, call: Call) -> None:
+    leave_behind(run_dir)
+    for step in (2, 4, 6):
+        (run_dir / f"global_step_{step}" / "data.pt").unlink()
+    before, words = names(run_dir), ("prune", run_dir, "--keep", 1, "--yes", "--corrupt")
+    code, _, err = call(*words)
+    assert code == 2 and "no checkpoint in" in err and names(run_dir) == before
+    code, out, _ = call("ls", run_dir)
+    assert code == 0 and len(rows(out)) == 3 and "resume takes it" not in out and "WARNING: no checkpoint in" in out
+    (run_dir / "global_step_6").rename(run_dir / ".corrupt_global_step_6.0")
+    write_foreign(run_dir, 6)
+    code, _, err = call(*words)
+    assert code == 2 and "leave out --corrupt" in err and names(run_dir) > LEFT
+
+
+@pytest.mark.parametrize("options", [[], ["--yes"]])
+def test_prune_is_refused_while_a_run_trains(run_dir: Path, call: Call, options: list[str]) -> None:
+    with RunLock(run_dir):
+        code, out, err = call("prune", run_dir, "--keep", 1, *options)
+    assert (code, out, len(names(run_dir))) == (2, "", 3) and f"in use by another run (pid {os.getpid()} on " in err
+    assert call("prune", run_dir, "--keep", 1, *options)[0] == 0
+
+
+def test_a_run_that_starts_while_prune_hashes_goes_first(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
+    def train(_: Path) -> list[str]:
+        with RunLock(run_dir):
+            save(run_dir, 8)
+        return []
+
+    monkeypatch.setattr(prune, "prove", train)
+    code, _, err = call("prune", run_dir, "--keep", 1, "--yes")
+    assert code == 2 and "changed meanwhile: prune again" in err and len(names(run_dir)) == 4
+
+
+def test_prune_says_what_it_could_not_delete(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    leave_behind(run_dir)
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    code, _, err = call("prune", run_dir, "--keep", 2, "--yes", "--corrupt")
+    assert code == 73 and all(name in err.splitlines()[-1] for name in ("global_step_2", *LEFT))
+
+
+def random_state(run_dir: Path, chance: random.Random) -> None:
+    """Saves, some of them damaged, perhaps a pointer that was moved, and leftovers."""
+    run_dir.mkdir()
+    steps = sorted(chance.sample(range(10, 100), chance.randint(1, 5)))
+    save(run_dir, *steps)
+    for step in steps:
+        if chance.random() < 0.25:
+            flip(run_dir / f"global_step_{step}" / chance.choice([*content_of(0), MANIFEST]))
+    (run_dir / POINTER).write_text(str(chance.choice([*steps, *steps[-1:] * 5, "garbage"])))
+    leave_behind(run_dir)
+
+
+def resumes(path: Path) -> bool:
+    """Independent of the code under test: whether all is whole but the export."""
+    wanted = {name: data for name, data in expected_files(path.name).items() if not name.startswith("huggingface/")}
+    return all((path / name).read_bytes() == data for name, data in wanted.items())
+
+
+def resumed_step(run_dir: Path) -> int | None:
+    """The step a start would load: the first candidate that is whole."""
+    try:
+        return next((info.step for info in layout.select(run_dir).candidates if resumes(info.path)), None)
+    except layout.NoUsableCheckpointError:
+        return None
+
+
+def test_prune_never_changes_what_a_resume_loads(tmp_path: Path, call: Call, monkeypatch: Patch) -> None:
+    """In any state, and killed (an error nobody catches) before any operation."""
+    outcomes = set[int | str]()
+    for seed in range(60):
+        chance, run_dir = random.Random(seed), tmp_path / str(seed)
+        random_state(run_dir, chance)
+        before, operations = resumed_step(run_dir), list(range(chance.choice([10**4, chance.randrange(30)])))
+        monkeypatch.setattr(fsio, "observer", lambda _, left=operations: left.pop())
+        try:
+            outcomes.add(call("prune", run_dir, "--keep", chance.randint(1, 2), "--yes", "--corrupt")[0])
+        except IndexError:
+            outcomes.add("killed")
+        monkeypatch.setattr(fsio, "observer", None)
+        assert resumed_step(run_dir) == before, f"seed {seed}"
+    assert outcomes == {0, 1, 2, "killed"}

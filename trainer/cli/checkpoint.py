@@ -1,0 +1,199 @@
+"""Look after checkpoints from outside the run: list, prove, delete, export them, prove that they resume (floor 5).
+
+Imports no torch, so that an answer is there at once; `export` and `verify-resume` do when they begin. Exit codes: 0 all
+good, 1 something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130 interrupted.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.space import readable
+from trainer.cli.listing import (
+    RUNS_ROOT,
+    as_lines,
+    as_tree,
+    is_run,
+    printable,
+    prove,
+    read_run,
+    require_dir,
+    require_run,
+    runs_below,
+    tree_bytes,
+)
+from trainer.cli.prune import prune
+from trainer.config import DTYPES, ConfigError
+from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+VERIFY_RESUME = "verify-resume"
+AT_ONCE = ("ls", "verify", "prune")
+"""End at the first signal: the next start removes what is half deleted. The others clean up behind themselves."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def main(argv: list[str]) -> int:
+    try:
+        if argv[:1] == [VERIFY_RESUME]:  # argparse would read the options as its own
+            return _verify_resume(argv[1:])
+        arguments = _parser().parse_args(argv)
+        return int(arguments.run(arguments))
+    except (ConfigError, OSError) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            return EXIT_USAGE
+        return EXIT_CANNOT_WRITE if isinstance(error, CannotWriteError) else EXIT_CRASH
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Each command names its function: from the parsed arguments to the exit code."""
+    about = "List, prove, delete and export checkpoints, and prove that they resume."
+    parser = _Parser(prog="python -m trainer.cli.checkpoint", description=about)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    about = "list checkpoints and leftovers, and which one a resume takes"
+    command = commands.add_parser(
+        "ls", help=about, description=f"{about}; judged by names and sizes, also during a run"
+    )
+    where = f"a run directory, or one with runs below it (default: {RUNS_ROOT})"
+    command.add_argument("directory", metavar="RUN_DIR", nargs="?", type=_path, help=where)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_ls)
+
+    about = "read checkpoints whole and compare them with their manifests"
+    command = commands.add_parser("verify", help=about, description=f"{about}; exit code 1 if any is damaged")
+    command.add_argument("paths", metavar="PATH", nargs="+", type=_path, help="a run directory or a global_step_<step>")
+    command.set_defaults(run=_verify)
+
+    about = "delete old checkpoints and leftovers; without --yes only say which"
+    rule = "The checkpoint a resume takes stays, and is proven before anything goes. Refused while the run trains."
+    command = commands.add_parser("prune", help=about, description=f"{about}. {rule}")
+    command.add_argument("run_dir", metavar="RUN_DIR", type=_path)
+    command.add_argument("--keep", metavar="N", type=_keep, required=True, help="the newest N stay, and the pointer's")
+    command.add_argument("--corrupt", action="store_true", help="delete what was set aside as damaged, too")
+    command.add_argument("--yes", action="store_true", help="delete")
+    command.set_defaults(run=prune)
+
+    about = "make a directory for transformers and vLLM from the shards"
+    rule = (
+        "Weights in the dtype asked for, with the tokenizer and template trained with. Needs no GPU; may run meanwhile."
+    )
+    command = commands.add_parser("export", help=about, description=f"{about}. {rule}")
+    where = "a global_step_<step>, or a run directory: then the one a resume takes"
+    command.add_argument("checkpoint", metavar="CHECKPOINT", type=_path, help=where)
+    command.add_argument("target", metavar="TARGET", type=_path, help="the new directory; its parent must exist")
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: %(default)s)")
+    command.set_defaults(run=_export)
+
+    about = "kill a run at random points and compare what it becomes with a run left alone"
+    commands.add_parser(VERIFY_RESUME, help=f"{about} (its options: {VERIFY_RESUME} --help)", add_help=False)
+    return parser
+
+
+def _path(text: str) -> Path:
+    """As given, but `.` and `..` written out: the name of a directory says what it is."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty (an unset variable?)")
+    return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
+
+
+def _keep(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got '{text}'")
+    return int(text)
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    root = arguments.directory or RUNS_ROOT
+    require_dir(root)
+    runs = [root] if is_run(fsio.list_dir(root)) else list(runs_below(root))
+    if not runs and arguments.directory:
+        require_run(root)
+    listings = [read_run(run_dir) for run_dir in runs]
+    if arguments.json:
+        print(json.dumps({"runs": [as_tree(listing) for listing in listings]}, indent=1))
+    else:
+        print("\n\n".join("\n".join(as_lines(listing)) for listing in listings) or f"no run below '{root}' yet")
+    return EXIT_DONE
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    code = EXIT_DONE
+    for path in [checkpoint for given in arguments.paths for checkpoint in _checkpoints_at(given)]:
+        started, size_bytes = time.perf_counter(), tree_bytes(path)
+        problems = prove(path)
+        rate = f"{size_bytes / 1e9 / (time.perf_counter() - started):.2f} GB/s"
+        if not problems:
+            lines = [f"ok      {path}  {readable(size_bytes)}, {rate}"]
+        elif path not in arguments.paths and not os.path.lexists(path):
+            lines = [f"gone    {path}  deleted meanwhile"]
+        else:
+            code, lines = EXIT_CRASH, [f"FAILED  {path}", *(f"        {problem}" for problem in problems)]
+        print("\n".join(map(printable, lines)), flush=True)
+    return code
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint itself, or all of a run. Raises `ConfigError` if there is none: nothing would be proven."""
+    if layout.parse_step(path.name) is not None:
+        require_dir(path)
+        return [path]
+    require_run(path)
+    if found := layout.checkpoints(path):
+        return [info.path for info in found]
+    raise ConfigError(f"'{path}' holds no checkpoint to verify: wait for the first save")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    checkpoint, target = _checkpoint_to_export(arguments.checkpoint), arguments.target
+    started = time.perf_counter()
+    from trainer.checkpoint.export import export_from_shards
+
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # shards are read without their mesh
+    print(printable(f"exporting {checkpoint} in {arguments.dtype}"), flush=True)
+    export_from_shards(checkpoint, target, dtype=arguments.dtype)
+    print(printable(f"wrote {target}  {readable(tree_bytes(target))}, {time.perf_counter() - started:.1f} s"))
+    return EXIT_DONE
+
+
+def _checkpoint_to_export(path: Path) -> Path:
+    """The checkpoint itself, or the one of a run that a resume takes, with the notes on why that one."""
+    if layout.parse_step(path.name) is not None:
+        require_dir(path)
+        return path
+    require_run(path)
+    selection = layout.select(path)
+    if selection.chosen is None:
+        raise ConfigError(f"'{path}' holds no checkpoint to export: wait for the first save")
+    for note in selection.notes:
+        print(printable(note))
+    return selection.chosen.path
+
+
+def _verify_resume(argv: list[str]) -> int:
+    from trainer.cli.verify_resume import main as verify_resume
+
+    return verify_resume(argv)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    if sys.argv[1:] and sys.argv[1] in AT_ONCE:
+        for number in (signal.SIGINT, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+    sys.exit(main(sys.argv[1:]))

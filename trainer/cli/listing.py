@@ -1,0 +1,159 @@
+"""What stands in run directories: found, measured, proven, and put into words (floor 5, no torch)."""
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.layout import CORRUPT_PREFIX, STAGING_PREFIX, TRASH_PREFIX, CheckpointInfo
+from trainer.checkpoint.lock import LOCK
+from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
+from trainer.checkpoint.space import readable
+from trainer.config import ConfigError
+
+RUNS_ROOT = Path("checkpoints")
+NUM_LOOKS = 5
+MAX_HASH_THREADS = 8
+LEFTOVERS = {
+    STAGING_PREFIX: "a save under way, or cut short",
+    TRASH_PREFIX: "a deletion under way, or cut short",
+    CORRUPT_PREFIX: "set aside as damaged",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def require_dir(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"no directory '{path}': give a run's, {RUNS_ROOT}/<project_name>/<experiment_name>")
+
+
+def require_run(path: Path) -> None:
+    require_dir(path)
+    if layout.parse_step(path.name) is not None:
+        raise ConfigError(f"'{path}' is one checkpoint: give the run directory above it")
+    if not is_run(fsio.list_dir(path)):
+        raise ConfigError(f"'{path}' is no run directory (no checkpoint, no {LOCK}): 'ls' alone lists what there is")
+
+
+def is_run(names: list[str]) -> bool:
+    """Whether a directory with these names in it is a run's."""
+    return any(n.startswith((layout.POINTER, LOCK, *LEFTOVERS)) or layout.parse_step(n) is not None for n in names)
+
+
+def runs_below(root: Path) -> Iterator[Path]:
+    """Run directories at or below `root`, by name; links below it are not followed."""
+    for directory, names, files in os.walk(root, onerror=partial(logger.warning, "skipped: %s")):
+        if is_run([*names, *files]):
+            yield Path(directory)
+        names[:] = sorted(name for name in names if name[0] != "." and layout.parse_step(name) is None)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """`resume_step`: which one a resume takes. `notes`: why, or why none of them."""
+
+    run_dir: Path
+    checkpoints: list[CheckpointInfo]
+    leftovers: list[Path]
+    pointed_step: int | None
+    resume_step: int | None
+    notes: tuple[str, ...]
+
+
+def read_run(run_dir: Path) -> Listing:
+    """What stands in a run directory. While the run trains, things move: look again until nothing moved meanwhile."""
+    for _ in range(NUM_LOOKS):
+        names, pointer = fsio.list_dir(run_dir), layout.read_pointer(run_dir)
+        try:
+            selection = layout.select(run_dir)
+        except layout.NoUsableCheckpointError as error:
+            selection = layout.Selection((), (f"WARNING: {error}",))
+        found = layout.checkpoints(run_dir)
+        if (names, pointer) == (fsio.list_dir(run_dir), layout.read_pointer(run_dir)):
+            break
+    there = [info for info in found if info.status != "incomplete" or os.path.lexists(info.path)]
+    leftovers = [run_dir / name for name in names if name.startswith(tuple(LEFTOVERS))]
+    resume_step = selection.chosen.step if selection.chosen else None
+    return Listing(run_dir, there, leftovers, pointer.step, resume_step, selection.notes)
+
+
+def tree_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory; what vanishes meanwhile counts nothing."""
+    files = [path] if not path.is_dir() else [Path(d) / name for d, _, names in os.walk(path) for name in names]
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):
+            total += os.lstat(file).st_size
+    return total
+
+
+def as_tree(listing: Listing) -> dict[str, Any]:
+    """The listing as plain containers."""
+    checkpoints = []
+    for info in listing.checkpoints:
+        own = {name: getattr(info, name) for name in ("step", "status", "reason", "published")}
+        marks = {"pointer": info.step == listing.pointed_step, "resume": info.step == listing.resume_step}
+        about = {name: getattr(info.manifest, name, None) for name in ("world_size", "loss", "created_utc")}
+        checkpoints.append({**own, **marks, "path": str(info.path), "size_bytes": tree_bytes(info.path), **about})
+    leftovers = [{"name": path.name, "size_bytes": tree_bytes(path)} for path in listing.leftovers]
+    rest = {"resume_step": listing.resume_step, "notes": listing.notes}
+    return {"run_dir": str(listing.run_dir), "checkpoints": checkpoints, "leftovers": leftovers, **rest}
+
+
+def as_lines(listing: Listing) -> Iterator[str]:
+    """The listing as a table."""
+    yield printable(str(listing.run_dir))
+    if listing.checkpoints:
+        yield f"{'step':>9}  {'status':10}  {'size':>9}  {'ranks':>5}  {'loss':>8}  created (UTC)"
+    elif not listing.notes:
+        yield "  no checkpoint yet"
+    for info in listing.checkpoints:
+        manifest = info.manifest
+        loss = "-" if manifest is None or manifest.loss is None else f"{manifest.loss:.4f}"
+        ranks, created = (manifest.world_size, manifest.created_utc) if manifest else ("-", "-")
+        marks = [info.reason, "pointer" * (info.step == listing.pointed_step)]
+        text = ", ".join(mark for mark in [*marks, "resume takes it" * (info.step == listing.resume_step)] if mark)
+        row = f"{info.step:9}  {info.status:10}  {readable(tree_bytes(info.path)):>9}  {ranks:>5}  {loss:>8}  "
+        yield printable(f"{row}{created[:19]:19}  {text}".rstrip())
+    for path in listing.leftovers:
+        meaning = next(meaning for prefix, meaning in LEFTOVERS.items() if path.name.startswith(prefix))
+        yield printable(f"  {path.name}  {readable(tree_bytes(path))}  {meaning}")
+    in_table = tuple(info.reason for info in listing.checkpoints if info.reason)
+    for note in listing.notes:
+        yield from (printable(f"  {line}") for line in note.splitlines() if not line.endswith(in_table))
+
+
+def printable(text: str) -> str:
+    """Names and manifests come from a disk anyone may have written to: no control characters reach the terminal."""
+    return text if text.isprintable() else ascii(text)
+
+
+def prove(path: Path) -> list[str]:
+    """Hash a checkpoint and name each file that is not as its manifest says; [] = every byte is as it was written."""
+    info = layout.inspect(path)
+    try:
+        manifest = info.manifest or parse_manifest(fsio.read_bytes(path / MANIFEST))
+    except (OSError, ManifestError):
+        return [info.reason or f"written by verl, without {MANIFEST}: its contents cannot be proven"]
+    alone = [dataclasses.replace(manifest, files=(f,)) for f in sorted(manifest.files, key=lambda f: -f.size_bytes)]
+    problems = []
+    with ThreadPoolExecutor(min(MAX_HASH_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for num_done, found in enumerate(pool.map(partial(verify_files, path), alone), start=1):
+            problems += found
+            _show_progress(f"{path.name}: {num_done} of {len(alone)} files")
+    _show_progress("")
+    return problems or ([info.reason] if info.reason else [])
+
+
+def _show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
