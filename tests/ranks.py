@@ -17,7 +17,7 @@ from trainer.runtime.distributed import free_port
 # the server imports before it is told the parent's sys.path
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["toy"])
+_context.set_forkserver_preload(["toy", "toy_runs", "transformers.models.qwen2.modeling_qwen2"])
 
 
 @contextmanager

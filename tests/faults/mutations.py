@@ -139,7 +139,7 @@ MUTATIONS = (
     Mutation(
         "files are not awaited before the manifest",
         SAVE,
-        "        fsio.await_files(staging, records, timeout_s=VISIBLE_WITHIN_S)\n        manifest",
+        "        fsio.await_files(staging, records, timeout_s=self._visible_within_s)\n        manifest",
         "        manifest",
         ("distributed/test_save_guards.py",),
     ),
@@ -193,18 +193,11 @@ MUTATIONS = (
         ("distributed/test_start.py",),
     ),
     Mutation(
-        "rotation before the pointer moves",
-        LAYOUT,
-        "    try:\n        publish(run_dir, step)\n",
-        "    rotate(run_dir, keep=keep, protect=protect)\n    try:\n        publish(run_dir, step)\n",
-        (CRASH, "unit/test_checkpoint_rotation.py", "unit/test_checkpoint_layout.py"),
-    ),
-    Mutation(
         "rotation takes what the pointer names",
         LAYOUT,
         "{*protect, read_pointer(run_dir).step}",
         "{*protect}",
-        ("unit/test_checkpoint_rotation.py",),
+        ("unit/test_checkpoint_layout.py",),
     ),
     Mutation(
         "a damaged checkpoint means step 0",

@@ -333,3 +333,10 @@ def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
     assert info.status == "committed" and steps(tmp_path) == [20, 10]
     assert info.manifest is not None
     assert [problem.split()[0] for problem in verify_files(info.path, info.manifest)] == ["huggingface/config.json"]
+
+
+def test_rotation_spares_what_a_person_pointed_back_to(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    point(tmp_path, "10")
+    layout.rotate(tmp_path, keep=1)
+    assert [info.step for info in layout.checkpoints(tmp_path)] == [10, 30]

@@ -120,7 +120,7 @@ class Save:
             num_shards = self._world.size // self._world.num_replicas
             needed = {layout.model_file(self._world.size, rank) for rank in range(num_shards)}
             models = [record for record in written if record.path in needed]
-            fsio.await_files(staging, models, timeout_s=VISIBLE_WITHIN_S)
+            fsio.await_files(staging, models, timeout_s=self._visible_within_s)
             reader = shards.ShardReader(
                 staging,
                 world_size=self._world.size,
@@ -143,7 +143,7 @@ class Save:
         staging, step = self._require_staging(), self._snapshot.position.step
         text = f'{{"FSDP_version": 2, "world_size": {self._world.size}}}\n'
         records = [*records, fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging)]
-        fsio.await_files(staging, records, timeout_s=VISIBLE_WITHIN_S)
+        fsio.await_files(staging, records, timeout_s=self._visible_within_s)
         manifest = self._manifest(records)
         fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
         fsio.fsync_tree(staging)
@@ -154,6 +154,11 @@ class Save:
         layout.commit(staging, step, nonce=manifest.nonce)
         layout.settle(self._settings.run_dir, step, keep=self._settings.keep)
         return sum(record.size_bytes for record in records)
+
+    @property
+    def _visible_within_s(self) -> float:
+        """A rank that comes late must not wait for files of a save that the others gave up."""
+        return max(0.0, min(VISIBLE_WITHIN_S, self._deadline - time.monotonic()))
 
     def _manifest(self, records: list[FileRecord]) -> Manifest:
         snapshot = self._snapshot

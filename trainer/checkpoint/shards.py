@@ -43,8 +43,9 @@ def read_torch(path: Path) -> Any:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names."""
-    return {name: _compact(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names, written once."""
+    shards = {parameter: _compact(parameter) for parameter in model.parameters()}
+    return {name: shards[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""Cases 11, 12, 14 and 15: the disk refuses, or a rank stands still, in the middle of a save of several ranks."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.failpoints import ERRORS, Failure, Matrix, Outcome, Outcomes, Scene, failing_saves
+from faults.save_points import Point, Survey, Watch, thinned
+from ranks import _receive, started_ranks
+from toy import ToySamples, build_toy_model, toy_parts, write_model_config
+from toy_runs import Recipe, checkpoint_manager
+
+from trainer.checkpoint import fsio, manager
+from trainer.checkpoint.board import GRACE_S, Board
+from trainer.protocols import ResumableError
+from trainer.runtime.distributed import World
+
+SAVE_TIMEOUT_S = 2
+SHORT_GRACE_S = 1.0
+PATIENCE_S = 30.0
+
+
+# the disk refuses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(tmp_path_factory.mktemp("faults") / "scene")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(scene: Scene, tmp_path: Path, mode: str) -> None:
+    """Every operation fails once, half of them in each mode; every second save is a good one.
+
+    `python tests/faults/failpoints.py` lets all of them fail in both modes and for both reasons.
+    """
+    points = [p for p in thinned(Matrix(scene, tmp_path / "seen", async_save=mode == "async").points) if p.can_fail]
+    assert len(points) > 80 and {point.rank for point in points} == {0, 1}
+    half = points[mode == "async" :: 2]
+    failures = [Failure(point, ERRORS[number % 2]) for number, point in enumerate(half)]
+    found = failing_saves(failures, tmp_path / "run", scene.source, async_save=mode == "async")
+    assert not found, "\n".join(found)
+
+
+# a rank stands still -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a rank lived through: how long the save took that met the stop, how all saves ended, or how the run did."""
+
+    waited_s: float
+    outcomes: list[Outcome]
+    error: str = ""
+
+
+def save_around_a_stop(
+    world: World, run_dir: Path, source: Any, recipe: Recipe, victim: int, label: str, notes: Path, grace_s: float
+) -> Story:
+    """Save step 1; in the save of step 2 the rank `victim` stops itself before the operation `label`; save step 3."""
+    run_dir.mkdir(exist_ok=True)
+    manager.Board = partial(Board, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
+    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
+    outcomes = Outcomes()
+
+    def save(step: int, *, is_required: bool) -> None:
+        parts.train_batches.next_step = step
+        checkpoints.save(loss=1.0, grad_norm=1.0, is_required=is_required)
+        checkpoints.finish()
+
+    def stop(point: Point) -> None:
+        if (world.rank, label) == (victim, point.label):
+            fsio.observer = None
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # not a step further, in whatever thread
+
+    save(1, is_required=True)
+    fsio.observer = Watch(world.rank, run_dir, stop)
+    started = time.monotonic()
+    try:
+        save(2, is_required=False)
+        waited_s = time.monotonic() - started
+        (notes / f"rank {world.rank}").touch()
+        if victim != 0:
+            save(3, is_required=True)
+    except ResumableError as error:
+        return Story(time.monotonic() - started, outcomes.found, str(error))
+    return Story(waited_s, outcomes.found)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, f"{what} took longer than {PATIENCE_S:.0f} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_model_config(tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97)
+
+
+def recipe_of(mode: str) -> Recipe:
+    return Recipe(async_save=mode == "async", save_timeout_s=SAVE_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("mode", "label"),
+    [
+        ("sync", "write .staging_global_step_N/optim_world_size_3_rank_1.pt"),
+        ("async", "phase shards.report"),
+        ("async", "phase export.begin"),
+    ],
+)
+def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
+    source: Any, tmp_path: Path, mode: str, label: str
+) -> None:
+    """When it goes on, late, it learns that its save was given up, and the next one is good."""
+    run_dir, notes = tmp_path / "run", tmp_path / "notes"
+    notes.mkdir()
+    with started_ranks(save_around_a_stop, 3, run_dir, source, recipe_of(mode), 1, label, notes, GRACE_S) as ranks:
+        wait_until(lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"}, "giving up")
+        during = Survey.of(run_dir)
+        os.kill(ranks[1][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
+        stories = [_receive(receiver, rank, PATIENCE_S) for rank, (_, receiver) in enumerate(ranks)]
+    assert during == Survey(1, (1,), (), ())
+    for rank in (0, 2):
+        assert SAVE_TIMEOUT_S - 0.1 < stories[rank].waited_s < SAVE_TIMEOUT_S + GRACE_S
+    for story in stories:
+        first, stopped, *_, last = story.outcomes
+        assert (first, last, story.error) == (Outcome(1, True), Outcome(3, True), "")
+        assert stopped.step == 2 and "rank 1: gave no answer in time" in stopped.message
+    assert Survey.of(run_dir) == Survey(3, (1, 3), (), ())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
+    source: Any, tmp_path: Path, mode: str
+) -> None:
+    """Only it knows whether there is a checkpoint, so the others cannot go on; they end to be started again."""
+    run_dir, notes = tmp_path / "run", tmp_path / "notes"
+    notes.mkdir()
+    with started_ranks(
+        save_around_a_stop, 2, run_dir, source, recipe_of(mode), 0, "phase commit.begin", notes, SHORT_GRACE_S
+    ) as ranks:
+        story = _receive(ranks[1][1], 1, PATIENCE_S)
+        ranks[1][0].join(timeout=PATIENCE_S)
+        assert ranks[1][0].exitcode == 0, "it cannot leave as long as the main rank stands still"
+        during = Survey.of(run_dir)
+        os.kill(ranks[0][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
+        late = _receive(ranks[0][1], 0, PATIENCE_S)
+    assert story.outcomes == [Outcome(1, True)]
+    assert "the save of step 2 was left undecided: rank 0 gave no answer in time" in story.error
+    assert SAVE_TIMEOUT_S + SHORT_GRACE_S - 0.1 < story.waited_s < SAVE_TIMEOUT_S + SHORT_GRACE_S + 5.0
+    assert (during.chosen, during.steps, len(during.leftovers)) == (1, (1,), 1)
+    assert "longer than trainer.checkpoint.save_timeout_s" in late.outcomes[1].message
+    assert Survey.of(run_dir) == Survey(1, (1,), (), ())
