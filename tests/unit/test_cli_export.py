@@ -132,7 +132,11 @@ def test_an_interrupted_export_says_so(run_dir: Path, call: Call, monkeypatch: P
 
     exporter = SimpleNamespace(export_from_shards=interrupt)
     monkeypatch.setitem(sys.modules, "trainer.checkpoint.export", exporter)  # type: ignore[arg-type]
-    code, _, err = call("export", run_dir, "hf")
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        code, _, err = call("export", run_dir, "hf")
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert (code, err) == (130, "interrupted\n")
 
 
