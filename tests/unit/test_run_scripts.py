@@ -139,7 +139,7 @@ def test_the_tests_add_their_tools_and_end_with_pytest(tmp_path: Path) -> None:
     assert installed(calls) == ["torch", "-e ROOT[dev]"]
     tools = [call.split()[2] for call in calls if "pip" not in call and call.startswith(".venv")]
     assert tools == ["ruff", "ruff", "mypy", "pytest"]
-    assert calls[-1] == ".venv -m pytest -m not vllm -k plan"
+    assert calls[-1] == ".venv -m pytest -k plan"
     assert installed(checkout.run("run_tests.sh")[1]) == []
 
 
