@@ -73,7 +73,7 @@ def test_every_checkpoint_loads_bit_equal(
         assert differing(moments, truth.moments) == [], f"saved on {name}"
 
 
-@pytest.mark.parametrize("first", WORLD_SIZES)
+@pytest.mark.parametrize("first", (1, 2, 4, 8))
 def test_the_same_samples_follow_on_any_number_of_ranks(
     saved: dict[str, tuple[Path, Result]], source: Any, first: int, tmp_path: Path
 ) -> None:

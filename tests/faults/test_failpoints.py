@@ -19,7 +19,7 @@ from toy_runs import TRACE
 from trainer.checkpoint import layout
 
 SEED = 1
-NUM_SAMPLED = 14
+NUM_SAMPLED = 8
 
 
 @pytest.fixture(scope="module")
