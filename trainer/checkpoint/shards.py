@@ -3,8 +3,10 @@
 A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows / S), as FSDP2 does.
 """
 
+import logging
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -33,13 +35,26 @@ def write_torch(path: Path, value: Any, *, root: Path) -> FileRecord:
 def read_torch(path: Path) -> Any:
     """Load without executing pickled code; tensors stay on disk until they are used."""
     try:
-        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        with _without_mesh_warnings():
+            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
         reason = f"it would run code that is no part of a checkpoint ({names})" if names else str(error)
         raise CorruptShardError(f"{path} is refused: {reason}") from error
     except (RuntimeError, EOFError, OSError) as error:
         raise CorruptShardError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _without_mesh_warnings() -> Iterator[None]:
+    """torch says for every file that the mesh in it has no process group here; only the shards are used."""
+    torch_logger = logging.getLogger("torch.distributed.device_mesh")
+    before = torch_logger.level
+    torch_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        torch_logger.setLevel(before)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -164,7 +164,6 @@ def _export(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     from trainer.checkpoint.export import export_from_shards
 
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # shards are read without their mesh
     print(printable(f"exporting {checkpoint} in {arguments.dtype}"), flush=True)
     export_from_shards(checkpoint, target, dtype=arguments.dtype)
     print(printable(f"wrote {target}  {readable(tree_bytes(target))}, {time.perf_counter() - started:.1f} s"))

@@ -2,10 +2,8 @@
 
 import hashlib
 import itertools
-import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,25 +130,12 @@ def _leaves(path: Path) -> dict[str, Any]:
     A file that cannot be read has the reason as its only content, under `UNREADABLE`.
     """
     try:
-        with _without_mesh_warnings():
-            tree = read_torch(path)
+        tree = read_torch(path)
     except CorruptShardError as error:
         return {UNREADABLE: Flaw(error)}
     if path.name == layout.DATA:
         tree = {name: value for name, value in tree.items() if name != LOADER}
     return dict(_flat(tree, ""))
-
-
-@contextmanager
-def _without_mesh_warnings() -> Iterator[None]:
-    """torch says for every file that the mesh in it has no process group here; it is not used."""
-    torch_logger = logging.getLogger("torch.distributed.device_mesh")
-    before = torch_logger.level
-    torch_logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        torch_logger.setLevel(before)
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
