@@ -106,7 +106,9 @@ def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
         assert relative(losses, expected) < 1e-6, name
         assert relative(val_losses, val_expected) < 1e-6, name
         worst = max(float((theirs[key] - value).abs().max()) for key, value in parameters.items())
-        assert worst < 2e-5, (name, worst)
+        # torch's fused kernel, one document at a time, rounds about twice as much as the grouped products (against
+        # float64: 3e-7 to 4e-7 in its gradients, 2e-7 in theirs), and Adam amplifies it; the others run the same kernel
+        assert worst < (4e-5 if name == "per document" else 1e-5), (name, worst)
 
 
 def test_same_run_twice_is_bit_equal(tmp_path: Path) -> None:

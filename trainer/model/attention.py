@@ -11,17 +11,27 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from trainer.config import ConfigError
+from trainer.model.grouped_attention import DocumentGroups, grouped_attention
 
 PACKED = "packed"
 
 
 class DocumentLengths:
     """Lengths of the packed documents on the host, in an object that `torch.compile` does not look into: it would make
-    new code for every number of documents.
+    new code for every number of documents. Layers of one forward pass share it, and with it the groups.
     """
 
     def __init__(self, seqlens: tuple[int, ...]) -> None:
         self.seqlens = seqlens
+        self._groups: dict[tuple[int, int], DocumentGroups] = {}
+
+    def groups(self, *, num_query_heads: int, num_key_heads: int) -> DocumentGroups:
+        heads = num_query_heads, num_key_heads
+        if heads not in self._groups:
+            self._groups[heads] = DocumentGroups(
+                self.seqlens, num_query_heads=num_query_heads, num_key_heads=num_key_heads
+            )
+        return self._groups[heads]
 
 
 def register() -> None:
@@ -59,6 +69,8 @@ def packed_attention(
         if dropout:
             raise ConfigError("packed attention on CUDA has no dropout; set attention_dropout=0 in the model's config")
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    elif query.device.type == "cpu" and not dropout:
+        output = _grouped(query, key, value, lengths, scaling, sliding_window)
     else:
         output = _per_document(query, key, value, lengths, scaling, sliding_window, dropout)
     return output, None
@@ -90,6 +102,21 @@ def _varlen(
     )
     assert isinstance(output_TNK, Tensor)
     return output_TNK[None]
+
+
+@torch.compiler.disable
+def _grouped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: DocumentLengths,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    groups = lengths.groups(num_query_heads=query.shape[1], num_key_heads=key.shape[1])
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return grouped_attention(query, key, value, groups, scaling=scaling, sliding_window=sliding_window)
 
 
 @torch.compiler.disable

@@ -1,0 +1,107 @@
+"""The work that the CPU comparisons share, as files that any trainer can read.
+
+GSM8K chats, a byte-level BPE of 4,096 entries trained on them, and a Qwen2 of 5.4 M parameters with random weights
+(hidden size 256, 6 layers, 4 query and 2 key heads, tied embeddings). The samples lie in `samples.npz` in the order in
+which our trainer takes them, so every trainer sees the same tokens, labels and batches.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trainer.data.chat import tokenizer_digest
+from trainer.data.conversation import RowKeys
+from trainer.data.sample_writer import PrepareOptions
+from trainer.data.token_cache import TokenDataset, prepare
+from trainer.quickstart import files, tokenizer
+from trainer.runtime import seeding
+
+SEED = 1
+BATCH = 32
+LR = 1e-3
+MODEL_CONFIG = {**files.MODEL_CONFIG, "num_hidden_layers": 6}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`model` holds config.json, the weights in fp32 and the tokenizer; `train_file` the rows as messages."""
+
+    directory: Path
+
+    @property
+    def model(self) -> Path:
+        return self.directory / "model"
+
+    @property
+    def train_file(self) -> Path:
+        return self.directory / "train.jsonl"
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.directory / "cache"
+
+    @property
+    def samples(self) -> Path:
+        return self.directory / "samples.npz"
+
+
+def read_chats(path: Path) -> list[dict[str, list[dict[str, str]]]]:
+    """GSM8K's question/answer rows as chats."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
+        for row in rows
+    ]
+
+
+def make_case(directory: Path, train_file: Path) -> Case:
+    """Write all files of the case into an empty directory."""
+    case = Case(directory)
+    case.model.mkdir(parents=True)
+    chats = read_chats(train_file)
+    case.train_file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_model(case.model, [message["content"] for chat in chats for message in chat["messages"]])
+    write_samples(case, prepare_tokens(case))
+    return case
+
+
+def write_model(directory: Path, texts: list[str], **changes: int) -> None:
+    """Configuration, fp32 weights from `SEED`, and a tokenizer trained on `texts`."""
+    (directory / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
+    template = (Path(files.__file__).parent / "chat_template.jinja").read_text()
+    tokenizer.write_tokenizer(directory, tokenizer=tokenizer.train_tokenizer(texts), chat_template=template)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    model.save_pretrained(directory)
+
+
+def prepare_tokens(case: Case) -> TokenDataset:
+    tokens = AutoTokenizer.from_pretrained(case.model)
+    return prepare(
+        [case.train_file],
+        tokenizer=tokens,
+        tokenizer_digest=tokenizer_digest(tokens),
+        options=PrepareOptions(RowKeys("messages", "tools", None, None), max_length=2048),
+        cache_dir=case.cache_dir,
+        wait=False,
+    )
+
+
+def write_samples(case: Case, dataset: TokenDataset) -> None:
+    order = seeding.permutation(SEED, epoch=0, num_samples=len(dataset))
+    parts = [dataset.sample(int(index)) for index in order]
+    np.savez(
+        case.samples,
+        input_ids=np.concatenate([ids for ids, _ in parts]),
+        loss_mask=np.concatenate([mask for _, mask in parts]),
+        offsets=np.cumsum([0, *(len(ids) for ids, _ in parts)]),
+    )

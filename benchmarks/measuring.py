@@ -1,0 +1,85 @@
+"""What every benchmark needs: timed commands, the ceiling of the machine, versions, results as JSON and as a table."""
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+REPOSITORY = RESULTS.parent.parent
+PEERS_VENV = REPOSITORY / ".venv-peers"
+
+
+def run_command(words: list[str], *, cwd: Path, threads: int | None, log: Path) -> tuple[float, int]:
+    """(wall seconds, peak resident bytes of its largest process). Raises with the end of its output if it fails."""
+    environment = {**os.environ} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    started = time.perf_counter()
+    with log.open("w") as output:
+        process = subprocess.Popen(words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+    wall_s = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+    return wall_s, usage.ru_maxrss * 1024
+
+
+def gemm_gflops(dtype: torch.dtype, size: int = 2048, repeats: int = 10) -> float:
+    """Best rate of one square matrix product on all threads: the ceiling that shares are given of."""
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    best_s = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        a @ b
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2 * size**3 / best_s / 1e9
+
+
+def peer_versions(*packages: str) -> dict[str, str]:
+    code = f"from importlib.metadata import version; print(*map(version, {packages!r}))"
+    found = subprocess.run([PEERS_VENV / "bin" / "python", "-c", code], check=True, capture_output=True, text=True)
+    return dict(zip(packages, found.stdout.split(), strict=True))
+
+
+def header() -> dict[str, Any]:
+    """Command, commit, versions and machine of a result file."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "command": "python " + " ".join([str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *sys.argv[1:]]),
+        "commit": commit,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
+        "machine": {"cpus": os.cpu_count(), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
+    }
+
+
+def middle(values: Iterable[float]) -> dict[str, float]:
+    """Median and both extremes."""
+    found = list(values)
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def table(columns: list[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def write_result(name: str, result: dict[str, Any], path: Path | None = None) -> None:
+    path = path or RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def own_peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,42 @@
+"""What every peer script shares: its arguments, the samples of the case, and the rows it reports. No import of ours."""
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM, BATCH = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0, 32
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--option", action="append", default=[])
+    return parser.parse_args()
+
+
+def read_samples(case: Path, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The first `count` samples in the order of training: (token ids, which of them are supervised)."""
+    data = np.load(case / "samples.npz")
+    bounds = data["offsets"][: count + 1]
+    ids, mask = data["input_ids"], data["loss_mask"]
+    return [(ids[a:b], mask[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+class Report:
+    """One JSON line per optimizer step with the time at which it ended (Unix seconds)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def add(self, **row: Any) -> None:
+        self._file.write(json.dumps({**row, "ts": time.time()}) + "\n")
+        self._file.flush()
