@@ -183,7 +183,7 @@ def toy_parts(
         "save_timeout_s": 30.0,
         "clip_grad": optim.clip_grad,
         "local_square_sum": clip.local_square_sum,
-        "clip_by_norm": clip.clip_by_norm,
+        "clipped_step": clip.clipped_step,
         "reduce_step": reduce_step,
         "reduce_loss": reduce_loss,
         "memory_metrics": memory_metrics,

@@ -289,7 +289,7 @@ def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: Rank
         save_timeout_s=config.trainer.checkpoint.save_timeout_s,
         clip_grad=config.optim.clip_grad,
         local_square_sum=clip.local_square_sum,
-        clip_by_norm=clip.clip_by_norm,
+        clipped_step=clip.clipped_step,
         reduce_step=reduce_step,
         reduce_loss=reduce_loss,
         memory_metrics=memory_metrics,

@@ -26,7 +26,7 @@ class Schedule(Protocol):
 class Guard(Protocol):
     num_skipped: int
 
-    def accepts(self, *, loss: float, grad_norm: float) -> bool: ...
+    def count(self, *, loss: float, grad_norm: float) -> None: ...
 
     @property
     def is_exhausted(self) -> bool: ...
@@ -61,8 +61,14 @@ class StepTotals(Protocol):
     def num_stop_requests(self) -> int: ...
     @property
     def is_save_requested(self) -> bool: ...
+
+
+class StepSums(Protocol):
     @property
-    def grad_norm_device(self) -> Tensor: ...
+    def loss_sum(self) -> Tensor: ...
+    @property
+    def grad_norm(self) -> Tensor: ...
+    def read(self) -> StepTotals: ...
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,8 @@ class Parts:
     save_timeout_s: float
     clip_grad: float
     local_square_sum: Callable[[list[nn.Parameter]], Tensor]
-    clip_by_norm: Callable[..., None]
-    reduce_step: Callable[..., StepTotals]
+    clipped_step: Callable[..., None]
+    reduce_step: Callable[..., StepSums]
     reduce_loss: Callable[..., tuple[float, bool]]
     memory_metrics: Callable[[torch.device], dict[str, float]]
 
@@ -171,7 +177,7 @@ class SFTTrainer:
         self.parts.checkpoints.save(loss=loss, grad_norm=grad_norm, is_required=is_required)
 
     def training_step(self, batch: StepBatch) -> dict[str, float]:
-        """Forward and backward over this rank's micro-batches, one reduction, clip, update. Returns metrics."""
+        """Forward and backward over this rank's micro-batches, one reduction, clipped update, one wait; metrics."""
         parts = self.parts
         data_s = time.perf_counter() - self._step_started
         seeding.seed_step(parts.seed, step=batch.step, rank=parts.world.rank)
@@ -183,18 +189,18 @@ class SFTTrainer:
             (micro_loss_sum / batch.num_loss_tokens).backward()
             loss_sum += micro_loss_sum.detach()
             self.heartbeat.beat()
-        totals = parts.reduce_step(
+        sums = parts.reduce_step(
             loss_sum=loss_sum,
             grad_square_sum=parts.local_square_sum(self.parameters),
             is_stopping=self.stop.is_set,
             wants_save=parts.world.is_main and parts.checkpoints.is_retry_due(),
             world=parts.world,
         )
-        loss = totals.loss_sum / batch.num_loss_tokens
-        if parts.guard.accepts(loss=loss, grad_norm=totals.grad_norm):
-            parts.clip_by_norm(self.parameters, total_norm=totals.grad_norm_device, max_norm=parts.clip_grad)
-            parts.optimizer.step()
+        parts.clipped_step(parts.optimizer, total_norm=sums.grad_norm, loss_sum=sums.loss_sum, max_norm=parts.clip_grad)
         parts.optimizer.zero_grad(set_to_none=True)
+        totals = sums.read()
+        loss = totals.loss_sum / batch.num_loss_tokens
+        parts.guard.count(loss=loss, grad_norm=totals.grad_norm)
         self._is_stopping, self._is_save_requested = totals.num_stop_requests > 0, totals.is_save_requested
         return self._metrics(batch, loss=loss, lr=lr, grad_norm=totals.grad_norm, data_s=data_s)
 

@@ -37,7 +37,7 @@ STEP_FILES = (
     "trainer/runtime/seeding.py",
 )
 ALLOWED_WAITS = {
-    "trainer/monitor/meters.py:reduce_step": "the one wait of a training step: loss, norm and stop requests together",
+    "trainer/monitor/meters.py:StepSums.read": "the one wait of a training step: loss, norm and stop requests together",
     "trainer/monitor/meters.py:reduce_loss": "the one wait of a validation step",
     "trainer/runtime/seeding.py:set_rng_state": "restores a checkpoint, before the first step",
 }

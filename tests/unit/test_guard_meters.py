@@ -15,46 +15,48 @@ INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (1.0, -INF), (NAN, NAN)])
-def test_guard_refuses_what_is_not_finite(loss: float, grad_norm: float) -> None:
+def test_guard_counts_what_is_not_finite(loss: float, grad_norm: float) -> None:
     guard = NonFiniteGuard(max_in_a_row=2)
-    assert guard.accepts(loss=1e30, grad_norm=0.0)
-    assert not guard.accepts(loss=loss, grad_norm=grad_norm)
+    guard.count(loss=1e30, grad_norm=0.0)
+    assert guard.num_skipped == 0
+    guard.count(loss=loss, grad_norm=grad_norm)
     assert (guard.num_skipped, guard.num_in_a_row, guard.is_exhausted) == (1, 1, False)
 
 
 def test_guard_gives_up_only_after_steps_in_a_row() -> None:
     guard = NonFiniteGuard(max_in_a_row=2)
     for loss in (NAN, 1.0, NAN, 2.0):
-        guard.accepts(loss=loss, grad_norm=1.0)
+        guard.count(loss=loss, grad_norm=1.0)
         assert not guard.is_exhausted
-    guard.accepts(loss=NAN, grad_norm=1.0)
-    guard.accepts(loss=NAN, grad_norm=1.0)
+    guard.count(loss=NAN, grad_norm=1.0)
+    guard.count(loss=NAN, grad_norm=1.0)
     assert guard.is_exhausted and guard.num_skipped == 4
 
 
 def test_guard_survives_a_restart() -> None:
     guard = NonFiniteGuard(max_in_a_row=3)
     for loss in (NAN, 1.0, NAN, NAN):
-        guard.accepts(loss=loss, grad_norm=1.0)
+        guard.count(loss=loss, grad_norm=1.0)
     resumed = NonFiniteGuard(max_in_a_row=3)
     resumed.load_state_dict(guard.state_dict())
     assert (resumed.num_skipped, resumed.num_in_a_row) == (3, 2)
-    resumed.accepts(loss=NAN, grad_norm=1.0)
+    resumed.count(loss=NAN, grad_norm=1.0)
     assert resumed.is_exhausted, "the steps before the restart count"
 
 
 def reduced(world: World, losses: list[float], squares: list[float], stopping: list[bool]) -> dict[str, float]:
     """Each rank's own share goes in; a float32 loss must not make the sum float32."""
-    totals = reduce_step(
+    sums = reduce_step(
         loss_sum=torch.tensor(losses[world.rank], dtype=torch.float32),
         grad_square_sum=torch.tensor(squares[world.rank], dtype=torch.float64),
         is_stopping=stopping[world.rank],
         wants_save=world.is_main and stopping[-1],
         world=world,
     )
+    totals = sums.read()
     assert totals.is_save_requested == stopping[-1], "the main rank's wish is known to all"
-    assert totals.grad_norm_device.dtype == torch.float64
-    assert float(totals.grad_norm_device) == totals.grad_norm
+    assert sums.grad_norm.dtype == sums.loss_sum.dtype == torch.float64
+    assert float(sums.grad_norm) == totals.grad_norm and float(sums.loss_sum) == totals.loss_sum
     loss, is_any_stopping = reduce_loss(torch.tensor(losses[world.rank]), is_stopping=stopping[world.rank])
     assert loss == totals.loss_sum
     return {
@@ -91,7 +93,8 @@ def test_a_nan_on_one_rank_is_seen_by_all() -> None:
 def reduced_nan(world: World) -> tuple[float, float]:
     value = torch.tensor(NAN if world.rank else 1.0)
     square = torch.tensor(1.0 if world.rank else INF, dtype=torch.float64)
-    totals = reduce_step(loss_sum=value, grad_square_sum=square, is_stopping=False, wants_save=False, world=world)
+    sums = reduce_step(loss_sum=value, grad_square_sum=square, is_stopping=False, wants_save=False, world=world)
+    totals = sums.read()
     return totals.loss_sum, totals.grad_norm
 
 

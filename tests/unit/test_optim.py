@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from toy import optim_config
 
+from trainer.monitor.guard import NonFiniteGuard
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule
@@ -112,42 +114,82 @@ def test_a_step_without_gradient_decays_matrices_alone() -> None:
     assert torch.equal(layer.bias, before["bias"])
 
 
-def sharded_norm(world: Any) -> tuple[float, float, list[torch.Tensor]]:
-    """(sum of squares over all ranks, the same in float64 from whole gradients, clipped whole gradients)."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
-    model[2].bias.requires_grad_(False)
-    fully_shard(model, mesh=world.mesh)
-    parameters = list(model.parameters())
-    generator = torch.Generator().manual_seed(1)
-    for parameter, size in zip(parameters, (1e-6, 1.0, 1e6, 1.0, 1e-3, 1.0), strict=True):
-        whole = torch.randn(parameter.shape, generator=generator) * size
-        if parameter.requires_grad:
-            placed = torch.distributed.tensor.distribute_tensor(whole, world.mesh, parameter.placements)
-            parameter.grad = placed
-    grads = [p.grad.full_tensor() for p in parameters if p.grad is not None]
-    exact = sum(float(grad.double().square().sum()) for grad in grads)
-    square_sum = clip.local_square_sum(parameters)
-    assert square_sum.dtype == torch.float64
-    torch.distributed.all_reduce(square_sum)
-    clip.clip_by_norm(parameters, total_norm=square_sum.sqrt(), max_norm=2.0)
-    return square_sum.item(), exact, [p.grad.full_tensor() for p in parameters if p.grad is not None]
+def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.Tensor], list[torch.Tensor]]:
+    """One clipped update of two equal models, by hand and by the kernel.
+
+    (sum of squares over all ranks, the same in float64 from whole gradients, parameters by hand, by the kernel).
+    """
+    updated = []
+    for is_by_hand in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+        model[2].bias.requires_grad_(False)
+        fully_shard(model, mesh=world.mesh)
+        parameters = list(model.parameters())
+        optimizer = build_adamw(model, optim_config())
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.1
+        generator = torch.Generator().manual_seed(1)
+        for parameter, size in zip(parameters, (1e-6, 1.0, 1e6, 1.0, 1e-3, 1.0), strict=True):
+            whole = torch.randn(parameter.shape, generator=generator) * size
+            if parameter.requires_grad:
+                parameter.grad = torch.distributed.tensor.distribute_tensor(whole, world.mesh, parameter.placements)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        exact = sum(float(grad.full_tensor().double().square().sum()) for grad in grads)
+        square_sum = clip.local_square_sum(parameters)
+        assert square_sum.dtype == torch.float64
+        torch.distributed.all_reduce(square_sum)
+        norm = square_sum.sqrt()
+        if is_by_hand:
+            for grad in grads:
+                grad.mul_(min(1.0, max_norm / norm.item()))
+            optimizer.step()
+        else:
+            clip.clipped_step(optimizer, total_norm=norm, loss_sum=torch.ones(()), max_norm=max_norm)
+        updated.append([p.full_tensor().detach() for p in parameters])
+    return square_sum.item(), exact, updated[0], updated[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_norm_over_uneven_shards_is_exact(world_size: int) -> None:
+@pytest.mark.parametrize("max_norm", [2.0, 1e9])
+def test_norm_and_clipped_update_over_uneven_shards_are_exact(world_size: int, max_norm: float) -> None:
     """Rows that do not divide, and fewer rows than ranks: some ranks hold nothing of a parameter."""
-    for square_sum, exact, clipped in run_ranks(sharded_norm, world_size):
+    for square_sum, exact, by_hand, by_kernel in run_ranks(sharded_step, world_size, max_norm):
         assert square_sum == pytest.approx(exact, rel=1e-14)
-        norm = torch.stack([grad.double().square().sum() for grad in clipped]).sum().sqrt()
-        assert norm.item() == pytest.approx(2.0, rel=1e-6)
+        for expected, found in zip(by_hand, by_kernel, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def one_step(gradient: list[float], *, max_norm: float, loss_sum: float = 1.0) -> tuple[nn.Parameter, dict[str, Any]]:
+    """A parameter of zeros after one update at rate 0.1, and the optimizer's state of it."""
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = build_adamw(layer, optim_config())
+    optimizer.param_groups[0]["lr"] = 0.1
+    layer.weight.grad = torch.tensor([gradient])
+    norm = clip.local_square_sum([layer.weight]).sqrt()
+    clip.clipped_step(optimizer, total_norm=norm, loss_sum=torch.tensor(loss_sum), max_norm=max_norm)
+    return layer.weight, optimizer.state[layer.weight]
 
 
 @pytest.mark.parametrize(("max_norm", "scale"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0)])
 def test_clipping_scales_down_only(max_norm: float, scale: float) -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    norm = clip.local_square_sum([parameter]).sqrt()
-    assert norm.item() == 5.0
-    clip.clip_by_norm([parameter], total_norm=norm, max_norm=max_norm)
-    torch.testing.assert_close(parameter.grad, torch.tensor([3.0, 4.0]) * scale, rtol=1e-6, atol=0)
+    """The first moment after one step is (1 - beta1) times the gradient that the update saw."""
+    _, state = one_step([3.0, 4.0], max_norm=max_norm)
+    torch.testing.assert_close(state["exp_avg"], torch.tensor([[3.0, 4.0]]) * scale * 0.1, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "loss_sum"),
+    [([nan, 1.0], 1.0), ([inf, 1.0], 1.0), ([3.0, 4.0], nan), ([3.0, 4.0], -inf), ([nan, 0.0], nan)],
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(gradient: list[float], loss_sum: float) -> None:
+    weight, state = one_step(gradient, max_norm=1.0, loss_sum=loss_sum)
+    assert all(not value.any() for value in (weight, state["step"], state["exp_avg"], state["exp_avg_sq"]))
+    guard = NonFiniteGuard(max_in_a_row=3)
+    guard.count(loss=loss_sum, grad_norm=float(torch.tensor(gradient).double().norm()))
+    assert guard.num_skipped == 1, "kernel and guard follow different rules"
+
+
+def test_a_gradient_of_zero_is_no_reason_to_skip() -> None:
+    _, state = one_step([0.0, 0.0], max_norm=1.0)
+    assert state["step"] == 1 and not state["exp_avg"].any()

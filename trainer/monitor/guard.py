@@ -1,4 +1,7 @@
-"""What to do about a step whose loss or gradient is not a number: skip it, count it, and know when to give up."""
+"""Steps whose loss or gradient is not a number: count them and know when to give up.
+
+The update of such a step is left out on the device, by the same rule (`optim.clip.clipped_step`).
+"""
 
 import math
 from typing import Any
@@ -12,14 +15,13 @@ class NonFiniteGuard:
         self.num_skipped = 0
         self.num_in_a_row = 0
 
-    def accepts(self, *, loss: float, grad_norm: float) -> bool:
-        """Whether the optimizer may step; counts the step as skipped otherwise."""
+    def count(self, *, loss: float, grad_norm: float) -> None:
+        """Take note of a finished step; one without a finite loss and gradient norm was skipped."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.num_in_a_row = 0
-            return True
+            return
         self.num_skipped += 1
         self.num_in_a_row += 1
-        return False
 
     @property
     def is_exhausted(self) -> bool:

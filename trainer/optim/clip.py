@@ -1,9 +1,10 @@
-"""Global gradient norm over sharded parameters.
+"""Global gradient norm over sharded parameters, and the update that is clipped by it.
 
 torch's fp32 norm differs by 5e-5 between world sizes; squares summed in float64 agree to 2e-7.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,20 @@ def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def clip_by_norm(parameters: Sequence[nn.Parameter], *, total_norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by min(1, max_norm / total_norm), on the device, without looking at the value.
+def clipped_step(optimizer: torch.optim.Optimizer, *, total_norm: Tensor, loss_sum: Tensor, max_norm: float) -> None:
+    """Update with gradients scaled by min(1, max_norm / total_norm), or not at all if norm or loss is not finite.
 
-    `total_norm` is the global norm, a scalar equal on all ranks. torch adds 1e-6 to it, which shifts every clipped
-    update; without it a norm of 0 gives an infinite quotient, and the minimum is 1 all the same.
+    `total_norm` (global) and `loss_sum` are scalars equal on all ranks. Both decisions are taken on the device, inside
+    the fused kernel that reads the gradients anyway: the host does not wait for the backward pass before it launches
+    the update. A step left out changes nothing, the optimizer's step counts included. Gradients are left scaled.
+    torch's own clipping adds 1e-6 to the norm, which shifts every clipped update; this does not.
     """
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    scale = (max_norm / total_norm).clamp(max=1.0).to(torch.float32)
-    torch._foreach_mul_(grads, scale.to(grads[0].device))  # gradients are on the host with CPU offload
+    device = optimizer.param_groups[0]["params"][0].device  # the host with CPU offload
+    is_finite = total_norm.isfinite() & loss_sum.isfinite()
+    settings: Any = optimizer  # where torch's gradient scaler puts them too
+    settings.grad_scale = (total_norm / max_norm).clamp(min=1.0).to(device, torch.float32)
+    settings.found_inf = (~is_finite).to(device, torch.float32)
+    optimizer.step()
 
 
 def _local(grad: Tensor) -> Tensor:
