@@ -73,7 +73,7 @@ def model_config(**changes: Any) -> ModelConfig:
         param_dtype=changes.pop("param_dtype", "float32"),
         reduce_dtype="float32",
         cpu_offload=False,
-        reshard_after_forward=changes.pop("reshard_after_forward", True),
+        reshard_after_forward=changes.pop("reshard_after_forward", "auto"),
         fsdp_size=-1,
     )
     settings = {

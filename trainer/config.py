@@ -18,7 +18,7 @@ BACKENDS = ("console", "wandb", "tensorboard", "mlflow", "csv")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config")
-AUTO = "auto"
+AUTO, SELECTIVE = "auto", "selective"
 
 
 class ConfigError(ValueError):
@@ -54,7 +54,7 @@ class FsdpConfig:
     param_dtype: str
     reduce_dtype: str
     cpu_offload: bool
-    reshard_after_forward: bool
+    reshard_after_forward: bool | str
     fsdp_size: int
 
 
@@ -63,7 +63,7 @@ class ModelConfig:
     partial_pretrain: str
     random_weights: bool
     trust_remote_code: bool
-    enable_gradient_checkpointing: bool
+    enable_gradient_checkpointing: bool | str
     compile: bool
     attention: str
     fsdp_config: FsdpConfig
@@ -129,7 +129,10 @@ def parse_config(tree: dict[str, Any]) -> Config:
     if "experiment" in tree:
         tree = {key: value for key, value in tree.items() if key != "experiment"}
     config = dataclasses.replace(_build(Config, tree, prefix="", skip=("resolved",)), resolved=tree)
-    _check(config)
+    _check_data(config.data)
+    _check_model(config.model)
+    _check_optim(config.optim)
+    _check_trainer(config.trainer)
     return config
 
 
@@ -230,7 +233,8 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _one_of(dotted: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(dotted: str, value: bool | str, allowed: tuple[str, ...]) -> None:
+    value = str(value).lower() if isinstance(value, bool) else value
     if value not in allowed:
         close = difflib.get_close_matches(value, allowed, n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
@@ -245,13 +249,6 @@ def _at_least_1(group: str, section: Any, *names: str, other: int | None = 1, me
         _require(
             value == other or (value is not None and value >= 1), f"'{group}.{name}' must be {allowed}, got {value}"
         )
-
-
-def _check(config: Config) -> None:
-    _check_data(config.data)
-    _check_model(config.model)
-    _check_optim(config.optim)
-    _check_trainer(config.trainer)
 
 
 def _check_data(data: DataConfig) -> None:
@@ -278,10 +275,15 @@ def _check_data(data: DataConfig) -> None:
 def _check_model(model: ModelConfig) -> None:
     fsdp = model.fsdp_config
     _one_of("model.attention", model.attention, (AUTO, "packed", "per_document"))
+    _one_of("model.enable_gradient_checkpointing", model.enable_gradient_checkpointing, ("true", "false", SELECTIVE))
+    _one_of("model.fsdp_config.reshard_after_forward", fsdp.reshard_after_forward, ("true", "false", AUTO))
     _one_of("model.fsdp_config.param_dtype", fsdp.param_dtype, (AUTO, *DTYPES[:2]))
     _one_of("model.fsdp_config.reduce_dtype", fsdp.reduce_dtype, DTYPES[:2])
+    _at_least_1("model.fsdp_config", fsdp, "fsdp_size", other=-1, meaning="-1 (all ranks)")
     _require(
-        fsdp.fsdp_size == -1 or fsdp.fsdp_size >= 1, "'model.fsdp_config.fsdp_size' must be -1 (all ranks) or >= 1"
+        not (model.compile and model.enable_gradient_checkpointing == SELECTIVE),
+        "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' exclude each other: compiled "
+        "layers already compute again what is cheap; use false or true",
     )
 
 
@@ -293,9 +295,7 @@ def _check_optim(optim: OptimConfig) -> None:
     )
     _require(optim.eps > 0, f"'optim.eps' must be positive, got {optim.eps}")
     _require(optim.weight_decay >= 0, f"'optim.weight_decay' must not be negative, got {optim.weight_decay}")
-    _require(
-        optim.clip_grad > 0, f"'optim.clip_grad' must be positive (a large value never clips), got {optim.clip_grad}"
-    )
+    _require(optim.clip_grad > 0, f"'optim.clip_grad' must be positive (large: never clips), got {optim.clip_grad}")
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio", "stable_ratio"):
         value = getattr(optim, name)
         _require(0 <= value <= 1, f"'optim.{name}' must be in [0, 1], got {value}")

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import ToySamples, build_toy_model, model_config, write_model_config
 
 from trainer.config import ConfigError
@@ -83,13 +85,71 @@ def one_step(world: Any, source: Any, **changes: Any) -> tuple[float, list[torch
     return loss_and_gradients(model, [0, 1, 2, 3])
 
 
-def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, how: bool | str) -> None:
     source = write_model_config(tmp_path)
     plain, recomputed = (
-        run_ranks(one_step, 2, source, enable_gradient_checkpointing=is_on)[0] for is_on in (False, True)
+        run_ranks(one_step, 2, source, enable_gradient_checkpointing=setting)[0] for setting in (False, how)
     )
     assert recomputed[0] == plain[0]
     assert worst(recomputed, plain) == 0.0
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def backward_costs(world: Any, source: Any, how: bool | str) -> tuple[int, int]:
+    """(bytes kept for the backward pass, matrix products in it)."""
+    model = build_toy_model(world, source, enable_gradient_checkpointing=how)
+    model.train()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(pack(ToySamples(), [0, 1, 2, 3]))
+    with Products() as products:
+        loss.backward()
+    return sum(kept.values()), products.num_calls
+
+
+def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    (most, few), (least, many), (_, selective) = (
+        run_ranks(backward_costs, 1, source, how)[0] for how in (False, True, "selective")
+    )
+    assert selective == few < many
+    assert least < most / 2
+
+
+def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward: bool | str) -> int:
+    """How many decoder layers hold whole parameters between forward and backward pass."""
+    model = build_toy_model(world, source, reshard_after_forward=reshard_after_forward)
+    model.train()
+    model(pack(ToySamples(), [0]))
+    return sum(
+        not isinstance(next(layer.parameters()), torch.distributed.tensor.DTensor)
+        for layer in packed_lm.decoder_layers(model)
+    )
+
+
+@pytest.mark.parametrize(("world_size", "setting", "num_gathered"), [(1, "auto", 2), (2, "auto", 0), (2, False, 2)])
+def test_auto_frees_gathered_parameters_where_several_ranks_share_them(
+    tmp_path: Path, world_size: int, setting: bool | str, num_gathered: int
+) -> None:
+    source = write_model_config(tmp_path)
+    assert set(run_ranks(gathered_layers_after_forward, world_size, source, setting)) == {num_gathered}
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:

@@ -121,6 +121,15 @@ def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str
         (["trainer.device=gpu"], ["trainer.device", "auto, cuda, cpu"]),
         (["data.on_bad_row=ignore"], ["data.on_bad_row", "error, skip"]),
         (["model.attention=flash"], ["model.attention", "packed"]),
+        (
+            ["model.enable_gradient_checkpointing=some"],
+            ["'model.enable_gradient_checkpointing'", "selective", "'some'"],
+        ),
+        (
+            ["model.enable_gradient_checkpointing=selective", "model.compile=true"],
+            ["exclude each other", "false or true"],
+        ),
+        (["model.fsdp_config.reshard_after_forward=zero3"], ["reshard_after_forward", "true, false, auto"]),
         (["model.fsdp_config.param_dtype=float16"], ["model.fsdp_config.param_dtype"]),
         (["trainer.resume_mode=resume"], ["trainer.resume_mode", "resume_path"]),
         (["data.max_token_len_per_gpu=100"], ["data.max_token_len_per_gpu' (100)", "data.max_length' (2048)", "raise"]),

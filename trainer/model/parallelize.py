@@ -1,13 +1,15 @@
 """What is done to a model on meta before it gets weights, in the only order that works: recompute, compile, shard."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from trainer.config import ConfigError, ModelConfig
+from trainer.config import AUTO, SELECTIVE, ConfigError, ModelConfig
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
@@ -19,14 +21,37 @@ _MAX_VARIANTS = 32
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """Apply activation checkpointing, compilation and FSDP2 in place, as configured."""
     if config.enable_gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"{type(model).__name__} cannot recompute activations: set model.enable_gradient_checkpointing=false"
-            )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model, is_selective=config.enable_gradient_checkpointing == SELECTIVE)
     if config.compile:
         compile_layers(model)
     shard(model, config, world)
+
+
+def recompute_activations(model: PreTrainedModel, *, is_selective: bool) -> None:
+    """Compute each layer's activations again in the backward pass; selectively, all but what `_expensive` names."""
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"{type(model).__name__} cannot recompute activations: set model.enable_gradient_checkpointing=false"
+        )
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if is_selective:
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _expensive())
+    model.gradient_checkpointing_enable(settings)
+
+
+def _expensive() -> list[Any]:
+    """Operations whose results are kept: linear layers and fused attention. What lies between them costs little."""
+    from torch.nn.attention import varlen  # noqa: F401  registers the operation
+
+    aten = torch.ops.aten
+    return [
+        aten.mm.default,
+        aten.addmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -52,11 +77,13 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
         ),
         offload_policy=CPUOffloadPolicy() if fsdp.cpu_offload and world.device.type == "cuda" else OffloadPolicy(),
     )
+    num_sharers = world.size // world.num_replicas
+    reshard = num_sharers > 1 if fsdp.reshard_after_forward == AUTO else bool(fsdp.reshard_after_forward)
     for layer in decoder_layers(model):
-        unit(layer, reshard_after_forward=fsdp.reshard_after_forward)
+        unit(layer, reshard_after_forward=reshard)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embeddings.weight is not head.weight:
-        unit(embeddings, reshard_after_forward=fsdp.reshard_after_forward)
+        unit(embeddings, reshard_after_forward=reshard)
         # needed again at once in the backward pass, so it stays gathered
         unit(head, reshard_after_forward=False)
     unit(model, reshard_after_forward=False)
