@@ -99,9 +99,10 @@ def _plain(error: Exception) -> str:
 
 def _run(config: Config) -> int:
     from trainer.runtime import log, signals
-    from trainer.runtime.environment import rank_and_size
+    from trainer.runtime.environment import grow_cuda_segments, rank_and_size
     from trainer.runtime.heartbeat import Heartbeat
 
+    grow_cuda_segments()
     log.configure(rank_and_size()[0])
     logger = logging.getLogger("trainer")
     max_time = config.trainer.max_time

@@ -17,6 +17,15 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def grow_cuda_segments() -> None:
+    """Let the CUDA allocator grow its blocks unless the user set it otherwise; to be called before torch is imported.
+
+    Every batch has another number of tokens, and blocks of fixed size would leave gaps that fit none of them.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory instead of returning it to the kernel; other C libraries are left as they are.
 

@@ -1,0 +1,85 @@
+"""Between the batch and the one read of the step's sums nothing may wait for the device.
+
+On a CPU nothing can wait, but what would wait on CUDA is an operation of its own that can be seen. On CUDA torch itself
+raises at the first wait.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy import ToySamples, build_toy_model, toy_parts, trainer, write_model_config
+
+from trainer.monitor.meters import StepSums, StepTotals
+
+aten = torch.ops.aten
+READS_A_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default)
+"""Operations whose result the host needs: a Python number, or a tensor whose shape depends on values."""
+
+
+class Reads(TorchDispatchMode):
+    """Which operations read a value back, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_mask = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in READS_A_VALUE or is_mask:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(world: Any, source: Any, is_broken: bool) -> list[str]:
+    model = build_toy_model(world, source)
+    parts = toy_parts(world, model, ToySamples(), total_steps=3)
+    loop = trainer(parts)
+    if is_broken:
+        plain = model.forward
+        model.forward = lambda batch: plain(batch) * float(plain(batch) > -1)
+    batches = iter(parts.train_batches)
+    loop.training_step(next(batches))
+    with Reads() as reads, patch.object(StepSums, "read", lambda sums: StepTotals(1.0, 1.0, 0, False)):
+        loop.training_step(next(batches))
+    return reads.found
+
+
+def test_a_step_reads_nothing_back_before_its_sums(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    for world_size in (1, 2):
+        assert run_ranks(reads_of_a_step, world_size, source, False) == [[]] * world_size
+    assert run_ranks(reads_of_a_step, 1, source, True)[0], "a read of the loss goes unseen"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_cuda_waits_for_nothing_in_a_step(tmp_path: Path, param_dtype: str) -> None:
+    """The documents' bounds are on the host already; a kernel launch that asked for them would raise here."""
+    source = write_model_config(tmp_path, head_dim=64)
+    assert run_ranks(steps_under_sync_debug, 1, source, param_dtype, device="cuda:0", timeout_s=300) == [3]
+
+
+def steps_under_sync_debug(world: Any, source: Any, param_dtype: str) -> int:
+    model = build_toy_model(world, source, param_dtype=param_dtype)
+    parts = toy_parts(world, model, ToySamples(), total_steps=4)
+    loop = trainer(parts)
+    read = StepSums.read
+
+    def allowed(sums: StepSums) -> StepTotals:
+        torch.cuda.set_sync_debug_mode("default")
+        return read(sums)
+
+    num_watched = 0
+    with patch.object(StepSums, "read", allowed):
+        for batch in parts.train_batches:
+            pinned = batch.pin_memory()
+            if batch.step:  # the first step loads kernels
+                torch.cuda.set_sync_debug_mode("error")
+                num_watched += 1
+            loop.training_step(pinned)
+    return num_watched
