@@ -84,13 +84,13 @@ def write_model(directory: Path, texts: list[str], **changes: int) -> None:
     model.save_pretrained(directory)
 
 
-def prepare_tokens(case: Case) -> TokenDataset:
+def prepare_tokens(case: Case, *, max_length: int = 2048, truncation: str = "error") -> TokenDataset:
     tokens = AutoTokenizer.from_pretrained(case.model)
     return prepare(
         [case.train_file],
         tokenizer=tokens,
         tokenizer_digest=tokenizer_digest(tokens),
-        options=PrepareOptions(RowKeys("messages", "tools", None, None), max_length=2048),
+        options=PrepareOptions(RowKeys("messages", "tools", None, None), max_length, truncation),
         cache_dir=case.cache_dir,
         wait=False,
     )

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from case import BATCH, LR, SEED, Case, make_case
+from flops import training_flops
 from measuring import (
     PEERS_VENV,
     REPOSITORY,
@@ -54,7 +56,6 @@ TRL = [
     Contender("trl", "hf_trainer.py", micro_batch=8),
     Contender("trl micro-batch 4", "hf_trainer.py", micro_batch=4),
     Contender("trl micro-batch 16", "hf_trainer.py", micro_batch=16),
-    Contender("trl chunked loss", "hf_trainer.py", ("chunked",), micro_batch=8),
     Contender("trl compile", "hf_trainer.py", ("compile",), micro_batch=8),
 ]
 PLAIN = Contender("transformers", "hf_trainer.py", ("plain",), micro_batch=8)
@@ -128,6 +129,17 @@ def peer_command(contender: Contender, case: Case, *, ranks: int, dtype: str, st
     return [*launcher, str(PEERS / contender.script), *words, *(f"--option={name}" for name in contender.options)]
 
 
+def flops_per_token(case: Case, steps: int) -> float:
+    """Of the batches that are timed."""
+    data = np.load(case.samples)
+    part = slice(SKIP * BATCH, steps * BATCH)
+    lengths = np.diff(data["offsets"])[part]
+    first, last = data["offsets"][part.start], data["offsets"][part.stop]
+    config = json.loads((case.model / "config.json").read_text())
+    num_labels = int(data["loss_mask"][first:last].sum())
+    return training_flops(config, lengths.tolist(), num_labels=num_labels) / float(lengths.sum())
+
+
 def loss_gap(found: list[float], ours: list[float]) -> float:
     """Largest relative difference over the steps."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, ours, strict=True))
@@ -176,12 +188,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    ceilings = {name: gemm_gflops(getattr(torch, name)) for name in arguments.dtypes}
     with tempfile.TemporaryDirectory() as directory:
-        rows = measure(arguments, make_case(Path(directory, "case"), arguments.train_file))
+        case = make_case(Path(directory, "case"), arguments.train_file)
+        flops = flops_per_token(case, arguments.steps)
+        rows = measure(arguments, case)
+    for row in rows:
+        row["share of the GEMM ceiling"] = row["tokens_per_s"]["median"] * flops / 1e9 / ceilings[row["dtype"]]
     result = {
         **header(),
         "peers": peer_versions("trl", "transformers", "torch", "accelerate"),
-        "gemm_gflops": {name: round(gemm_gflops(getattr(torch, name))) for name in arguments.dtypes},
+        "gemm_gflops": {name: round(ceiling) for name, ceiling in ceilings.items()},
+        "flops_per_token": round(flops),
         "rows": rows,
     }
     columns = [
@@ -191,6 +209,7 @@ def main() -> None:
         "tokens/s",
         "min to max",
         "ours is faster by",
+        "of ceiling",
         "peak GiB",
         "loss difference",
     ]
@@ -207,6 +226,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{rate['median']:.0f}",
         f"{rate['min']:.0f} to {rate['max']:.0f}",
         f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})",
+        f"{row['share of the GEMM ceiling']:.0%}",
         f"{row['peak_gib']:.2f}",
         f"{row['largest loss difference']:.0e}",
     ]

@@ -19,6 +19,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--random-weights", action="store_true", help="only the architecture is read")
     parser.add_argument("--option", action="append", default=[])
     return parser.parse_args()
 

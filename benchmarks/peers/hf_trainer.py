@@ -1,16 +1,24 @@
 """The same run in TRL's SFTTrainer, or with `--option plain` in transformers' own Trainer.
 
-`--option compile` switches torch.compile on, `--option chunked` TRL's chunked loss.
+`--option compile` switches torch.compile on, `--option recompute` gradient checkpointing. Packing is not among them:
+without the flash-attn package TRL packs with a mask that lets documents see each other, which is other work.
 """
 
 import os
 
 import numpy as np
 import torch
-from common import BATCH, BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Report, arguments, read_samples
+from common import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Report, arguments, read_samples
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+)
 from transformers import TrainingArguments as PlainConfig
 from trl import SFTConfig, SFTTrainer
 
@@ -47,8 +55,8 @@ class OrderedPlain(InOrder, Trainer):
 
 def main() -> None:
     options = arguments()
-    samples = read_samples(options.case, options.steps * BATCH)
-    lengths = np.array([len(ids) for ids, _ in samples]).reshape(options.steps, BATCH)
+    samples = read_samples(options.case, options.steps * options.batch)
+    lengths = np.array([len(ids) for ids, _ in samples]).reshape(options.steps, options.batch)
     report = StepReport(Report(options.output), lengths.sum(axis=1).tolist())
     dataset = Dataset.from_list(
         [
@@ -63,7 +71,7 @@ def main() -> None:
         "output_dir": str(options.output) + ".run",
         "max_steps": options.steps,
         "per_device_train_batch_size": options.micro_batch,
-        "gradient_accumulation_steps": BATCH // options.micro_batch // world_size,
+        "gradient_accumulation_steps": options.batch // options.micro_batch // world_size,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
         "adam_beta1": BETAS[0],
@@ -73,7 +81,7 @@ def main() -> None:
         "max_grad_norm": MAX_NORM,
         "optim": "adamw_torch_fused",
         "bf16": options.dtype == "bfloat16",
-        "use_cpu": True,
+        "use_cpu": options.device == "cpu",
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
@@ -82,7 +90,12 @@ def main() -> None:
         "torch_compile": "compile" in options.option,
         "ddp_backend": "gloo" if world_size > 1 else None,
     }
-    model = AutoModelForCausalLM.from_pretrained(options.case / "model", dtype=torch.float32)
+    if options.random_weights:
+        with torch.device(options.device):
+            config = AutoConfig.from_pretrained(options.case / "model")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.case / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.case / "model")
     if "plain" in options.option:
         trainer = OrderedPlain(
@@ -93,9 +106,11 @@ def main() -> None:
             callbacks=[report],
         )
     else:
-        loss_type = {"loss_type": "chunked_nll"} if "chunked" in options.option else {}
         config = SFTConfig(
-            **common, **loss_type, gradient_checkpointing=False, max_length=None, completion_only_loss=True
+            **common,
+            max_length=None,
+            gradient_checkpointing="recompute" in options.option,
+            completion_only_loss=True,
         )
         trainer = OrderedTrl(model, config, train_dataset=dataset, processing_class=tokenizer, callbacks=[report])
     trainer.train()

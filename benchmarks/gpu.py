@@ -1,0 +1,249 @@
+"""Tokens per second and share of the GEMM ceiling on one GPU: sizes, levers, and TRL on the same card.
+
+    python benchmarks/gpu.py --sizes 0.6b 1.7b 4b 8b --levers --trl
+
+Models of the Qwen3 family's shapes with random weights train chats of 20 to 4,096 tokens, packed to at most
+`--pack-tokens` tokens per forward pass. Every run is `python -m trainer` (or TRL, `benchmarks/peers`) in a process of
+its own that is ended once `--steps` steps are logged: nothing is saved. The ceiling is one large bf16 matrix product.
+`--device cpu --sizes tiny` runs the same code on a machine without a GPU, to try it.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from case import LR, SEED, Case, prepare_tokens, write_samples
+from flops import training_flops
+from measuring import REPOSITORY, header, middle, table, write_result
+from speed_cpu import PEERS
+
+from trainer.quickstart import files, tokenizer
+from trainer.runtime import seeding
+from trainer.tracking import read_metrics
+
+SHAPES = {
+    # (hidden, layers, query heads, key heads, intermediate, vocabulary)
+    "tiny": (128, 2, 2, 1, 256, 4096),
+    "0.6b": (1024, 28, 16, 8, 3072, 151936),
+    "1.7b": (2048, 28, 16, 8, 6144, 151936),
+    "4b": (2560, 36, 32, 8, 9728, 151936),
+    "8b": (4096, 36, 32, 8, 12288, 151936),
+}
+TIED = ("tiny", "0.6b", "1.7b", "4b")
+BATCH, SKIP, NUM_CHATS = 64, 4, 2048
+POLL_S = 0.2
+LEVERS = {
+    "as configured": {},
+    "compiled": {"model.compile": "true"},
+    "one document per forward": {"model.attention": "per_document"},
+    "no recomputation": {"model.enable_gradient_checkpointing": "false"},
+    "selective recomputation": {"model.enable_gradient_checkpointing": "selective"},
+    "full recomputation": {"model.enable_gradient_checkpointing": "true"},
+    "ZeRO-3 alone": {"model.fsdp_config.reshard_after_forward": "true"},
+    "loader in the process": {"data.num_workers": "0"},
+}
+
+
+def make_case(directory: Path, size: str) -> Case:
+    """Chats of seeded length (20 to 4,096 tokens, half of them below 400), tokenizer and configuration; no weights."""
+    case = Case(directory)
+    case.model.mkdir(parents=True)
+    hidden, layers, heads, key_heads, intermediate, vocabulary = SHAPES[size]
+    config = files.MODEL_CONFIG | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": 128,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": size in TIED,
+    }
+    (case.model / "config.json").write_text(json.dumps(config))
+    words = Path(files.__file__).with_name("english.txt").read_text().split()
+    template = Path(files.__file__).with_name("chat_template.jinja").read_text()
+    tokenizer.write_tokenizer(case.model, tokenizer=tokenizer.train_tokenizer(words), chat_template=template)
+    generator = np.random.default_rng(seeding.key("benchmark", SEED))
+    with case.train_file.open("w") as file:
+        for length in np.clip(generator.lognormal(6.0, 0.9, NUM_CHATS), 20, 2500).astype(int):
+            text = [words[i] for i in generator.integers(0, len(words), length)]
+            turns = [("user", text[: length // 4] or text), ("assistant", text[length // 4 :])]
+            row = {"messages": [{"role": role, "content": " ".join(part)} for role, part in turns]}
+            file.write(json.dumps(row) + "\n")
+    return case
+
+
+def our_command(case: Case, run_dir: Path, arguments: argparse.Namespace, lever: dict[str, str]) -> list[str]:
+    overrides: dict[str, Any] = {
+        "data.train_files": case.train_file,
+        "data.cache_dir": case.cache_dir,
+        "data.val_ratio": 0,
+        "data.train_batch_size": BATCH,
+        "data.max_length": 4096,
+        "data.truncation": "right",
+        "data.max_token_len_per_gpu": arguments.pack_tokens,
+        "model.partial_pretrain": case.model,
+        "model.random_weights": "true",
+        "model.enable_gradient_checkpointing": arguments.recompute,
+        "optim.lr": LR / 10,
+        "trainer.device": arguments.device,
+        "trainer.total_training_steps": arguments.steps + 1,  # ended before the save of the last step
+        "trainer.save_freq": -1,
+        "trainer.seed": SEED,
+        "trainer.default_local_dir": run_dir,
+        **lever,
+    }
+    return [sys.executable, "-m", "trainer", *(f"{key}={value}" for key, value in overrides.items())]
+
+
+def run_until(words: list[str], rows_file: Path, num_rows: int, *, timeout_s: float) -> list[dict[str, Any]]:
+    """Rows of training steps written by the time there are `num_rows`; the process group is ended then."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    log = rows_file.parent.with_suffix(".log") if rows_file.name == "metrics.jsonl" else rows_file.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
+        deadline = time.monotonic() + timeout_s
+        rows: list[dict[str, Any]] = []
+        while len(rows) < num_rows and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            rows = read_steps(rows_file) if rows_file.exists() else []
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    rows = read_steps(rows_file) if rows_file.exists() else []
+    if len(rows) < num_rows:
+        raise RuntimeError(f"{len(rows)} of {num_rows} steps:\n{log.read_text()[-3000:]}")
+    return rows[:num_rows]
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    if path.name != "metrics.jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [
+        {
+            "ts": row["ts"],
+            "loss": row["train/loss"],
+            "num_tokens": row["train/total_token_count"],
+            "peak_gib": row.get("memory/max_allocated_gib", 0.0),
+        }
+        for row in read_metrics(path)
+        if "train/loss" in row
+    ]
+
+
+def rate(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Tokens per second of the steps after `SKIP`, by step."""
+    seconds = [after["ts"] - before["ts"] for before, after in zip(rows[SKIP - 1 :], rows[SKIP:], strict=False)]
+    return middle(row["num_tokens"] / s for row, s in zip(rows[SKIP:], seconds, strict=True))
+
+
+def flops_per_token(case: Case, steps: int) -> float:
+    data = np.load(case.samples)
+    first, last = data["offsets"][[SKIP * BATCH, steps * BATCH]]
+    lengths = np.diff(data["offsets"])[SKIP * BATCH : steps * BATCH]
+    config = json.loads((case.model / "config.json").read_text())
+    num_labels = int(data["loss_mask"][first:last].sum())
+    return training_flops(config, lengths.tolist(), num_labels=num_labels) / float(lengths.sum())
+
+
+def ceiling_tflops(device: str, size: int) -> float:
+    a = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    best_s = float("inf")
+    for _ in range(8):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        a @ a
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2 * size**3 / best_s / 1e12
+
+
+def measure_size(size: str, directory: Path, arguments: argparse.Namespace, ceiling: float) -> list[dict[str, Any]]:
+    case = make_case(directory / "case", size)
+    write_samples(case, prepare_tokens(case, max_length=4096, truncation="right"))
+    flops = flops_per_token(case, arguments.steps)
+    rows = []
+    for name, lever in LEVERS.items() if arguments.levers else [("as configured", {})]:
+        run_dir = directory / "runs" / name.replace(" ", "_")
+        run_dir.parent.mkdir(exist_ok=True)
+        rows.append(
+            attempt(
+                f"{size} {name}", our_command(case, run_dir, arguments, lever), run_dir / "metrics.jsonl", arguments
+            )
+        )
+    if arguments.trl:
+        for micro_batch in (1, 2, 4, 8):
+            output = directory / f"trl_{micro_batch}.jsonl"
+            words = [sys.executable, str(PEERS / "hf_trainer.py"), "--case", str(case.directory)]
+            words += ["--steps", str(arguments.steps), "--dtype", "bfloat16", "--output", str(output)]
+            words += ["--batch", str(BATCH), "--micro-batch", str(micro_batch), "--device", arguments.device]
+            words += ["--random-weights", *(["--option=recompute"] if arguments.recompute == "true" else [])]
+            rows.append(attempt(f"{size} trl, {micro_batch} samples a forward", words, output, arguments))
+    for row in rows:
+        if "tokens_per_s" in row:
+            row["share of the GEMM ceiling"] = row["tokens_per_s"]["median"] * flops / 1e12 / ceiling
+    return rows
+
+
+def attempt(name: str, words: list[str], rows_file: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run; what fails (out of memory, say) is a result too."""
+    try:
+        rows = run_until(words, rows_file, arguments.steps, timeout_s=arguments.timeout_s)
+    except RuntimeError as error:
+        print(f"{name}: failed", flush=True)
+        return {"run": name, "error": str(error)[-1500:]}
+    found = {
+        "run": name,
+        "tokens_per_s": rate(rows),
+        "peak_gib": max(row.get("peak_gib", 0.0) for row in rows),
+        "losses": [round(row["loss"], 4) for row in rows],
+    }
+    print(f"{name}: {found['tokens_per_s']['median']:.0f} tokens/s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
+    parser.add_argument("--levers", action="store_true", help="each lever alone against the run as configured")
+    parser.add_argument("--trl", action="store_true", help="TRL in this environment, several micro-batches")
+    parser.add_argument("--recompute", choices=("false", "selective", "true"), default="false")
+    parser.add_argument("--pack-tokens", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    ceiling = ceiling_tflops(arguments.device, 8192 if arguments.device == "cuda" else 2048)
+    rows: list[dict[str, Any]] = []
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory() as directory:
+            rows += measure_size(size, Path(directory), arguments, ceiling)
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    result = {**header(), "device": device, "gemm_tflops": round(ceiling, 3), "rows": rows}
+    print(table(["run", "tokens/s", "of ceiling", "peak GiB"], (cells(row) for row in rows)))
+    write_result("gpu", result, arguments.output)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["run"], "failed", "", ""]
+    share = f"{row['share of the GEMM ceiling']:.0%}"
+    return [row["run"], f"{row['tokens_per_s']['median']:.0f}", share, f"{row['peak_gib']:.1f}"]
+
+
+if __name__ == "__main__":
+    main()
