@@ -82,6 +82,27 @@ def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
     return found.is_complete, found.position.step
 
 
+def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
+    said: list[str] = []
+    start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
+    shape = RunShape(24, 8, lambda position: total_steps, Lineage({}))
+    config = trainer_config(run_dir, Recipe())
+    config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]), resume_mode="auto")
+    begun = start.decide_start(config, shape, world)
+    if begun.lock is not None:
+        begun.lock.release()
+    return said
+
+
+@pytest.mark.parametrize("total_steps", [0, 99])
+def test_why_this_checkpoint_is_said_once(tmp_path: Path, source: Any, total_steps: int) -> None:
+    """Before and under the lock the choice is made alike; a person at the log needs to read it once."""
+    run_ranks(run, 1, tmp_path / "run", source, Recipe())
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("4")
+    said = run_ranks(said_at_start, 1, tmp_path / "run", total_steps)[0]
+    assert said and len(said) == len(set(said)), said
+
+
 def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(tmp_path: Path, source: Any) -> None:
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=4))
     assert run_ranks(branch, 1, tmp_path / "branch", tmp_path / "run" / "global_step_4") == [(False, 0)]

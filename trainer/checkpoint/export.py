@@ -234,16 +234,12 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
         raise ConfigError(f"'{target}' would go when its checkpoint does: name a directory outside of '{checkpoint}'")
     manifest = info.manifest
     size = manifest.world_size
-    shards = {layout.extra_file(size, 0), *(layout.model_file(size, rank) for rank in range(_num_shards(manifest)))}
+    shards = {layout.extra_file(size, 0), *(layout.model_file(size, rank) for rank in range(manifest.num_shards))}
     companions = {r.path for r in manifest.files if layout.is_export(r.path) and not r.path.endswith(_WEIGHTS)}
     files = tuple(record for record in manifest.files if record.path in shards | companions)
     if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
         raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
     return manifest
-
-
-def _num_shards(manifest: Manifest) -> int:
-    return manifest.mesh.get("fsdp", manifest.world_size)
 
 
 def _open_shards(checkpoint: Path, manifest: Manifest, *, dtype: str) -> tuple[ExportPlan, ShardReader]:
@@ -256,7 +252,7 @@ def _open_shards(checkpoint: Path, manifest: Manifest, *, dtype: str) -> tuple[E
     shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
     plan = plan_export(shapes, buffers, architecture, dtype=dtype)
     reader = ShardReader(
-        checkpoint, world_size=size, num_shards=_num_shards(manifest), parameters=shapes, buffers=buffers
+        checkpoint, world_size=size, num_shards=manifest.num_shards, parameters=shapes, buffers=buffers
     )
     if plan.dtype is torch.float16:
         for name in shapes:

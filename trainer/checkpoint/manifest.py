@@ -51,6 +51,11 @@ class Manifest:
     loss: float | None
     grad_norm: float | None
 
+    @property
+    def num_shards(self) -> int:
+        """Parts that one copy of the parameters is split into: the first so many ranks hold one whole copy."""
+        return self.mesh.get("fsdp", self.world_size)
+
     def to_json(self) -> str:
         """Raises `ValueError` for NaN or infinity: a state that is not finite is not saved."""
         tree = {"format": FORMAT, **dataclasses.asdict(self)}

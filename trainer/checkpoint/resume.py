@@ -50,7 +50,7 @@ def load_state(checkpoint: CheckpointInfo, state: RunState, *, contents: list[st
         _load_foreign(checkpoint, state, contents)
         return
     manifest = checkpoint.manifest
-    where = {"world_size": manifest.world_size, "num_shards": manifest.mesh.get("fsdp", manifest.world_size)}
+    where = {"world_size": manifest.world_size, "num_shards": manifest.num_shards}
     shards.load_model(state.model, checkpoint.path, **where)
     if "optimizer" in contents:
         parts = shards.read_optimizer(checkpoint.path, **where)

@@ -55,13 +55,15 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     A run that already has them all is complete: nothing is written, not even the lock. Raises on every rank alike:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
-    candidates = _on_main(partial(_candidates, config), config, world)
+    candidates, notes = _on_main(partial(_candidates, config), config, world)
     if candidates and _is_complete(candidates[0], config, shape, world):
+        _say(notes)
         return Start(candidates[0], _position(candidates[0], config, shape), is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir))
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
-    candidates = _on_main(partial(_candidates, config), config, world)
+    candidates, notes = _on_main(partial(_candidates, config), config, world)
+    _say(notes)
     checkpoint = _first_proven(candidates, config, world)
     position = Position()
     if checkpoint is not None:
@@ -183,7 +185,8 @@ def _cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:
     return CannotWriteError(f"cannot write to trainer.default_local_dir={run_dir}: {reason}; choose another directory")
 
 
-def _candidates(config: TrainerConfig) -> tuple[CheckpointInfo, ...]:
+def _candidates(config: TrainerConfig) -> tuple[tuple[CheckpointInfo, ...], tuple[str, ...]]:
+    """What the run may continue from, the first choice first, with notes on the choice."""
     run_dir = Path(config.default_local_dir)
     if config.resume_mode == "disable":
         if found := layout.checkpoints(run_dir):
@@ -191,24 +194,23 @@ def _candidates(config: TrainerConfig) -> tuple[CheckpointInfo, ...]:
                 f"trainer.resume_mode=disable, but '{run_dir}' holds checkpoints up to step {found[-1].step}; they are "
                 f"not overwritten: use resume_mode=auto to continue, or another trainer.experiment_name"
             )
-        return ()
+        return (), ()
     if config.resume_mode == "resume_path":
         assert config.resume_from_path is not None
         path = Path(config.resume_from_path)
-        own = _own(run_dir)
-        if own and path.resolve().parent != run_dir.resolve():
-            logger.info("this run already has checkpoints of its own: continuing from them, not from %s", path)
-            return own
+        own = layout.select(run_dir)
+        if own.candidates and path.resolve().parent != run_dir.resolve():
+            note = f"this run already has checkpoints of its own: continuing from them, not from {path}"
+            return own.candidates, (*own.notes, note)
         info = layout.inspect(path)
         if info.status == "incomplete":
             raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason or info.status}")
-        return (info,)
-    return _own(run_dir)
-
-
-def _own(run_dir: Path) -> tuple[CheckpointInfo, ...]:
+        return (info,), ()
     selection = layout.select(run_dir)
-    for note in selection.notes:
+    return selection.candidates, selection.notes
+
+
+def _say(notes: tuple[str, ...]) -> None:
+    for note in notes:
         is_warning = note.startswith("WARNING: ")
         (logger.warning if is_warning else logger.info)(note.removeprefix("WARNING: "))
-    return selection.candidates
