@@ -67,6 +67,7 @@ class Setup:
     inputs: Inputs
     schedule: Schedule
     total_steps: int
+    lineage: Lineage
     world: World
     start: Start
 
@@ -105,9 +106,11 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         trainer = config.trainer
         return trainer.total_training_steps or schedule_from(position).steps_until(trainer.total_epochs)
 
-    shape = RunShape(len(inputs.train.lengths), config.data.train_batch_size, total_steps, _lineage(config, inputs))
+    lineage = _lineage(config, inputs)
+    shape = RunShape(len(inputs.train.lengths), config.data.train_batch_size, total_steps, lineage)
     start = decide_start(config.trainer, shape, world)
-    setup = Setup(config, inputs, schedule_from(start.position), total_steps(start.position), world, start)
+    schedule, num_steps = schedule_from(start.position), total_steps(start.position)
+    setup = Setup(config, inputs, schedule, num_steps, lineage, world, start)
     exit_code = EXIT_DONE
     if start.is_complete:
         assert start.checkpoint is not None
@@ -265,7 +268,7 @@ def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
         ),
         keep=trainer.max_ckpt_to_keep,
         lock=setup.start.lock,
-        fingerprints=_lineage(setup.config, inputs).fingerprints,
+        fingerprints=setup.lineage.fingerprints,
     )
 
 
