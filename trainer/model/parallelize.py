@@ -10,6 +10,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, SELECTIVE, ConfigError, ModelConfig
+from trainer.model.head import loss_and_gradient
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
@@ -55,13 +56,14 @@ def _expensive() -> list[Any]:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each layer's forward, one graph for all since they are alike; FSDP's hooks stay outside of it.
+    """Compile each layer's forward, one graph for all since they are alike, and the loss; FSDP's hooks stay outside.
 
     Shapes are dynamic from the start: every batch has another number of tokens.
     """
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
+    model.get_output_embeddings().loss_and_gradient = torch.compile(loss_and_gradient, dynamic=True)
 
 
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
