@@ -203,7 +203,6 @@ class CheckpointManager:
                 "buffers": shards.weight_buffers(state.model),
             },
             data=state.train_batches.state_dict(),
-            buffers=shards.weight_buffers(state.model),
             tensors={n: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters.items()},
             loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,

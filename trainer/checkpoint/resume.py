@@ -42,7 +42,7 @@ class RunState:
 
 
 def load_state(checkpoint: CheckpointInfo, state: RunState, *, contents: list[str], world: World) -> None:
-    """Take over `contents` (model, optimizer, extra). The position in the data is the caller's, from `read_position`.
+    """Take over `contents` (model, optimizer, extra). The position in the data was decided before (`start`).
 
     Raises `ConfigError` if the checkpoint belongs to another model or is not what it promises.
     """

@@ -126,7 +126,7 @@ class Save:
                 world_size=self._world.size,
                 num_shards=num_shards,
                 parameters=self._snapshot.tensors,
-                buffers=self._snapshot.buffers,
+                buffers=self._snapshot.extra["buffers"],
             )
             share = (self._world.rank, self._world.size)
             records += export.write_weights(settings.plan, target, reader, share=share)

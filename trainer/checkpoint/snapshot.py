@@ -16,7 +16,7 @@ from trainer.protocols import Position
 class Snapshot:
     """What one rank contributes to the checkpoint of `position.step`.
 
-    model, optim, extra: contents of this rank's files; data: of `data.pt`. `buffers` go into the export.
+    model, optim, extra: contents of this rank's files; data: of `data.pt`.
     """
 
     position: Position
@@ -24,7 +24,6 @@ class Snapshot:
     optim: dict[str, Any]
     extra: dict[str, Any]
     data: dict[str, Any]
-    buffers: dict[str, Tensor]
     tensors: dict[str, TensorInfo]
     """Every parameter once, with its global shape, in the order of the optimizer's indices."""
     loss: float | None
@@ -44,7 +43,7 @@ class HostBuffers:
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         seen: dict[tuple[Any, ...], Tensor] = {}
-        parts = ("model", "optim", "extra", "buffers")
+        parts = ("model", "optim", "extra")
         copied = replace(snapshot, **{part: self._copied(getattr(snapshot, part), (part,), seen) for part in parts})
         if torch.cuda.is_initialized():
             self.ready = torch.cuda.Event()

@@ -52,7 +52,7 @@ class RunShape:
 def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     """Where to begin. Collective.
 
-    A run that already has them all is complete: nothing is written, not even the lock. Raises on every rank alike:
+    A run that already has all its steps is complete: nothing is written, not even the lock. Raises on every rank alike:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
     candidates, notes = _on_main(partial(_candidates, config), config, world)

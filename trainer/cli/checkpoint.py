@@ -12,10 +12,10 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.space import readable
+from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
 from trainer.cli.listing import (
     RUNS_ROOT,
     as_lines,
@@ -33,15 +33,9 @@ from trainer.cli.prune import prune
 from trainer.config import DTYPES, ConfigError
 from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 VERIFY_RESUME = "verify-resume"
 AT_ONCE = ("ls", "verify", "prune")
 """End at the first signal: the next start removes what is half deleted. The others clean up behind themselves."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +57,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Each command names its function: from the parsed arguments to the exit code."""
     about = "List, prove, delete and export checkpoints, and prove that they resume."
-    parser = _Parser(prog="python -m trainer.cli.checkpoint", description=about)
+    parser = Parser(prog="python -m trainer.cli.checkpoint", description=about)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     about = "list checkpoints and leftovers, and which one a resume takes"

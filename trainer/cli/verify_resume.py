@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from trainer.cli import launch
+from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
 from trainer.cli.struck_runs import Kill, Moment, Run, RunFailedError
 from trainer.config import ConfigError
 from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 STRAIGHT, CONTROL, RESUMED = "straight", "control", "resumed"
 MIN_STEPS = 4
-EXIT_INTERRUPTED = 130
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_SHOWN = 5
 CUDA_CAUSES = (
@@ -42,11 +42,6 @@ CUDA_CAUSES = (
     "kernels that model.compile tunes anew"
 )
 CPU_CAUSES = "On CPU two runs should agree: look for what differs between them in this environment"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 
 @dataclass(frozen=True)
@@ -79,10 +74,10 @@ def main(argv: list[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def _parser() -> _Parser:
+def _parser() -> Parser:
     usage = "python -m trainer.cli.verify_resume [N] [--steps K] [--kills M] [--seed S] [key=value ...]"
     text = "Prove that a recipe, killed and started again, gives the same numbers as in one piece."
-    parser = _Parser(usage=usage, description=text)
+    parser = Parser(usage=usage, description=text)
     parser.add_argument("--steps", metavar="K", type=_at_least(MIN_STEPS), default=12, help="of each run; default 12")
     parser.add_argument("--kills", metavar="M", type=_at_least(1), default=3, help="of the third run; default 3")
     parser.add_argument("--seed", metavar="S", type=_at_least(0), default=1, help="of the moments of the kills")
