@@ -3,6 +3,7 @@
 Shape suffixes: N query heads, T packed tokens, K head size; transformers passes q, k, v as [1, heads, T, K].
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,14 @@ class DocumentLengths:
         return self._groups[heads]
 
 
-def register() -> None:
+def register(device_type: str | None = None) -> None:
     """Make `attn_implementation="packed"` known. No mask is registered for the name, so transformers builds none:
     causality and document bounds come from the lengths alone.
+
+    `device_type` stands in for that of the tensors: a memory plan for a GPU runs on fake CPU tensors.
     """
-    AttentionInterface.register(PACKED, packed_attention)
+    attend = packed_attention if device_type is None else partial(packed_attention, device_type=device_type)
+    AttentionInterface.register(PACKED, attend)
 
 
 def packed_attention(
@@ -54,6 +58,7 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     lengths: DocumentLengths | None = None,
+    device_type: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document. Returns [1, T, N, K].
@@ -65,11 +70,12 @@ def packed_attention(
             raise ConfigError(f"packed attention has no '{name}'; use model.attention=per_document")
     if attention_mask is not None or cu_seq_lens_q is None or lengths is None:
         raise ConfigError("packed attention needs document bounds and takes no mask; use model.attention=per_document")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    device_type = device_type or query.device.type
+    if device_type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         if dropout:
             raise ConfigError("packed attention on CUDA has no dropout; set attention_dropout=0 in the model's config")
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-    elif query.device.type == "cpu" and not dropout:
+    elif device_type == "cpu" and not dropout:
         output = _grouped(query, key, value, lengths, scaling, sliding_window)
     else:
         output = _per_document(query, key, value, lengths, scaling, sliding_window, dropout)

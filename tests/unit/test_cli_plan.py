@@ -1,0 +1,334 @@
+"""The memory plan: what it counts, what it advises, and that it needs neither weights nor a GPU nor peers."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import build_toy_model, optim_config, write_model_config
+from transformers import AttentionInterface
+
+from trainer.__main__ import load_config
+from trainer.cli import fake_step, live_storage, memory_plan, plan
+from trainer.cli.live_storage import (
+    ACTIVATIONS,
+    GATHERED,
+    HEAD,
+    OPTIMIZER,
+    PARAMETERS,
+    SHARDED_GRADIENTS,
+    LiveStorages,
+)
+from trainer.cli.memory_plan import SAVE_COPY, MemoryPlan, heaviest_workload, plan_memory
+from trainer.cli.plan import Change, Forecast, change_series, smallest_change
+from trainer.model import attention, grouped_attention
+from trainer.optim.adamw import build_adamw
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000, "head_dim": 256}
+RECOMPUTE = "model.enable_gradient_checkpointing=true"
+
+
+def tokens(number: int, max_length: int, *, batch: int = 64) -> list[str]:
+    limits = {"train_batch_size": batch, "max_token_len_per_gpu": number, "max_length": max_length}
+    return [f"data.{key}={value}" for key, value in limits.items()]
+
+
+def planned(path: Path, num_ranks: int, *words: str, **changes: Any) -> MemoryPlan:
+    """The plan for a model of which only config.json exists."""
+    write_model_config(path, **changes)
+    assert [file.name for file in path.iterdir()] == ["config.json"]
+    return plan_memory(load_config([f"model.partial_pretrain={path}", *words]), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path: Path, num_ranks: int) -> None:
+    """hidden 64, ffn 96, 4 heads and 2 key heads of 16, vocabulary 163 (no multiple of 8), not tied, two layers."""
+    q, kv, mlp = [(64, 64), (64,)], [(32, 64), (32,)], [(96, 64), (96, 64), (64, 96)]
+    layer = [*q, *kv, *kv, (64, 64), *mlp, (64,), (64,)]
+    shapes = [*layer, *layer, (163, 64), (163, 64), (64,)]
+    shard_bytes = sum(4 * math.ceil(rows / num_ranks) * math.prod(rest) for rows, *rest in shapes)
+    found = planned(tmp_path, num_ranks, *tokens(64, 32), vocab_size=163, tie_word_embeddings=False)
+    assert found.num_parameters == sum(math.prod(shape) for shape in shapes)
+    assert found.device_bytes[OPTIMIZER] == 2 * shard_bytes + 4 * len(shapes)
+    buffers = found.device_bytes[PARAMETERS] - shard_bytes
+    assert 0 <= buffers <= 2 * 8 * 4, "only the rotary frequencies"
+    assert found.host_bytes[SAVE_COPY] == found.device_bytes[PARAMETERS] + found.device_bytes[OPTIMIZER]
+
+
+def test_what_is_sharded_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
+    words = tokens(64, 64)
+    few, many = (planned(tmp_path, n, "model.fsdp_config.cpu_offload=true", *words, **WIDE) for n in (2, 32))
+    assert few.workload.seqlens == many.workload.seqlens
+    for name in (PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS, SAVE_COPY):
+        assert few.host_bytes[name] == pytest.approx(16 * many.host_bytes[name], rel=1e-3), name
+    assert few.device_bytes[ACTIVATIONS] == many.device_bytes[ACTIVATIONS] > 0
+
+
+def test_ranks_send_each_gradient_once_and_one_rank_sends_nothing(tmp_path: Path) -> None:
+    words = [*tokens(64, 32, batch=16), "model.fsdp_config.param_dtype=bfloat16"]
+    alone, pair, replicas = (planned(tmp_path, n, *words, *more) for n, more in ((1, []), (2, []), (4, [HSDP])))
+    assert (alone.gathered_bytes, alone.reduced_bytes) == (0, 0)
+    assert pair.workload.num_micro_batches == 4
+    assert pair.reduced_bytes == 4 * pair.num_parameters * 4 // 2
+    # half the bf16 parameters come from the peer, for the layers twice: forward and backward
+    assert pair.num_parameters * 4 < pair.gathered_bytes <= pair.num_parameters * 8
+    # in a quarter of the micro-batches of one rank, each shard goes once more through its two replicas
+    assert replicas.reduced_bytes == 2 * (pair.num_parameters * 4 // 2 * 2)
+
+
+HSDP = "model.fsdp_config.fsdp_size=2"
+
+
+def test_recomputation_lowers_activations(tmp_path: Path) -> None:
+    """Fully: one hidden state a layer is kept, and one layer at a time has all of its own."""
+    kept = {}
+    for how in ("false", "selective", "true"):
+        words = [*tokens(4096, 512), f"model.enable_gradient_checkpointing={how}"]
+        kept[how] = planned(tmp_path, 8, *words, num_hidden_layers=5, **WIDE).device_bytes[ACTIVATIONS]
+    assert kept["true"] < 0.4 * kept["false"]
+    assert kept["true"] < kept["selective"] < 0.8 * kept["false"]
+
+
+@pytest.mark.parametrize("words", [[RECOMPUTE], ["trainer.device=cpu"]])
+def test_four_and_six_layers_tell_all_of_nine(tmp_path: Path, words: list[str]) -> None:
+    found = planned(tmp_path, 8, *tokens(512, 64), *words, num_hidden_layers=9, vocab_size=1024)
+    assert found.num_measured_layers == (4, 6)
+    job = memory_plan._job(load_config([f"model.partial_pretrain={tmp_path}", *tokens(512, 64), *words]), 8)
+    whole = fake_step.measure(job, 9)
+    fullest = max(whole.on_device.values(), key=lambda held: held.total())
+    assert found.device_bytes == {name: fullest[name] for name in found.device_bytes}
+    assert (found.gathered_bytes, found.reduced_bytes) == (whole.gathered_bytes, whole.reduced_bytes)
+
+
+def test_layers_that_differ_are_all_measured(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 4
+    changes = {"sliding_window": 16, "query_pre_attn_scalar": 8, "layer_types": kinds, "num_hidden_layers": 8}
+    write_model_config(tmp_path, "gemma3_text", **changes)
+    words = [f"model.partial_pretrain={tmp_path}", *tokens(64, 64)]
+    assert plan_memory(load_config(words), 2).num_measured_layers == (8,)
+
+
+def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path: Path) -> None:
+    """Longer documents in as many tokens: on a GPU fewer rows of padding, on a CPU kept probabilities."""
+    on_gpu, on_cpu = (
+        [
+            planned(tmp_path, 1, *tokens(4096, length), f"trainer.device={device}", num_hidden_layers=1)
+            for length in (64, 512)
+        ]
+        for device in ("cuda", "cpu")
+    )
+    short, long = (found.device_bytes[ACTIVATIONS] for found in on_gpu)
+    assert 0.8 * short < long <= short
+    short, long = (found.device_bytes[ACTIVATIONS] for found in on_cpu)
+    assert long > 2 * short
+
+
+def test_what_the_kernel_takes_inside_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_storage, "flash_backward_bytes", lambda *tensors, num_documents: 2**40 + num_documents)
+    assert 2**40 + 2 <= planned(tmp_path, 1, *tokens(64, 32)).peak_bytes < 2**41
+
+
+def test_a_layer_computed_again_belongs_to_the_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases, enter = [], LiveStorages.enter
+
+    def noted(live: LiveStorages, *phase: int | str, **settings: str) -> None:
+        phases.append(phase[1:])
+        enter(live, *phase, **settings)
+
+    monkeypatch.setattr(LiveStorages, "enter", noted)
+    planned(tmp_path, 4, *tokens(64, 64, batch=4), RECOMPUTE, num_hidden_layers=5)
+    layers = [0, 1, -3, -2, -1]
+    forward, backward = [[(kind, layer) for layer in layers] for kind in ("forward", "backward")]
+    assert phases == [("start",), *forward, ("head",), *reversed(backward), ("update",)]
+
+
+def real_step(world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batches: int) -> dict[str, int]:
+    """Bytes by category at the fullest moment of a second step on real tensors."""
+    model = build_toy_model(world, source)
+    optimizer = build_adamw(model, optim_config())
+    batches = [fake_step.full_batch(seqlens)] * num_micro_batches
+    fake_step.run_step(model, optimizer, batches)
+    grouped_attention._mask.cache_clear()  # so that the second step makes them, as the one that is planned
+    live = LiveStorages()
+    with live:
+        fake_step.follow(model, optimizer, live)
+        fake_step.run_step(model, optimizer, batches)
+    return dict(max(live.peaks().values(), key=lambda held: held.total()))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_real_step_takes_what_was_planned(tmp_path: Path, num_ranks: int) -> None:
+    words = [*tokens(192, 64, batch=3 * 2 * num_ranks), "trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
+    found = planned(tmp_path, num_ranks, *words)
+    assert found.workload == fake_step.Workload((64, 64, 64), 2)
+    real = run_ranks(real_step, num_ranks, write_model_config(tmp_path), (64, 64, 64), 2)[0]
+    assert found.peak_bytes == pytest.approx(sum(real.values()), rel=0.01)
+    assert found.device_bytes[HEAD] > 192 * 160 * 4, "at least the logits of a micro-batch"
+    for name in (PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD):
+        assert found.device_bytes[name] == pytest.approx(real.get(name, 0), rel=0.01, abs=2048), name
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_plan_leaves_nothing_behind(tmp_path: Path, device: str) -> None:
+    planned(tmp_path, 4, *tokens(64, 32), f"trainer.device={device}")
+    assert not dist.is_initialized()
+    assert AttentionInterface()[attention.PACKED] is attention.packed_attention
+    assert grouped_attention._mask.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "num_ranks", "is_packed", "expected"),
+    [
+        (tokens(1000, 300, batch=64), 2, True, ((300, 300, 300, 100), 11)),
+        (tokens(1000, 300, batch=4), 2, True, ((300, 300), 1)),
+        (tokens(1000, 300, batch=2), 8, True, ((300,), 1)),
+        ([*tokens(1000, 300, batch=64), "data.micro_batch_size_per_gpu=2"], 2, True, ((300, 300), 16)),
+        (["data.max_token_len_per_gpu=null", "data.train_batch_size=6", "data.max_length=10"], 2, True, ((10,) * 3, 1)),
+        (tokens(1000, 300, batch=64), 2, False, ((300,), 32)),
+    ],
+)
+def test_the_heaviest_micro_batch(words: list[str], num_ranks: int, is_packed: bool, expected: tuple[Any, int]) -> None:
+    found = heaviest_workload(load_config(words).data, num_ranks, is_packed=is_packed)
+    assert (found.seqlens, found.num_micro_batches) == expected
+
+
+SHORT = [f"data.max_token_len_per_gpu={number * 1024}" for number in (3, 2, 1)]
+OFFLOAD = "model.fsdp_config.cpu_offload=true"
+BOTH = (RECOMPUTE, SHORT[-1])
+
+
+def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
+    workload = fake_step.Workload((1024,) * 4, 1)
+    return MemoryPlan(num_ranks, workload, 1, 1, (1,), {PARAMETERS: size_bytes}, {}, 0, 0)
+
+
+def found_change(fitting: set[Change], *words: str) -> Change | None:
+    """What is advised to 8 ranks with micro-batches of 4 times 1024 tokens when only `fitting` fits."""
+
+    def forecast(change: Change) -> Forecast:
+        return Forecast(a_plan(change.num_ranks, 0 if change in fitting else 2**40), 2.0, is_cuda=True)
+
+    return smallest_change(load_config([*tokens(4096, 1024), *words]), a_plan(8), forecast)
+
+
+def test_the_change_that_costs_least_is_named() -> None:
+    """In the order promised: shorter, recomputed, both, more ranks, those with both, offloaded, that with both."""
+    least_first = [
+        [Change(8, (SHORT[1],)), Change(8, (SHORT[2],))],
+        [Change(8, (RECOMPUTE,))],
+        [Change(8, (RECOMPUTE, word)) for word in SHORT],
+        [Change(ranks) for ranks in (64, 128, 256, 512)],
+        [Change(ranks, BOTH) for ranks in (16, 32, 64, 128, 256, 512)],
+        [Change(8, (OFFLOAD,))],
+        [Change(8, (OFFLOAD, RECOMPUTE))],
+        [Change(8, (OFFLOAD, *BOTH))],
+    ]
+    for number, series in enumerate(least_first):
+        assert found_change({change for later in least_first[number:] for change in later}) == series[0]
+    assert found_change(set()) is None
+
+
+def test_only_what_changes_something_is_tried() -> None:
+    def tried(*words: str) -> set[str]:
+        config = load_config([*tokens(4096, 1024), *words])
+        changes = [change for series in change_series(config, a_plan(8)) for change in series]
+        return {word for change in changes for word in change.overrides} | {str(c.num_ranks) for c in changes}
+
+    everything = {*SHORT, RECOMPUTE, OFFLOAD, "8", "16", "32", "64", "128", "256", "512"}
+    assert tried() == everything
+    assert tried(RECOMPUTE) == everything - {RECOMPUTE}
+    assert tried(OFFLOAD) == everything - {OFFLOAD}
+    assert tried("trainer.device=cpu") == everything - {OFFLOAD}
+    assert tried("model.fsdp_config.fsdp_size=64") == everything - {"16", "32"}
+    assert tried("data.max_length=4096", "data.max_token_len_per_gpu=4096") == everything - {*SHORT}
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
+    """(exit code, lines, errors)."""
+    code = plan.main(list(words))
+    output = capsys.readouterr()
+    return code, output.out.splitlines(), output.err
+
+
+def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model_config(tmp_path)
+    words = ["2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32), OFFLOAD]
+    code, lines, errors = run(capsys, *words, "--memory-gib", "2")
+    assert (code, errors) == (0, "")
+    assert lines[-1] == "fits: 1.5 of 2.0 GiB"
+    start = next(index for index, line in enumerate(lines) if line.startswith("GiB per rank"))
+    assert len(lines) < 20
+    assert len({line[: plan.NAME_WIDTH] for line in lines[start:-1]}) == len(lines[start:-1]), "a row a category"
+    assert {PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD, SAVE_COPY} <= {
+        line[: plan.NAME_WIDTH].strip() for line in lines
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "words", "change"),
+    [
+        (8, tokens(4096, 512), Change(8, ("data.max_token_len_per_gpu=2048",))),
+        (8, tokens(4096, 4096, batch=8), Change(8, (RECOMPUTE,))),
+        (2, [*tokens(64, 64, batch=2), RECOMPUTE], Change(16)),
+        (8, [*tokens(64, 64), RECOMPUTE, "model.fsdp_config.fsdp_size=8"], Change(8, (OFFLOAD,))),
+    ],
+)
+def test_the_change_it_names_makes_it_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_ranks: int, words: list[str], change: Change
+) -> None:
+    write_model_config(tmp_path, **WIDE)
+    words = [f"model.partial_pretrain={tmp_path}", *words]
+    needed_gib = plan.forecaster(words, 1.0)(change).needed_gib
+    limit = ["--memory-gib", str(needed_gib + 1e-6)]
+    code, lines, _ = run(capsys, str(num_ranks), *words, *limit)
+    assert code == 1
+    advice = " ".join([*([f"on {change.num_ranks} ranks"] * (change.num_ranks != num_ranks)), *change.overrides])
+    assert lines[-1].startswith("does not fit: ")
+    assert lines[-1].endswith(f"this does, with {needed_gib:.1f} GiB: {advice}")
+    assert run(capsys, str(change.num_ranks), *words, *change.overrides, *limit)[0] == 0
+
+
+def test_what_fits_nowhere_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model_config(tmp_path, num_hidden_layers=1)
+    words = ["256", f"model.partial_pretrain={tmp_path}", *tokens(32, 32), "--memory-gib", "0.1"]
+    code, lines, _ = run(capsys, *words)
+    assert (code, lines[-1]) == (1, "does not fit: 1.5 of 0.1 GiB; nor does anything tried")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["8", "data.max_token_length_per_gpu=4"], "unknown configuration key 'data.max_token_length_per_gpu'"),
+        (["0"], "number of ranks must be at least 1"),
+        (["eight"], "'eight' is neither a number of ranks"),
+        (["8", "--memory-gib", "0"], "--memory-gib must be positive"),
+        (["8", "--memory-gib", "much"], "invalid float value: 'much'"),
+        (["8", "--memory"], "--memory"),
+        (["8", "data.max_length=9000"], "raise the first or lower the second"),
+        (["8", "model.partial_pretrain=/no/such/model"], "model.partial_pretrain=/no/such/model has no usable config"),
+        (["8", "MODEL", "model.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 8 ranks"),
+    ],
+)
+def test_wrong_usage_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    write_model_config(tmp_path)
+    code, lines, errors = run(capsys, *[f"model.partial_pretrain={tmp_path}" if w == "MODEL" else w for w in words])
+    assert (code, lines) == (2, [])
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_memory_is_that_of_a_card_or_a_share_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu, on_gpu = (load_config([f"trainer.device={device}"]) for device in ("cpu", "auto"))
+    whole_gib = plan.default_memory_gib(on_cpu, 1)
+    assert plan.default_memory_gib(on_cpu, 4) == whole_gib / 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert plan.default_memory_gib(on_gpu, 4) == 80
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * 2**30))
+    assert plan.default_memory_gib(on_gpu, 4) == 24

@@ -1,0 +1,220 @@
+"""One training step of the project's own model on tensors without memory, among ranks that do not exist (floor 5).
+
+For a GPU too the fake tensors are CPU tensors, so that no GPU is needed; attention behaves as the GPU's kernel does.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
+
+from trainer.batch import PackedBatch
+from trainer.cli.live_storage import (
+    GATHERED,
+    HEAD,
+    LASTING,
+    OPTIMIZER,
+    PARAMETERS,
+    SHARDED_GRADIENTS,
+    LiveStorages,
+    Phase,
+)
+from trainer.config import Config, ConfigError
+from trainer.model import attention, grouped_attention, load, packed_lm, parallelize
+from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.optim import clip
+from trainer.optim.adamw import build_adamw
+from trainer.runtime.distributed import World
+
+FEWEST_LAYERS = 4
+"""The first two layers and the last two; those between are alike."""
+MAX_RUN_MICRO_BATCHES = 2
+"""The second and all later ones find the gradients of those before them."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The most one rank may have to run in a step: its fullest micro-batch as document lengths, and how many."""
+
+    seqlens: tuple[int, ...]
+    num_micro_batches: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.seqlens)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: a configuration in which nothing depends on the machine any more."""
+
+    config: Config
+    source: ModelSource
+    num_ranks: int
+    is_cuda: bool
+    is_packed: bool
+    workload: Workload
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.is_cuda and self.config.model.fsdp_config.cpu_offload
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step on so many layers: bytes by category at the fullest moment of each phase, of everything and of what is
+    on the device.
+    """
+
+    num_layers: int
+    everything: dict[Phase, Counter[str]]
+    on_device: dict[Phase, Counter[str]]
+    gathered_bytes: int
+    reduced_bytes: int
+
+
+def measure(job: Job, num_layers: int) -> Measured:
+    """One step of the model with only its first layers, on fake tensors."""
+    live = LiveStorages()
+    num_run = min(job.workload.num_micro_batches, MAX_RUN_MICRO_BATCHES)
+    grouped_attention._mask.cache_clear()  # kept for the whole process: no real masks in the plan, no fake ones later
+    try:
+        with _fake_world(job) as world:
+            model = on_meta(job)
+            _keep_layers(model, num_layers)
+            attention.register("cuda" if job.is_cuda else None)
+            parallelize.parallelize(model, job.config.model, world)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                load.materialize(model, world.device, buffer_device=world.device)
+                optimizer = build_adamw(model, job.config.optim)
+                batches = [full_batch(job.workload.seqlens)] * num_run
+                with live:
+                    follow(model, optimizer, live)
+                    run_step(model, optimizer, batches)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"model.partial_pretrain={job.source.path}: the memory of this architecture depends on its data, which a "
+            f"plan does not see ({error})"
+        ) from error
+    finally:
+        attention.register()
+        grouped_attention._mask.cache_clear()
+    return Measured(
+        num_layers=num_layers,
+        everything=live.peaks(),
+        on_device=live.peaks(elsewhere=LASTING if job.is_offloaded else frozenset()),
+        gathered_bytes=live.gathered_bytes * job.workload.num_micro_batches // num_run,
+        reduced_bytes=live.reduced_bytes * job.workload.num_micro_batches // num_run,
+    )
+
+
+def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> None:
+    """Let the parts of a step say when they begin, and what they hold.
+
+    Phases are `(micro-batch, kind, layer)`; the last two layers count from the end, all but the first and last two are
+    -3. A layer computed again in the backward pass belongs to that.
+    """
+    live.mark([*model.parameters(), *model.buffers()], PARAMETERS)
+    live.mark([tensor for state in optimizer.state.values() for tensor in state.values()], OPTIMIZER)
+    layers, num_begun = decoder_layers(model), itertools.count()
+
+    def forward_begins(index: int, *_: Any) -> None:
+        if live.phase[1] != "backward":
+            live.enter(live.phase[0], "forward", _edge(index, len(layers)))
+
+    def forward_ends(index: int, layer: nn.Module, args: Any, output: Any) -> None:
+        if live.phase[1] == "backward":
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(lambda _: live.enter(live.phase[0], "backward", _edge(index, len(layers))))
+        if index == len(layers) - 1:
+            live.enter(live.phase[0], "head", default=HEAD)
+
+    def update_begins(*_: Any) -> None:
+        live.mark([p.grad for p in model.parameters() if p.grad is not None], SHARDED_GRADIENTS)
+        live.enter(0, "update")
+
+    model.register_forward_pre_hook(lambda *_: live.enter(next(num_begun), "start"), prepend=True)
+    optimizer.register_step_pre_hook(update_begins)
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(forward_begins, index), prepend=True)
+        layer.register_forward_hook(partial(forward_ends, index))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(lambda unit, _: live.mark(unit.parameters(), GATHERED))
+
+
+def run_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batches: Sequence[PackedBatch]) -> None:
+    """What a training step does on the device, but for the one reduction that the host waits for."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    model.train()
+    for batch in batches:
+        loss_sum: Tensor = model(batch)
+        (loss_sum / len(batches)).backward()
+        del loss_sum
+    total_norm = clip.local_square_sum(parameters).sqrt()
+    clip.clipped_step(optimizer, total_norm=total_norm, loss_sum=total_norm, max_norm=1.0)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
+    """Documents of these lengths, every token supervised."""
+    num_tokens = sum(seqlens)
+    return PackedBatch(
+        input_ids_T=torch.zeros(num_tokens, dtype=torch.int64),
+        labels_T=torch.zeros(num_tokens, dtype=torch.int64),
+        position_ids_T=torch.cat([torch.arange(length) for length in seqlens]),
+        cu_seqlens_D1=torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32),
+        seqlens=seqlens,
+        supervised_S=torch.arange(num_tokens),
+        num_loss_tokens=num_tokens,
+        sample_ids=tuple(range(len(seqlens))),
+    )
+
+
+def on_meta(job: Job) -> PreTrainedModel:
+    return packed_lm.build_on_meta(job.source, packed_lm.read_config(job.source), is_packed=job.is_packed)
+
+
+def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:
+    layers = decoder_layers(model)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and list(module) == layers:
+            del module[num_layers:]
+
+
+def _edge(index: int, num_layers: int) -> int:
+    """Number of a layer: the last two count from the end, all others but the first two are -3."""
+    half = FEWEST_LAYERS // 2
+    return index if index < half else max(index - num_layers, -half - 1)
+
+
+@contextmanager
+def _fake_world(job: Job) -> Iterator[World]:
+    """Rank 0 among ranks that do not exist."""
+    size, fsdp_size = job.num_ranks, job.config.model.fsdp_config.fsdp_size
+    fsdp_size = size if fsdp_size == -1 else fsdp_size
+    if size % fsdp_size:
+        raise ConfigError(f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        if fsdp_size == size:
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
+        else:
+            mesh = init_device_mesh("cpu", (size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+        yield World(rank=0, size=size, device=torch.device("cpu"), mesh=mesh)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,166 @@
+"""Which tensor storages live at every moment of a training step, and what for: on real and on fake tensors (floor 5).
+
+Every operation is watched for the storages it makes; a weak reference tells when one dies. What a storage is for often
+shows only later (a matrix product turns out to be a gradient), so births and deaths are written down and read
+afterwards. Memory that a kernel takes and gives back inside one operation is not seen, except that of fused attention.
+
+Shape suffixes: T packed tokens, N query heads, M key heads, K head size.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PARAMETERS, OPTIMIZER, GATHERED = "parameters", "optimizer state", "gathered parameters"
+SHARDED_GRADIENTS, GRADIENTS = "sharded gradients", "gradients being reduced"
+ACTIVATIONS, HEAD = "activations", "head: logits and loss"
+LASTING = frozenset({PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS})
+"""What a rank holds of the whole state: in host memory with CPU offload."""
+FLASH_BLOCK_TOKENS = 128
+
+Phase = tuple[int | str, ...]
+
+
+class LiveStorages(TorchDispatchMode):
+    """A context to run a step in. `enter` says from outside which part of the step begins.
+
+    `gathered_bytes` and `reduced_bytes` are what this rank has received from and sent to others so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: Phase = ()
+        self.gathered_bytes = self.reduced_bytes = 0
+        self._default = ACTIVATIONS
+        self._events: list[tuple[int, int, Phase]] = []
+        self._categories: list[str] = []
+        self._living: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        self._is_open = False
+
+    def __enter__(self) -> "LiveStorages":
+        self._is_open, self._resize = True, torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._watched(self._resize)  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._is_open = False
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
+        """From here on the step is in `phase`; what is made in it is for `default` unless something tells better."""
+        self.phase, self._default = phase, default
+
+    def mark(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Say what storages are for, also of those never seen; what lasts keeps its category."""
+        for tensor in tensors:
+            index = self._see(tensor)
+            if self._categories[index] not in LASTING:
+                self._categories[index] = category
+
+    def peaks(self, *, elsewhere: frozenset[str] = frozenset()) -> dict[Phase, Counter[str]]:
+        """For each phase, in order, bytes by category at its fullest moment.
+
+        `elsewhere` lists categories that live in other memory: they count here only at the moment they are made.
+        """
+        live: Counter[str] = Counter()
+        found: dict[Phase, Counter[str]] = {}
+        for index, change_bytes, phase in self._events:
+            category = self._categories[index]
+            live[category] += change_bytes
+            if phase not in found or live.total() > found[phase].total():
+                found[phase] = live.copy()
+            if category in elsewhere:
+                live[category] -= change_bytes
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # an operation on DTensors is seen from outside: inside it works out shapes on whole tensors that nobody has
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        if (read := _READERS.get(str(func))) is not None:
+            read(self, *args, **(kwargs or {}))
+        return result
+
+    def _see(self, tensor: Tensor) -> int:
+        """Number of a tensor's storage, written down if it is new."""
+        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._living:
+            self._living[key] = len(self._categories), 0, weakref.ref(storage, lambda _: self._resized(key, 0))
+            self._categories.append(self._default)
+            self._resized(key, storage.nbytes())
+        return self._living[key][0]
+
+    def _resized(self, key: int, size_bytes: int) -> None:
+        index, before_bytes, reference = self._living[key]
+        if self._is_open and size_bytes != before_bytes:
+            self._events.append((index, size_bytes - before_bytes, self.phase))
+        self._living[key] = index, size_bytes, reference
+        if reference() is None:
+            del self._living[key]
+
+    def _watched(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """FSDP frees and refills gathered parameters by resizing their storages, which is no operation."""
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._living:
+                self._resized(storage._cdata, storage.nbytes())
+            return result
+
+        return resize_and_note
+
+    def _gather_begins(self, shards: list[Tensor], whole: Tensor, *_: Any) -> None:
+        self.mark([*shards, whole], GATHERED)
+
+    def _gathered(self, whole: Tensor, shard: Tensor, *_: Any) -> None:
+        self.gathered_bytes += whole.nbytes - shard.nbytes
+
+    def _reduction_begins(self, whole: list[Tensor], *_: Any, out: Tensor) -> None:
+        self.mark([*whole, out], GRADIENTS)
+
+    def _reduced(self, shard: Tensor, whole: Tensor, *_: Any) -> None:
+        self.reduced_bytes += whole.nbytes - shard.nbytes
+        self.mark([shard, whole], GRADIENTS)
+
+    def _all_reduced(self, tensors: list[Tensor], group: Any, *_: Any) -> None:
+        num_ranks = ProcessGroup.unbox(group).size()
+        self.reduced_bytes += 2 * sum(tensor.nbytes for tensor in tensors) * (num_ranks - 1) // num_ranks
+
+    def _varlen_backward(self, *tensors: Any) -> None:
+        _, query_TNK, key_TMK, _, _, _, cu_seqlens_D1 = tensors[:7]
+        size_bytes = flash_backward_bytes(query_TNK, key_TMK, num_documents=len(cu_seqlens_D1) - 1)
+        self._events += [(len(self._categories), change, self.phase) for change in (size_bytes, -size_bytes)]
+        self._categories.append(self._default)
+
+
+_READERS: dict[str, Callable[..., None]] = {
+    "fsdp.all_gather_copy_in.default": LiveStorages._gather_begins,
+    "c10d._allgather_base_.default": LiveStorages._gathered,
+    "fsdp.chunk_cat.default": LiveStorages._reduction_begins,
+    "c10d._reduce_scatter_base_.default": LiveStorages._reduced,
+    "c10d.allreduce_.default": LiveStorages._all_reduced,
+    "torch_attn._varlen_attn_backward.default": LiveStorages._varlen_backward,
+}
+
+
+def flash_backward_bytes(query_TNK: Tensor, key_TMK: Tensor, *, num_documents: int) -> int:
+    """What FlashAttention 2 takes inside its backward pass over packed documents: the queries' gradients in fp32, a
+    number per row, and the keys' and values' gradients per query head where several share one.
+    """
+    num_tokens, num_heads, head_size = query_TNK.shape
+    num_rows = (num_tokens + FLASH_BLOCK_TOKENS * num_documents) * num_heads
+    shared = 2 * num_tokens * num_heads * head_size * query_TNK.element_size()
+    return 4 * num_rows * (head_size + 1) + (shared if key_TMK.shape[1] != num_heads else 0)

@@ -1,0 +1,151 @@
+"""The memory that a configuration takes on each rank, from a step measured on fake tensors (floor 5)."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainer.build import resolve_source
+from trainer.cli.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
+from trainer.cli.live_storage import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    HEAD,
+    LASTING,
+    OPTIMIZER,
+    PARAMETERS,
+    SHARDED_GRADIENTS,
+    Phase,
+)
+from trainer.config import AUTO, QUICKSTART, Config, DataConfig
+from trainer.model import assemble
+from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.runtime.distributed import compute_dtype
+
+SAVE_COPY = "copy of an asynchronous save"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank at the fullest moment of a step by category, on its device and beside it in host memory, and
+    what it receives and sends in a step.
+    """
+
+    num_ranks: int
+    workload: Workload
+    num_parameters: int
+    num_layers: int
+    num_measured_layers: tuple[int, ...]
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    gathered_bytes: int
+    reduced_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.device_bytes.values())
+
+
+def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
+    """The plan of rank 0, which holds the largest shards. Raises `ConfigError` for a model that cannot be planned.
+
+    Above six layers, all alike, a step is measured on four and on six layers: every phase of it (first and last two
+    layers, forward and backward, head, optimizer) grows linearly with the layers between.
+    """
+    job = _job(config, num_ranks)
+    model = on_meta(job)
+    layers = decoder_layers(model)
+    if len(layers) <= FEWEST_LAYERS + 2 or not _are_alike(model, layers):
+        return _plan(job, model, measure(job, len(layers)), (len(layers),))
+    few, more = (measure(job, number) for number in (FEWEST_LAYERS, FEWEST_LAYERS + 2))
+    return _plan(job, model, extrapolated(few, more, len(layers)), (few.num_layers, more.num_layers))
+
+
+def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> Workload:
+    """Micro-batches as full as their limits and the rank's share of the batch allow, in documents of `max_length`.
+
+    No rank gets more while the cost of a sample is linear in its length.
+    """
+    share = ceil(data.train_batch_size / num_ranks)
+    max_samples = min(share, (data.micro_batch_size_per_gpu or inf) if is_packed else 1)
+    num_tokens = int(min(data.max_token_len_per_gpu or inf, max_samples * data.max_length))
+    num_whole, rest = divmod(num_tokens, data.max_length)
+    seqlens = (data.max_length,) * num_whole + ((rest,) if rest else ())
+    return Workload(seqlens, ceil(ceil(data.train_batch_size / num_whole) / num_ranks))
+
+
+def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
+    """A step on `num_layers` layers, from the same on two smaller numbers of them."""
+    between = more.num_layers - few.num_layers
+
+    def grown(a: int, b: int) -> int:
+        return a + (b - a) * (num_layers - few.num_layers) // between
+
+    def all_grown(a: dict[Phase, Counter[str]], b: dict[Phase, Counter[str]]) -> dict[Phase, Counter[str]]:
+        return {p: Counter({name: grown(a[p][name], b[p][name]) for name in a[p] | b[p]}) for p in a}
+
+    return Measured(
+        num_layers=num_layers,
+        everything=all_grown(few.everything, more.everything),
+        on_device=all_grown(few.on_device, more.on_device),
+        gathered_bytes=grown(few.gathered_bytes, more.gathered_bytes),
+        reduced_bytes=grown(few.reduced_bytes, more.reduced_bytes),
+    )
+
+
+def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_layers: tuple[int, ...]) -> MemoryPlan:
+    device = max(measured.on_device.values(), key=lambda held: held.total())
+    lasting = {name: max(held[name] for held in measured.everything.values()) for name in LASTING}
+    host = lasting if job.is_offloaded else {}
+    saved = lasting[PARAMETERS] + lasting[OPTIMIZER] if job.config.trainer.checkpoint.async_save else 0
+    names = (PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS, GRADIENTS, GATHERED, ACTIVATIONS, HEAD)
+    return MemoryPlan(
+        num_ranks=job.num_ranks,
+        workload=job.workload,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_layers=measured.num_layers,
+        num_measured_layers=num_measured_layers,
+        device_bytes={name: device[name] for name in names},
+        host_bytes=host | {SAVE_COPY: saved},
+        gathered_bytes=measured.gathered_bytes,
+        reduced_bytes=measured.reduced_bytes,
+    )
+
+
+def _job(config: Config, num_ranks: int) -> Job:
+    """Settle what a run would take from its machine; a GPU is assumed unless `trainer.device=cpu`. Compiled layers are
+    planned as uncompiled ones, which hold more.
+    """
+    model, is_cuda = config.model, config.trainer.device != "cpu"
+    fsdp = model.fsdp_config
+    if is_cuda and fsdp.param_dtype == AUTO:
+        is_fp32 = torch.cuda.is_available() and compute_dtype(AUTO, torch.device("cuda")) == torch.float32
+        fsdp = replace(fsdp, param_dtype="float32" if is_fp32 else "bfloat16")
+    config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
+    source = _source(config)
+    is_packed = assemble.wants_packing(config.model, source)
+    workload = heaviest_workload(config.data, num_ranks, is_packed=is_packed)
+    return Job(config, source, num_ranks, is_cuda, is_packed, workload)
+
+
+def _source(config: Config) -> ModelSource:
+    """Where config.json is: of a Hub id no weights are fetched."""
+    model = config.model
+    if model.partial_pretrain == QUICKSTART:
+        return resolve_source(config)
+    path = Path(model.partial_pretrain).expanduser()
+    return ModelSource(
+        str(path) if path.is_dir() else model.partial_pretrain,
+        random_weights=True,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
+    kinds = {(type(layer), *((name, p.shape) for name, p in layer.named_parameters())) for layer in layers}
+    return len(kinds) == 1 and len(set(getattr(model.config, "layer_types", None) or [""])) == 1
