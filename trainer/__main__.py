@@ -99,7 +99,7 @@ def _plain(error: Exception) -> str:
 
 def _run(config: Config) -> int:
     from trainer.runtime import log, signals
-    from trainer.runtime.environment import grow_cuda_segments, rank_and_size
+    from trainer.runtime.environment import grow_cuda_segments, rank_and_size, uncollected
     from trainer.runtime.heartbeat import Heartbeat
 
     grow_cuda_segments()
@@ -110,7 +110,8 @@ def _run(config: Config) -> int:
     stop.install()
     signals.join_launcher()
     try:
-        from trainer.build import run
+        with uncollected():
+            from trainer.build import run
 
         return run(config, stop, Heartbeat())
     except ConfigError as error:

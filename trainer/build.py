@@ -54,6 +54,7 @@ class Inputs:
 
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
+    tokenizer_digest: str
     chat_template: str | None
     train: View
     validation: View | None
@@ -183,9 +184,10 @@ def prepare_inputs(config: Config) -> Inputs:
         except OSError as error:
             raise ConfigError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from error
         tokenizer.chat_template = chat_template
-    dataset = _prepare(config, config.data.train_files, config.data.train_max_samples, tokenizer)
+    digest = tokenizer_digest(tokenizer)  # half a second for a large vocabulary
+    dataset = _prepare(config, config.data.train_files, config.data.train_max_samples, tokenizer, digest)
     if config.data.val_files is not None:
-        held_out = _prepare(config, config.data.val_files, config.data.val_max_samples, tokenizer)
+        held_out = _prepare(config, config.data.val_files, config.data.val_max_samples, tokenizer, digest)
         train, validation = View.whole(dataset), View.whole(held_out)
     else:
         train_ids, val_ids = split(dataset, val_ratio=config.data.val_ratio, seed=config.trainer.seed)
@@ -193,7 +195,7 @@ def prepare_inputs(config: Config) -> Inputs:
         train, validation = View(dataset, train_ids), View(dataset, val_ids if limit == -1 else val_ids[:limit])
     if not len(train.lengths):
         raise DataError("no training samples are left; lower data.val_ratio or give more rows")
-    return Inputs(source, tokenizer, chat_template, train, validation if len(validation.lengths) else None)
+    return Inputs(source, tokenizer, digest, chat_template, train, validation if len(validation.lengths) else None)
 
 
 def resolve_source(config: Config) -> ModelSource:
@@ -206,7 +208,7 @@ def resolve_source(config: Config) -> ModelSource:
 
 
 def _prepare(
-    config: Config, files: str | list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase
+    config: Config, files: str | list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase, digest: str
 ) -> TokenDataset:
     data = config.data
     cache_dir = Path(data.cache_dir)
@@ -224,7 +226,7 @@ def _prepare(
     return prepare(
         resolve_files(files),
         tokenizer=tokenizer,
-        tokenizer_digest=tokenizer_digest(tokenizer),
+        tokenizer_digest=digest,
         options=options,
         cache_dir=cache_dir,
         wait=local_rank() != 0,
@@ -322,7 +324,7 @@ def _lineage(config: Config, inputs: Inputs) -> Lineage:
         data=inputs.train.fingerprint,
         train_batch_size=config.data.train_batch_size,
         seed=config.trainer.seed,
-        tokenizer=tokenizer_digest(inputs.tokenizer)[:16],
+        tokenizer=inputs.tokenizer_digest[:16],
         model_config=architecture,
         torch=torch.__version__,
         transformers=transformers.__version__,

@@ -95,15 +95,15 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, how: boo
     assert worst(recomputed, plain) == 0.0
 
 
-class Products(TorchDispatchMode):
-    """Counts the matrix products of linear layers."""
+class Calls(TorchDispatchMode):
+    """Counts the calls of some operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, *operations: Any) -> None:
         super().__init__()
-        self.num_calls = 0
+        self.operations, self.count = operations, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_calls += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.count += func in self.operations
         return func(*args, **(kwargs or {}))
 
 
@@ -119,9 +119,9 @@ def backward_costs(world: Any, source: Any, how: bool | str) -> tuple[int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(pack(ToySamples(), [0, 1, 2, 3]))
-    with Products() as products:
+    with Calls(torch.ops.aten.mm.default, torch.ops.aten.addmm.default) as products:
         loss.backward()
-    return sum(kept.values()), products.num_calls
+    return sum(kept.values()), products.count
 
 
 def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> None:
@@ -131,6 +131,23 @@ def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> No
     )
     assert selective == few < many
     assert least < most / 2
+
+
+def gathers_of_a_step(world: Any, source: Any) -> tuple[int, int]:
+    """How often parameters are gathered in the forward and in the backward pass."""
+    model = build_toy_model(world, source)
+    model.train()
+    with Calls(torch.ops.c10d._allgather_base_.default) as gathers:
+        loss = model(pack(ToySamples(), [0]))
+        num_forward = gathers.count
+        loss.backward()
+    return num_forward, gathers.count - num_forward
+
+
+def test_an_embedding_of_its_own_is_not_gathered_for_the_backward_pass(tmp_path: Path) -> None:
+    """Forward: embedding, two layers, head, norm. Backward: the layers alone; head and norm stay gathered."""
+    source = write_model_config(tmp_path, tie_word_embeddings=False)
+    assert run_ranks(gathers_of_a_step, 2, source) == [(5, 2)] * 2
 
 
 def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward: bool | str) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError
 from trainer.protocols import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
+from trainer.runtime.environment import uncollected
 
 USAGE = """usage: bash run_sft.sh [N] [key=value ...]
   N                      ranks on this machine; default: the number of GPUs, else 2
@@ -294,9 +295,10 @@ def run_agent(argv: list[str]) -> int:
     for number in FORWARDED:
         signal.signal(number, lambda *_: None)
     logging.disable(logging.CRITICAL)
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with uncollected():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         run.run(run.parse_args(argv))

@@ -106,9 +106,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         scale = grad_total.float()
         return (
-            (grad_hidden_SH * scale).to(grad_hidden_SH.dtype),
-            (grad_weight_VH * scale).to(weight_dtype),
-            None if grad_bias_V is None else (grad_bias_V * scale).to(bias_dtype),
+            grad_hidden_SH.mul_(scale),
+            grad_weight_VH.mul_(scale).to(weight_dtype),  # in place: it is as large as the weight, in fp32
+            None if grad_bias_V is None else grad_bias_V.mul_(scale).to(bias_dtype),
             None,
             None,
         )

@@ -86,6 +86,8 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embeddings.weight is not head.weight:
         unit(embeddings, reshard_after_forward=reshard)
+        assert isinstance(embeddings, FSDPModule)
+        embeddings.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
         # needed again at once in the backward pass, so it stays gathered
         unit(head, reshard_after_forward=False)
     unit(model, reshard_after_forward=False)

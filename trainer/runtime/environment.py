@@ -2,7 +2,10 @@
 
 import contextlib
 import ctypes
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 
@@ -15,6 +18,19 @@ def rank_and_size() -> tuple[int, int]:
 def local_rank() -> int:
     """Index of this rank on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """For imports: they make some 350,000 objects that all stay; walking through them again and again takes a fifth of
+    the time. What was made is left out of later collections too.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def grow_cuda_segments() -> None:
