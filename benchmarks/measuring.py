@@ -83,3 +83,22 @@ def write_result(name: str, result: dict[str, Any], path: Path | None = None) ->
 
 def own_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_bytes() -> int:
+    """High-water mark of this process's resident memory: unlike `ru_maxrss`, it does not begin with its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def write_bytes_per_s(directory: Path, size_bytes: int = 2**28) -> float:
+    """Rate of one plain file, written in blocks of 1 MiB and synced: the ceiling of a checkpoint."""
+    path, block = directory / "rate", os.urandom(2**20)
+    started = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size_bytes // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+    rate = size_bytes / (time.perf_counter() - started)
+    path.unlink()
+    return rate

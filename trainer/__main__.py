@@ -99,10 +99,11 @@ def _plain(error: Exception) -> str:
 
 def _run(config: Config) -> int:
     from trainer.runtime import log, signals
-    from trainer.runtime.environment import grow_cuda_segments, rank_and_size, uncollected
+    from trainer.runtime.environment import grow_cuda_segments, let_waiting_threads_sleep, rank_and_size, uncollected
     from trainer.runtime.heartbeat import Heartbeat
 
     grow_cuda_segments()
+    let_waiting_threads_sleep()
     log.configure(rank_and_size()[0])
     logger = logging.getLogger("trainer")
     max_time = config.trainer.max_time
