@@ -54,6 +54,7 @@ class Contender:
 OURS = Contender("ours")
 TRL = [
     Contender("trl", "hf_trainer.py", micro_batch=8),
+    Contender("trl micro-batch 2", "hf_trainer.py", micro_batch=2),
     Contender("trl micro-batch 4", "hf_trainer.py", micro_batch=4),
     Contender("trl micro-batch 16", "hf_trainer.py", micro_batch=16),
     Contender("trl compile", "hf_trainer.py", ("compile",), micro_batch=8),
