@@ -26,7 +26,7 @@ def started_ranks(
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """(process, where its result arrives) of `function(world, *args, **kwargs)` on every rank.
 
-    `kwargs` may hold `fsdp_size` for the mesh and the `device`. Processes are gone at the end of the block.
+    `kwargs` may hold `fsdp_size` for the mesh and `on_device`. Processes are gone at the end of the block.
     """
     port = free_port()
     ranks = []
@@ -77,7 +77,7 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
 
     torch.set_num_threads(1)
     try:
-        device = torch.device(kwargs.pop("device", "cpu"))
+        device = torch.device(kwargs.pop("on_device", "cpu"))
         world = distributed.start(device, timeout_s=60, fsdp_size=kwargs.pop("fsdp_size", -1))
         sender.send_bytes(pickle.dumps((True, function(world, *args, **kwargs))))
         distributed.stop()

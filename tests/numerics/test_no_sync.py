@@ -61,7 +61,7 @@ def test_a_step_reads_nothing_back_before_its_sums(tmp_path: Path) -> None:
 def test_cuda_waits_for_nothing_in_a_step(tmp_path: Path, param_dtype: str) -> None:
     """The documents' bounds are on the host already; a kernel launch that asked for them would raise here."""
     source = write_model_config(tmp_path, head_dim=64)
-    assert run_ranks(steps_under_sync_debug, 1, source, param_dtype, device="cuda:0", timeout_s=300) == [3]
+    assert run_ranks(steps_under_sync_debug, 1, source, param_dtype, on_device="cuda:0", timeout_s=300) == [3]
 
 
 def steps_under_sync_debug(world: Any, source: Any, param_dtype: str) -> int:
