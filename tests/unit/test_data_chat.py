@@ -1,5 +1,7 @@
 """Golden loss masks: the supervised text is exactly what the assistant said, each turn with its end token."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from tokenizers import AddedToken
 
 from trainer.data.chat import ChatEncoder, Encoded, preview, tokenizer_digest
 from trainer.data.conversation import Conversation
+from trainer.data.rows import BadRow
 from trainer.protocols import DataError
 
 CODE = "```python\ndef f(x):\n        return 🙂\n```"
@@ -25,7 +28,9 @@ def chat(*answers: str, system: bool = False) -> Conversation:
 
 def encode(template: str, conversation: Conversation, **kwargs: Any) -> tuple[Any, Encoded | str]:
     tokenizer = make_tokenizer(template)
-    return tokenizer, ChatEncoder(tokenizer, template_kwargs=kwargs).encode([conversation])[0]
+    [encoded] = ChatEncoder(tokenizer, template_kwargs=kwargs).encode([conversation])
+    assert not isinstance(encoded, BadRow)
+    return tokenizer, encoded
 
 
 def supervised(template: str, conversation: Conversation, **kwargs: Any) -> list[str]:
@@ -64,7 +69,7 @@ def test_masks_are_equal_with_and_without_tags_and_with_trimmed_offsets() -> Non
     for template in CHATML_LIKE.values():
         for trim_offsets in (True, False):
             tokenizer = make_tokenizer(template, trim_offsets=trim_offsets)
-            encoded = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(*ANSWERS)])[0]
+            [encoded] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(*ANSWERS)])
             assert isinstance(encoded, Encoded)
             masks.append((encoded.input_ids.tolist(), encoded.loss_mask.tolist()))
     assert all(mask == masks[0] for mask in masks)
@@ -149,7 +154,7 @@ def test_end_token_that_swallows_the_newline_behind_it() -> None:
     backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
     tokenizer = type(tokenizer)(tokenizer_object=backend, eos_token="<|end|>")
     tokenizer.chat_template = fixtures.CHATML.replace("<|im_end|>", "<|end|>")
-    encoded = ChatEncoder(tokenizer, template_kwargs={}).encode([chat("one", "two")])[0]
+    [encoded] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat("one", "two")])
     assert isinstance(encoded, Encoded)
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "one<|end|>two<|end|>"
 
@@ -158,7 +163,7 @@ def test_end_token_ids_are_those_seen() -> None:
     tokenizer = make_tokenizer(fixtures.LLAMA3)
     encoder = ChatEncoder(tokenizer, template_kwargs={})
     assert encoder.end_token_ids == []
-    encoder.encode([chat("one", "two")])
+    list(encoder.encode([chat("one", "two")]))
     assert encoder.end_token_ids == [tokenizer.convert_tokens_to_ids("<|eot_id|>")]
 
 
@@ -206,6 +211,31 @@ def test_many_batches_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     results = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(f"answer {i}") for i in range(50)])
     kept = [tokenizer.decode(r.input_ids[r.loss_mask]) for r in results if isinstance(r, Encoded)]
     assert kept == [f"answer {i}<|im_end|>" for i in range(50)]
+
+
+def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)  # one of the batches holds bad rows alone
+    bad = [BadRow(Path("rows.jsonl"), line, "empty prompt: no text", "") for line in range(1, 4)]
+    encoder = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={})
+    results = list(encoder.encode([chat("one"), bad[0], bad[1], bad[2], chat("two")]))
+    assert results[1:4] == bad
+    assert isinstance(results[0], Encoded) and isinstance(results[4], Encoded)
+
+
+def test_conversations_are_read_a_bounded_number_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
+    num_read = 0
+
+    def conversations() -> Iterator[Conversation | BadRow]:
+        nonlocal num_read
+        for line in range(100):
+            num_read += 1
+            yield BadRow(Path("rows.jsonl"), line, "", "") if line % 2 else chat(f"answer {line}")
+
+    results = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={}).encode(conversations())
+    for num_taken, _ in enumerate(results, start=1):
+        assert num_read <= num_taken + 6  # a batch being taken, two ahead
+    assert num_read == 100
 
 
 def test_unusable_tokenizers() -> None:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import pickle
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import tokenizer_fixtures as fixtures
 from tokenizer_fixtures import make_tokenizer
 
-from trainer.data import sample_writer
+from trainer.data import chat, sample_writer
 from trainer.data.chat import ChatEncoder, tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.sample_writer import PrepareOptions
@@ -52,23 +53,26 @@ def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     encode = ChatEncoder.encode
 
-    def counted(self: ChatEncoder, conversations: list[Any]) -> Any:
-        calls.append(len(conversations))
-        return encode(self, conversations)
+    def counted(self: ChatEncoder, conversations: Iterable[Any]) -> Iterator[Any]:
+        calls.append(0)
+        for result in encode(self, conversations):
+            calls[-1] += 1
+            yield result
 
     monkeypatch.setattr(ChatEncoder, "encode", counted)
     return calls
 
 
-def test_samples_are_those_of_the_encoder_over_chunks_and_files(
+def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_encoded: list[int]
 ) -> None:
-    monkeypatch.setattr(sample_writer, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(chat, "BATCH_ROWS", 4)
+    monkeypatch.setattr(sample_writer, "SAMPLES_PER_WRITE", 3)
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
     second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
     dataset = run([first, second], cache=tmp_path / "cache")
     tokenizer = make_tokenizer()
-    assert num_encoded == [4, 3]
+    assert num_encoded == [7]
     assert len(dataset) == 7
     for index, answer in enumerate([*(row["a"] for row in good_rows(6)), "row 🙂"]):
         input_ids, loss_mask = dataset.sample(index)

@@ -1,7 +1,7 @@
-"""Conversations to tokens and loss masks: one rendering by the chat template, one batched tokenizer call.
+"""Conversations to tokens and loss masks: one rendering by the chat template, batched calls of the tokenizer.
 
 A conversation is always rendered as a whole. What is supervised is decided on characters, as assistant spans that end
-with the end-of-turn token, and carried over to tokens by their offsets.
+with the end-of-turn token, and carried over to the tokens that start inside.
 """
 
 import hashlib
@@ -9,26 +9,29 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jinja2
 import numpy as np
-from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.conversation import Conversation, Message
+from trainer.data.rows import BadRow
+from trainer.data.tokens import Located, MarkedText, Span, TokenFinder
 from trainer.protocols import DataError
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 BATCH_CHARS = 300_000  # one tokenizer call: enough for all cores; a token takes more than 100 bytes meanwhile
+BATCH_ROWS = 2000  # however short, and bad ones too
+NUM_BATCHES_AHEAD = 2  # the tokenizer finds the next one waiting while its results are taken over
 FIX = "use a template with generation tags (data.chat_template)"
-Span = tuple[int, int]
 Tools = list[dict[Any, Any]] | None
-_Rendered = tuple[int, str, list[Span]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Encoded:
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
+
+
+_Batch = list[MarkedText | BadRow | str]
 
 
 class _UnusableError(Exception):
@@ -56,12 +62,7 @@ class ChatEncoder:
         if not tokenizer.chat_template:
             raise DataError("the tokenizer has no chat template: name a jinja file in data.chat_template")
         self._spans = _SpanFinder(tokenizer, template_kwargs)
-        # A copy without post-processor: some of these cut spaces off the offsets, and plain ids need none.
-        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._backend.post_processor = None
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._tokens = TokenFinder(tokenizer)
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         self._end_token_ids: set[int] = set()
 
@@ -70,55 +71,46 @@ class ChatEncoder:
         """Ids seen closing an assistant turn so far: what generation must stop at."""
         return sorted(self._end_token_ids)
 
-    def encode(self, conversations: list[Conversation]) -> list[Encoded | str]:
-        """Tokens and mask of each conversation, or the reason why it has none."""
-        results: list[Encoded | str] = [""] * len(conversations)
-        running: tuple[list[_Rendered], Future[list[Encoding]]] | None = None
-        with ThreadPoolExecutor(max_workers=1) as pool:  # the tokenizer leaves Python free to render the next batch
-            for batch in self._rendered_batches(conversations, results):
-                future = pool.submit(
-                    self._backend.encode_batch, [text for _, text, _ in batch], add_special_tokens=False
-                )
-                if running is not None:
-                    self._collect(running[0], running[1].result(), results)
-                running = batch, future
-            if running is not None:
-                self._collect(running[0], running[1].result(), results)
-        return results
+    def encode(self, conversations: Iterable[Conversation | BadRow]) -> Iterator[Encoded | BadRow | str]:
+        """In order: tokens and mask of each conversation, or the reason why it has none; bad rows pass as they are.
 
-    def _rendered_batches(
-        self, conversations: list[Conversation], results: list[Encoded | str]
-    ) -> Iterator[list[_Rendered]]:
-        """Renderings in batches of about `BATCH_CHARS`; the reason of what cannot be rendered goes to `results`."""
-        batch: list[_Rendered] = []
-        num_chars = 0
-        for index, conversation in enumerate(conversations):
+        It reads a bounded number of conversations ahead: the tokenizer leaves Python free to render the next ones.
+        """
+        running: deque[tuple[_Batch, Callable[[], list[Located]]]] = deque()
+        with ThreadPoolExecutor(max_workers=NUM_BATCHES_AHEAD) as pool:
+            for batch in self._rendered_batches(conversations):
+                texts = [item for item in batch if isinstance(item, MarkedText)]
+                running.append((batch, self._tokens.start(texts, pool)))
+                if len(running) > NUM_BATCHES_AHEAD:
+                    yield from self._masked_batch(*running.popleft())
+            while running:
+                yield from self._masked_batch(*running.popleft())
+
+    def _rendered_batches(self, conversations: Iterable[Conversation | BadRow]) -> Iterator[_Batch]:
+        """Renderings in batches of about `BATCH_CHARS`, with the reason in place of what cannot be rendered."""
+        batch: _Batch = []
+        num_chars, limit = 0, BATCH_CHARS // 8  # the first batches are smaller: the tokenizer starts sooner
+        for conversation in conversations:
             try:
-                text, spans = self._spans.find(conversation)
+                item = conversation if isinstance(conversation, BadRow) else self._spans.find(conversation)
+                num_chars += 0 if isinstance(item, BadRow) else len(item.text)
+                batch.append(item)
             except _UnusableError as error:
-                results[index] = str(error)
-                continue
-            batch.append((index, text, spans))
-            num_chars += len(text)
-            if num_chars >= BATCH_CHARS:
+                batch.append(str(error))
+            if num_chars >= limit or len(batch) == BATCH_ROWS:
                 yield batch
-                batch, num_chars = [], 0
+                batch, num_chars, limit = [], 0, min(2 * limit, BATCH_CHARS)
         if batch:
             yield batch
 
-    def _collect(self, batch: list[_Rendered], encodings: list[Encoding], results: list[Encoded | str]) -> None:
-        for (index, _, spans), encoding in zip(batch, encodings, strict=True):
-            results[index] = self._masked(encoding, spans)
+    def _masked_batch(self, batch: _Batch, tokens: Callable[[], list[Located]]) -> Iterator[Encoded | BadRow | str]:
+        located = iter(tokens())
+        for item in batch:
+            yield self._masked(*next(located)) if isinstance(item, MarkedText) else item
 
-    def _masked(self, encoding: Encoding, spans: list[Span]) -> Encoded | str:
-        """A token is supervised if it starts inside a span.
-
-        Its end is not asked for: a span ends with a special token, whose offsets may take in the whitespace after it.
-        """
-        input_ids = np.array(encoding.ids, dtype=np.int32)
-        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> Encoded | str:
         loss_mask = np.zeros(len(input_ids), dtype=bool)
-        for first, last in np.searchsorted(starts, spans, side="left"):
+        for first, last in bounds:
             end_id = int(input_ids[last - 1]) if first < last else None
             if end_id is None or end_id not in self._added_ids:
                 return "chat template: the end-of-turn text is not a single token; add it to the tokenizer as special"
@@ -137,11 +129,11 @@ class _SpanFinder:
         self._added = _Texts({token.content for token in added})
         self._special = _Texts({token.content for token in added if token.special})
 
-    def find(self, conversation: Conversation) -> tuple[str, list[Span]]:
+    def find(self, conversation: Conversation) -> MarkedText:
         """The rendered text and its assistant spans, ascending and disjoint, each up to and with its end token."""
         messages = [_with_object_arguments(message) for message in conversation.messages]
         template = self._tokenizer.get_chat_template(tools=conversation.tools)
-        if GENERATION_TAG.search(template):
+        if _has_generation_tags(template):
             text, tagged = self._render(template, messages, conversation.tools, tagged=True)
             spans = list(self._tagged_spans(text, tagged))
         else:
@@ -151,7 +143,7 @@ class _SpanFinder:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise _UnusableError(f"bad unicode: half of a surrogate pair, {text[error.start]!r}") from None
-        return text, spans
+        return MarkedText(text, spans)
 
     def _render(
         self, template: str, messages: list[Message], tools: Tools, *, prompt: bool = False, tagged: bool = False
@@ -186,8 +178,8 @@ class _SpanFinder:
             raise _UnusableError("chat template: its generation tags mark nothing in this conversation")
         for number, (start, end) in enumerate(touching, start=1):
             inside = text[start:end].rstrip()
-            behind = self._added.first_in(text, end)
-            if self._special.last_in(inside) is None and behind is not None:
+            is_open = self._special.last_in(inside) is None
+            if is_open and (behind := self._added.first_in(text, end)) is not None:
                 yield start, end + len(behind)
             elif self._added.last_in(inside) is not None:
                 yield start, start + len(inside)
@@ -246,6 +238,11 @@ class _SpanFinder:
         if self._special.positions(lead):
             reason = f"{lead!r} before it would be trained, because the template ignores add_generation_prompt"
             raise _UnusableError(f"chat template: assistant turn {number} cannot be masked: {reason}; {FIX}")
+
+
+@cache
+def _has_generation_tags(template: str) -> bool:
+    return GENERATION_TAG.search(template) is not None
 
 
 class _Texts:

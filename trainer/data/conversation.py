@@ -153,7 +153,8 @@ def _checked_message(message: Any, index: int) -> Message:
         raise _UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
     if role == "user" and not content.strip():
         raise _UnusableError(f"empty prompt: {where} (user) has no text")
-    return {**message, "content": content}
+    message["content"] = content
+    return message
 
 
 def _content_text(content: Any, what: str) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from trainer.data.chat import ChatEncoder, Encoded
-from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.data.conversation import RowKeys, to_conversation
 from trainer.data.rows import BadRow, Row, excerpt, iter_rows
 
-CHUNK_ROWS = 2000
+SAMPLES_PER_WRITE = 256  # to write and hash a sample alone costs more than to make it
 BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
 NUM_LISTED = 20
 ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -69,6 +69,7 @@ class SampleWriter:
         self.first_bad_rows: list[BadRow] = []
         self._counts: Counter[str] = Counter()
         self._bad_rows_by_kind: Counter[str] = Counter()
+        self._pending: list[tuple[np.ndarray, np.ndarray, int, tuple[int, int], int]] = []
         self._stack = ExitStack()
         self._arrays = {name: self._stack.enter_context(_ArrayFile(directory / f"{name}.npy", name)) for name in ARRAYS}
         self._bad_rows = self._stack.enter_context((directory / BAD_ROWS).open("w", encoding="utf-8"))
@@ -79,7 +80,8 @@ class SampleWriter:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+        with self._stack:
+            self._write_pending()
 
     def reject(self, row: BadRow) -> None:
         """Count and list a row that cannot be trained on."""
@@ -110,14 +112,28 @@ class SampleWriter:
             return self._reject(row, f"nothing supervised: none of {len(input_ids)} tokens carries a label{when}")
         if num_cut:
             self._list_over_long(row, encoded, "cut")
-        self._counts.update(num_rows=1, num_samples=1, num_truncated=int(num_cut > 0), num_cut_tokens=num_cut)
-        self._counts.update(num_tokens=len(input_ids), num_loss_tokens=num_loss_tokens)
-        self._arrays["input_ids"].append(input_ids)
-        self._arrays["loss_mask"].append(loss_mask)
-        self._arrays["offsets"].append([self._counts["num_tokens"]])
-        self._arrays["source"].append([(file_index, row.line)])
-        self._arrays["num_loss_tokens"].append([num_loss_tokens])
+        counts = self._counts
+        counts["num_rows"] += 1
+        counts["num_samples"] += 1
+        counts["num_truncated"] += num_cut > 0
+        counts["num_cut_tokens"] += num_cut
+        counts["num_tokens"] += len(input_ids)
+        counts["num_loss_tokens"] += num_loss_tokens
+        self._pending.append((input_ids, loss_mask, counts["num_tokens"], (file_index, row.line), num_loss_tokens))
+        if len(self._pending) == SAMPLES_PER_WRITE:
+            self._write_pending()
         return None
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        input_ids, loss_masks, offsets, sources, num_loss_tokens = zip(*self._pending, strict=True)
+        self._pending.clear()
+        self._arrays["input_ids"].append(np.concatenate(input_ids))
+        self._arrays["loss_mask"].append(np.concatenate(loss_masks))
+        self._arrays["offsets"].append(offsets)
+        self._arrays["source"].append(sources)
+        self._arrays["num_loss_tokens"].append(num_loss_tokens)
 
     def _list_over_long(self, row: Row, encoded: Encoded, action: str) -> None:
         entry = {"file": str(row.file), "line": row.line, "num_tokens": len(encoded.input_ids), "action": action}
@@ -170,19 +186,16 @@ class _ArrayFile:
 
 def write_samples(writer: SampleWriter, encoder: ChatEncoder, files: list[Path]) -> None:
     """Every row of `files`, in order, into `writer`, a bounded number of rows at a time."""
-    rows = _located_rows(files)
-    if writer.options.max_samples >= 0:
-        rows = itertools.islice(rows, writer.options.max_samples)
-    while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
-        parsed = [row if isinstance(row, BadRow) else to_conversation(row, writer.options.keys) for _, row in chunk]
-        encoded = iter(encoder.encode([item for item in parsed if isinstance(item, Conversation)]))
-        for (file_index, row), item in zip(chunk, parsed, strict=True):
-            if isinstance(row, BadRow):
-                writer.reject(row)
-            elif isinstance(item, BadRow):
-                writer.reject(item)
-            else:
-                writer.add(row, file_index, next(encoded))
+    limit = writer.options.max_samples
+    rows, ahead = itertools.tee(itertools.islice(_located_rows(files), limit if limit >= 0 else None))
+    parsed = (row if isinstance(row, BadRow) else to_conversation(row, writer.options.keys) for _, row in ahead)
+    for (file_index, row), result in zip(rows, encoder.encode(parsed), strict=True):
+        if isinstance(row, BadRow):
+            writer.reject(row)
+        elif isinstance(result, BadRow):
+            writer.reject(result)
+        else:
+            writer.add(row, file_index, result)
 
 
 def _located_rows(files: list[Path]) -> Iterator[tuple[int, Row | BadRow]]:

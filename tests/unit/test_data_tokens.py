@@ -1,0 +1,180 @@
+"""The short ways to tokens give what the tokenizer gives: the same ids, and the same tokens inside the marks."""
+
+import inspect
+import json
+import random
+import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN3_5
+
+from trainer.data.tokens import WORD_PATTERNS, MarkedText, TokenFinder, _byte_level
+
+SEEDS = range(20)
+WHITESPACE = [*" \n\t\r\x0b\x1c\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000", "  ", "   ", "\n\n", " \n", "\r\n"]
+ASCII = "a The answer don't 's 'S ' x's 12 3 1234567 . , ... !?\n / _ # <<5*4=20>>20 <|end|> <|end|>\n <think> \x7f"
+OTHER = "٣ Ⅻ é e\u0301 \u0301 ñ привет ДА 你好 世界 。 ア กำ 한국 🙂 👩\u200d🚀 € † Ⱥ ǅ \u200b \ufeff \u180e"
+WORDS = [*ASCII.split(" "), *OTHER.split(" ")]
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choice(WORDS if rng.random() < 0.6 else WHITESPACE) for _ in range(rng.randint(1, 12)))
+
+
+def merge_all() -> dict[str, Any]:
+    """The state of a byte-level tokenizer that merges whatever stands side by side: cutting elsewhere shows."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    rng = random.Random(0)
+    backend.train_from_iterator([random_text(rng) for _ in range(2000)], trainer)
+    backend.add_special_tokens(["<|end|>", "<s>"])
+    backend.add_tokens(["<think>"])
+    state: dict[str, Any] = json.loads(backend.to_str())
+    return state
+
+
+STATE = merge_all()
+
+
+def changed(**changes: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with other parts, as in a tokenizer.json."""
+    state = {**STATE, **changes, "model": {**STATE["model"], **changes.get("model", {})}}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+
+
+def cut_by(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
+
+
+def with_token(content: str, **flags: bool) -> dict[str, Any]:
+    plain = {**STATE["added_tokens"][0], "single_word": False, "lstrip": False, "rstrip": False}
+    added = [token for token in STATE["added_tokens"] if token["content"] != content]
+    return {"pre_tokenizer": LLAMA3, "added_tokens": [*added, {**plain, "id": 3100, "content": content, **flags}]}
+
+
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTES = {**GPT2, "use_regex": False}
+LLAMA3 = cut_by(split(WORD_PATTERNS["llama 3"]), BYTES)
+BYTE_LEVEL = {
+    **{name: {"pre_tokenizer": cut_by(split(pattern), BYTES)} for name, pattern in WORD_PATTERNS.items()},
+    "gpt 2": {"pre_tokenizer": GPT2},
+    "normalizer": {"pre_tokenizer": LLAMA3, "normalizer": {"type": "NFC"}},
+    "digits": {"pre_tokenizer": cut_by({"type": "Digits", "individual_digits": True}, GPT2)},
+    "whole texts": {"pre_tokenizer": BYTES},
+    "another pattern": {"pre_tokenizer": cut_by(split(r"\S+ \S+"), BYTES)},
+    "other pieces": {"pre_tokenizer": cut_by(split(WORD_PATTERNS["llama 3"], "MergedWithPrevious"), BYTES)},
+    "token of two words": with_token("answer The"),
+}
+OTHERS = {
+    "prefix space": {"pre_tokenizer": {**GPT2, "add_prefix_space": True}},
+    "another normalizer": {"pre_tokenizer": LLAMA3, "normalizer": {"type": "NFKC"}},
+    "token that takes spaces after it in": with_token("<|end|>", rstrip=True),
+    "token that takes spaces before it in": with_token("<|end|>", lstrip=True),
+    "word of its own": with_token("answer", single_word=True),
+    "missing bytes": {"pre_tokenizer": LLAMA3, "model": {"vocab": {"a": 0, "Ġ": 1, "<u>": 2}, "merges": []}},
+    "unknown bytes": {"pre_tokenizer": GPT2, "model": {"vocab": {"a": 0, "<u>": 2}, "merges": [], "unk_token": "<u>"}},
+    "metaspace": {
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    },
+}
+
+
+def find(tokenizer: PreTrainedTokenizerFast, batch: list[MarkedText]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    with ThreadPoolExecutor(1) as pool:
+        located = TokenFinder(tokenizer).start(batch, pool)()
+    assert all(ids.dtype == np.int32 for ids, _ in located)
+    return [(ids.tolist(), spans) for ids, spans in located]
+
+
+def expected(tokenizer: PreTrainedTokenizerFast, item: MarkedText) -> tuple[list[int], list[tuple[int, int]]]:
+    """One text after the other, by offsets."""
+    encoding = tokenizer.backend_tokenizer.encode(item.text, add_special_tokens=False)
+    starts = [start for start, _ in encoding.offsets]
+    bounds = [np.searchsorted(starts, span).tolist() for span in item.spans]
+    return encoding.ids, [(first, end) for first, end in bounds]
+
+
+def marked_texts(seed: int) -> list[MarkedText]:
+    rng = random.Random(seed)
+    batch = []
+    for _ in range(30):
+        text = random_text(rng)
+        marks = sorted(rng.sample(range(len(text) + 1), k=min(len(text) // 2, rng.randint(0, 3)) * 2))
+        batch.append(MarkedText(text, list(zip(marks[::2], marks[1::2], strict=True))))
+    return batch
+
+
+def is_normalized(item: MarkedText) -> bool:
+    return unicodedata.is_normalized("NFC", item.text)
+
+
+def check(tokenizer: PreTrainedTokenizerFast, batch: list[MarkedText], seed: int) -> None:
+    for item, found in zip(batch, find(tokenizer, batch), strict=True):
+        assert found == expected(tokenizer, item), f"seed {seed}: {item}"
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL)
+def test_tokens_found_without_offsets_are_the_tokenizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(TokenFinder, "_encode_with_offsets")
+    tokenizer = changed(**BYTE_LEVEL[name])
+    for seed in SEEDS:
+        check(tokenizer, [item for item in marked_texts(seed) if is_normalized(item)], seed)
+    check(tokenizer, [MarkedText(" ", [(0, 1)])], -1)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tokens_found_by_offsets_are_the_tokenizers(name: str) -> None:
+    tokenizer = changed(**OTHERS[name])
+    assert _byte_level(tokenizer.backend_tokenizer) is None
+    for seed in SEEDS:
+        check(tokenizer, marked_texts(seed), seed)
+
+
+def test_texts_that_normalization_changes_are_left_to_offsets() -> None:
+    tokenizer = changed(normalizer={"type": "NFC"}, pre_tokenizer=LLAMA3)
+    changing = [seed for seed in SEEDS if not all(map(is_normalized, marked_texts(seed)))]
+    assert len(changing) > 10
+    for seed in changing:
+        check(tokenizer, marked_texts(seed), seed)
+
+
+def test_tokens_that_do_not_add_up_to_the_text_are_left_to_offsets() -> None:
+    tokenizer = changed(pre_tokenizer=cut_by(split(r"\s+", "Removed"), BYTES))
+    assert _byte_level(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())) is not None
+    check(tokenizer, [MarkedText("The answer <s>", [(4, 10)]), MarkedText("no_space", [(0, 2)])], -1)
+
+
+def test_a_word_is_tokenized_once_a_batch() -> None:
+    byte_level = _byte_level(changed(pre_tokenizer=LLAMA3).backend_tokenizer)
+    assert byte_level is not None
+    texts = ["the one and the other", "the one  and the third", "the one and the other"]
+    words = byte_level.cut([MarkedText(text, []) for text in texts])
+    assert words.new_texts == ["the one and the other", "  and third", ""]
+
+
+@pytest.mark.parametrize("name", ["whole texts", "another pattern", "other pieces", "token of two words"])
+def test_texts_are_cut_only_where_the_tokenizer_is_known_to(name: str) -> None:
+    byte_level = _byte_level(changed(**BYTE_LEVEL[name]).backend_tokenizer)
+    assert byte_level is not None and not byte_level.has_words
+
+
+def test_the_patterns_are_those_of_the_models() -> None:
+    llama3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    assert list(WORD_PATTERNS.values()) == [QWEN2, QWEN3_5, llama3]
+
+
+def test_nothing_is_found_in_nothing() -> None:
+    assert find(changed(**BYTE_LEVEL["gpt 2"]), []) == find(changed(**OTHERS["metaspace"]), []) == []
