@@ -29,7 +29,8 @@ def place_of(module: str) -> Place:
     if len(parts) == 1:
         return Place(0, "trainer")
     head = parts[1]
-    floors = {"config": 0, "protocols": 0, "batch": 1, "runtime": 1, "sft_trainer": 3, "build": 4}
+    floors = {"config": 0, "protocols": 0, "catalogue": 0, "batch": 1, "runtime": 1, "detection": 1}
+    floors |= {"sft_trainer": 3, "build": 4}
     if head in floors:
         return Place(floors[head], head)
     if head in PACKAGES_F2:

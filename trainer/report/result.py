@@ -1,0 +1,196 @@
+"""The result of an analysis: what text, page and JSON show alike. Nothing here computes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LEVELS = ("fail", "warn", "note", "info")
+"""Of a finding, worst first."""
+VERDICTS = ("FAIL", "ATTENTION", "OK", "INSUFFICIENT")
+"""FAIL: some finding is fail; ATTENTION: some is warn; INSUFFICIENT: too little was logged to say OK."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing a rule found. `id` is stable: the rule's name, with the metric or step where it can fire twice."""
+
+    id: str
+    rule: str
+    """V01 to V44."""
+    level: str
+    title: str
+    """One sentence: what is the matter."""
+    metric: str | None = None
+    steps: tuple[int, int] | None = None
+    value: float | None = None
+    threshold: float | None = None
+    evidence: tuple[str, ...] = ()
+    cause: str = ""
+    remedy: str = ""
+    """What to do, with the configuration key and a value."""
+    seeds: tuple[str, ...] = ()
+    """Lines of the requirement list it answers, such as S2.25."""
+
+
+@dataclass(frozen=True)
+class Mover:
+    """A metric that left its usual range together with an anomaly."""
+
+    metric: str
+    sign: int
+    """+1 rose, -1 fell."""
+    z: float
+    onset_step: int
+    peak_step: int
+    peak_value: float
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """An interval in which metrics left their usual range; neighbouring points are merged."""
+
+    steps: tuple[int, int]
+    metric: str
+    """The one that stands out most."""
+    peak_step: int
+    peak_value: float
+    z: float
+    ratio: float
+    """Peak over the usual level; NaN where the level is zero or signs differ."""
+    percent: float
+    """Place in the run, 0 to 100."""
+    has_recovered: bool
+    movers: tuple[Mover, ...] = ()
+    chain: tuple[str, ...] = ()
+    """Moving metrics in the order in which they set in."""
+
+
+@dataclass(frozen=True)
+class MetricSummary:
+    key: str
+    group: str
+    """optimisation, reward, length, state, timing, memory, data or other."""
+    unit: str
+    meaning: str
+    direction: str
+    """down (lower is better), up, middle or none."""
+    num_points: int
+    first: float
+    last: float
+    minimum: float
+    minimum_step: int
+    maximum: float
+    maximum_step: int
+    median: float
+    trend: str
+    """rising, falling, flat or unclear."""
+    observation: str
+    """What this run shows, one sentence."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    key: str
+    slope_per_step: float
+    """Theil-Sen, on epoch means or on 50 bins."""
+    p_value: float
+    """Mann-Kendall."""
+    early: float
+    middle: float
+    late: float
+    """Means of the thirds."""
+    last_means: tuple[float, ...] = ()
+    """Of the last ten epochs, or bins."""
+
+
+@dataclass(frozen=True)
+class Generalisation:
+    best_step: int
+    best_loss: float
+    last_loss: float
+    gap: float
+    """Validation minus training loss at the end."""
+    verdicts: Mapping[int, str]
+    """Step of each validation -> ok, note or overfit."""
+    overfit_step: int | None
+    recommended_step: int | None
+    """Best among the checkpoints that exist; the best step where none is known to exist."""
+    recommended_path: Path | None
+    reason: str
+    expected_gain: float
+    """Validation loss at the end minus at the recommended step."""
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    schedule: str
+    """constant, linear, cosine, wsd, step or unknown."""
+    peak: float
+    warmup_steps: int
+    last: float
+    high_share: float
+    """Share of the run at 0.8 of the peak or more."""
+    anomalies_at_high_share: float | None
+    """Share of the anomalies that fell there; None without anomalies."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    step_s: float
+    """Median."""
+    shares: Mapping[str, float]
+    """Phase -> share of the step time."""
+    bottleneck: str
+    """One sentence."""
+    tokens_per_s: float | None
+    mfu: float | None
+    drift_percent: float | None
+    """How much the step time grew over the run."""
+    leak_gib_per_1000_steps: float | None
+    goodput: float | None
+
+
+@dataclass(frozen=True)
+class CheckItem:
+    """One line of the checklists: the first 100 steps, each checkpoint, the end."""
+
+    seed: str
+    phase: str
+    """start, checkpoint or end."""
+    text: str
+    status: str
+    """pass, fail or unknown."""
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All sections of one run. `insufficient` names rules that could not be judged, with the reason."""
+
+    title: str
+    source: str
+    path: Path
+    profile: str
+    """sft, grpo, controller or generic: which absolute bands apply."""
+    verdict: str
+    headline: str
+    """The verdict in one sentence."""
+    facts: Mapping[str, str]
+    """Header lines: steps, time span, attempts, rows skipped, ..."""
+    top: tuple[Finding, ...]
+    """The three that matter most."""
+    findings: tuple[Finding, ...]
+    metrics: tuple[MetricSummary, ...]
+    trends: tuple[Trend, ...]
+    anomalies: tuple[Anomaly, ...]
+    correlations: tuple[tuple[str, str, float], ...]
+    """Pairs whose residuals move together: Spearman's rho beyond 0.6."""
+    generalisation: Generalisation | None
+    learning_rate: LearningRate | None
+    throughput: Throughput | None
+    checklist: tuple[CheckItem, ...]
+    thresholds: Mapping[str, float]
+    overridden: tuple[str, ...]
+    insufficient: tuple[tuple[str, str], ...]
+    closing: str
+    """Two or three sentences: what to do next."""

@@ -1,0 +1,78 @@
+"""What every reader makes of a training log: series under our own key names, and the facts around them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the optimizer steps it was logged at: `steps` int64, strictly rising; `values` float64.
+
+    NaN and infinities stand as they were logged. A step trained twice shows what counted in the end.
+    """
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class LogEvent:
+    """Something that happened at a step: a start, a stop, a saved checkpoint, an alert of the guard, an error."""
+
+    step: int
+    kind: str
+    message: str
+    level: str = "info"
+    """info, warn or error."""
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """One `global_step_N` (or `checkpoint-N`) directory that exists beside the log."""
+
+    step: int
+    path: Path
+    size_bytes: int
+    is_complete: bool
+    """All its parts are there, as far as file names and sizes tell."""
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A log as read. `series` has canonical keys (`train/loss`, `train/lr`, `train/grad_norm`, `val/loss`, ...)."""
+
+    path: Path
+    source: str
+    """fsdp-sft, ms-swift, transformers, llama-factory, verl, roll, csv, tensorboard, mlflow, trackio or jsonl."""
+    series: Mapping[str, Series]
+    num_rows: int
+    num_unparsed: int = 0
+    """Lines or records that could not be read; a torn last line is one."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Flat, dotted names, as the run's own framework calls them."""
+    events: tuple[LogEvent, ...] = ()
+    checkpoints: tuple[CheckpointState, ...] = ()
+    tracker_step: int | None = None
+    """What `latest_checkpointed_iteration.txt` says."""
+    total_steps: int | None = None
+    """Planned, where the log or the configuration tells."""
+    num_attempts: int = 1
+    num_lost_steps: int = 0
+    """Steps that were trained again after a restart or a rollback."""
+    num_disordered_rows: int = 0
+    """Rows that repeat a step or go back without a restart that explains them."""
+    span_s: float | None = None
+    """Wall time from the first to the last row, where rows carry a clock."""
+    exit_code: int | None = None
+    """How the last attempt ended, None while it runs or where nobody wrote it down."""
+    notes: tuple[str, ...] = ()
+    """What the reader wants said, e.g. that the format hides NaN losses."""
