@@ -1,0 +1,295 @@
+"""The catalogue of metrics: every key is found, its words are known, its page is up to date."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from acceptance.table import all_lines
+
+from trainer import catalogue
+from trainer.catalogue import CATALOGUE, PLACEHOLDERS, Metric, lookup, parse, split_reducer
+from trainer.cli import metrics as command
+from trainer.config import known_keys
+from trainer.tracking import Tracking, read_metrics
+
+EXAMPLES = {
+    "<source>": "web/pages",
+    "<group>": "no_decay",
+    "<block>": "model.layers.3",
+    "<name>": "Format",
+    "<phase>": "data",
+    "<infix>": "sft/do_checkpoint",
+    "<edge>": "start",
+    "<place>": "onload",
+    "<device>": "7",
+}
+LOGGED = re.compile(
+    r"(?:train|val|time|throughput|memory|optim|progress|data|guard|system|ckpt|checkpoint|obs)/[\w/()-]+"
+)
+LOGGING_FILES = (
+    "sft_trainer.py",
+    "build.py",
+    "batch.py",
+    "monitor",
+    "checkpoint",
+    "optim",
+    "data",
+    "tracking",
+    "runtime",
+)
+STATISTICS = ("mean", "max", "min")
+
+
+def three(key: str) -> list[str]:
+    return [f"{key}/{statistic}" for statistic in STATISTICS]
+
+
+RL_KEYS = {
+    "S0.11": [f"train/reward_total_{statistic}" for statistic in ("mean", "std", "min", "max")],
+    "S0.12": ["train/reward_correct_mean", "train/reward_format_mean", "train/tag_count_reward_mean"],
+    "S0.13": [
+        *(f"eval/reward_total_{statistic}" for statistic in ("mean", "std", "min", "max")),
+        *("eval/reward_correct_mean", "eval/reward_format_mean", "eval/tag_count_reward_mean"),
+    ],
+    "S0.15": [f"train/adv_{statistic}" for statistic in ("mean", "std", "min", "max")],
+    "S0.17": ["train/entropy"],
+    "S0.22": ["time/train/rollout_s", "time/train/reward_s", "time/train/advantages_s"],
+    "S0.25": ["time/eval/rollout_s", "time/eval/reward_s"],
+    "S0.32": ["weights/sync_s", "weights/version", "weights/bytes"],
+    "S1.16": ["reward"],
+    "S2.3": ["kl", "clip_ratio", "clip_ratio/low_mean", "clip_ratio/high_max", "clip_ratio/region_mean"],
+    "S2.4": ["reward", "reward_std", "rewards/Format/mean", "rewards/AnswerMatchCosine/std"],
+    "S2.5": [
+        *("completions/min_length", "completions/mean_length", "completions/max_length"),
+        "completions/clipped_ratio",
+    ],
+    "S2.13": ["rewards/Format/mean"],
+    "S2.14": ["rewards/AnswerMatchCosine/mean", "rewards/PlaneMatchString/mean"],
+    "S2.15": ["completions/mean_length"],
+    "S2.16": ["completions/min_length"],
+    "S2.17": ["completions/max_length"],
+    "S2.18": ["completions/clipped_ratio"],
+    "S2.19": ["clip_ratio"],
+    "S4.1": three("val/score"),
+    "S4.2": [f"critic/{name}" for name in ("lr", "loss", "value", "vpred", "clipfrac", "error")],
+    "S4.3": three("critic/score"),
+    "S4.4": three("critic/rewards"),
+    "S4.5": three("critic/advantages"),
+    "S4.6": three("critic/returns"),
+    "S4.7": three("critic/values"),
+    "S4.8": three("tokens/response_length"),
+    "S4.9": three("tokens/prompt_length"),
+    "S4.10": ["actor/lr"],
+    "S4.11": ["actor/ppo_ratio_high_clipfrac", "actor/ppo_ratio_low_clipfrac", "actor/ppo_ratio_clipfrac"],
+    "S4.12": [f"actor/ratio_{statistic}" for statistic in STATISTICS],
+    "S4.13": ["actor/clipfrac"],
+    "S4.14": ["actor/kl_loss"],
+    "S4.15": ["actor/total_loss"],
+    "S4.16": ["actor/approxkl", "actor/policykl"],
+    "S4.17": ["critic/ref_log_prob/mean", "critic/old_log_prob/mean"],
+    "S4.18": ["critic/entropy/mean"],
+    "S4.19": ["critic/reward_clip_frac"],
+    "S4.20": ["actor/pg_loss", "actor/weighted_pg_loss"],
+    "S4.22": [f"actor/sample_weights_{statistic}" for statistic in STATISTICS],
+    "S4.23": ["actor/positive_sft_loss", "actor/negative_sft_loss"],
+    "S4.26": [f"time/{name}" for name in ("rollout", "ref_log_probs_values_reward", "old_log_probs_values", "adv")],
+    "S4.27": ["time/actor_train/generate/total", "time/actor_train/compute_log_probs/execute"],
+}
+"""Lines marked F -> their keys as others log them."""
+OURS_TOO = ("S0.17", "S4.27")
+"""Their keys this trainer logs as well, with phases of its own in the infix."""
+
+
+def found(key: str) -> Metric:
+    metric = lookup(key)
+    assert metric is not None, key
+    return metric
+
+
+def test_every_line_for_rl_has_its_keys_here() -> None:
+    assert [line.id for line in all_lines() if "F" in line.marks and line.id not in RL_KEYS] == []
+
+
+@pytest.mark.covers("S0.11", "S0.12", "S0.13", "S0.15", "S0.22", "S0.32", "S1.16", "S2.4", "S2.5")
+@pytest.mark.covers("S4.1", "S4.2", "S4.3", "S4.4", "S4.5", "S4.6", "S4.7", "S4.8", "S4.9", "S4.10", "S4.11", "S4.12")
+@pytest.mark.covers("S4.13", "S4.14", "S4.15", "S4.16", "S4.17", "S4.18", "S4.20", "S4.22", "S4.26")
+@pytest.mark.parametrize("line_id", RL_KEYS)
+def test_keys_of_reinforcement_learning_are_declared_and_can_be_logged(line_id: str, tmp_path: Path) -> None:
+    data = {key: 0.5 * number for number, key in enumerate(RL_KEYS[line_id])}
+    for key in data:
+        metric = found(key)
+        assert metric.unit and metric.meaning, key
+        if line_id not in OURS_TOO:
+            assert (metric.domain, metric.is_emitted) == ("rl", False), key
+            assert line_id in metric.lines, key
+    tracking = Tracking("project", "experiment", [], {}, run_dir=tmp_path, total_steps=1)
+    tracking.log(data, step=1)
+    tracking.finish(0)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert data.items() <= row.items()
+
+
+def test_keys_are_unique_and_every_group_has_some() -> None:
+    assert len({metric.key for metric in CATALOGUE}) == len(CATALOGUE) > 250
+    assert {metric.group for metric in CATALOGUE} == set(catalogue.GROUPS)
+
+
+def test_lines_and_configuration_keys_that_it_names_exist() -> None:
+    known = {line.id for line in all_lines()} | set(known_keys())
+    assert [(m.key, link) for m in CATALOGUE for link in (*m.lines, *m.config) if link not in known] == []
+
+
+def test_meanings_are_sentences() -> None:
+    wrong = [metric.key for metric in CATALOGUE if not metric.meaning.endswith(".") or len(metric.meaning) < 15]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("metric", [metric for metric in CATALOGUE if "<" in metric.key], ids=lambda metric: metric.key)
+def test_a_key_with_placeholders_is_found_by_what_is_logged(metric: Metric) -> None:
+    key = metric.key
+    for placeholder, example in EXAMPLES.items():
+        key = key.replace(placeholder, example)
+    assert "<" not in key
+    fitting = [other.key for pattern, other in catalogue._PATTERNS if pattern.fullmatch(key)]
+    assert fitting == [metric.key]
+    assert lookup(key) is metric
+    assert set(EXAMPLES) == set(PLACEHOLDERS)
+
+
+@pytest.mark.covers("S0.5", "S0.8")
+def test_eval_is_another_spelling_of_val() -> None:
+    assert found("eval/loss") is found("val/loss")
+    assert found("eval/loss_by/code").key == "val/loss_by/<source>"
+
+
+def test_a_suffix_names_the_reducer() -> None:
+    assert found("train/loss").reducer == "mean"
+    assert (found("train/loss@max").reducer, found("train/loss@max").key) == ("max", "train/loss")
+    assert found("eval/loss@p99").reducer == "p99"
+    assert split_reducer("sft_train/loss@sum") == ("sft_train/loss", "sum")
+    assert split_reducer("train/loss@often") == ("train/loss@often", None)
+    assert split_reducer("@sum") == ("@sum", None)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train/losses", "", "train/loss@often", "train", "time/sft/total", "memory/sft/eval/begin/onload/reserved/0"],
+)
+def test_an_unknown_key_is_unknown(key: str) -> None:
+    assert lookup(key) is None
+
+
+ENTRY = "[data]\na/b   1 mean down sft step emitted\n    What it means.\n"
+
+
+def test_an_entry_is_read() -> None:
+    (metric,) = parse(ENTRY + "    S0.1 S3.12 optim.lr\n\n# a remark\n")
+    assert metric == Metric(
+        key="a/b",
+        group="data",
+        unit="1",
+        reducer="mean",
+        direction="down",
+        domain="sft",
+        cadence="step",
+        is_emitted=True,
+        meaning="What it means.",
+        lines=("S0.1", "S3.12"),
+        config=("optim.lr",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("mean", "average", "'average' is none of sum, mean"),
+        ("step", "often", "'often' is none of step, eval"),
+        ("[data]", "[dates]", "'dates' is none of optimisation"),
+        ("a/b", "a/<b>", "'<b>' is none of <source>"),
+        ("emitted", "", "needs seven words"),
+        ("    What it means.\n", "", "needs seven words"),
+        ("means.\n", "means.\n    S0.1\n    S0.2\n", "needs seven words"),
+    ],
+)
+def test_a_wrong_entry_is_named(old: str, new: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"'a/.*{re.escape(message)}"):
+        list(parse(ENTRY.replace(old, new)))
+
+
+def keys_logged_in(source: str) -> set[str]:
+    """Texts that look like keys of metrics."""
+    texts = (n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return {text for text in texts if LOGGED.fullmatch(text)}
+
+
+@pytest.mark.covers("S0.3", "S0.34")
+def test_every_key_that_the_trainer_logs_is_in_the_catalogue(repository: Path) -> None:
+    paths = [repository / "trainer" / name for name in LOGGING_FILES]
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    logged = {key for file in files for key in keys_logged_in(file.read_text(encoding="utf-8"))}
+    assert len(logged) >= 15
+    assert [key for key in sorted(logged) if lookup(key) is None] == []
+    assert [key for key in sorted(logged) if not found(key).is_emitted] == []
+
+
+def test_a_logged_key_is_recognised() -> None:
+    assert keys_logged_in("x = {'train/lr(1e-3)': 1, 'a b/c': 2, f'val/{n}': 3}; y = 'see val/loss'") == {
+        "train/lr(1e-3)"
+    }
+
+
+@pytest.mark.covers("S0.34", "S4.40")
+def test_the_page_of_metrics_is_up_to_date(repository: Path) -> None:
+    page = (repository / "docs/metrics.md").read_text(encoding="utf-8")
+    assert page == command.page(), "run: python -m trainer.cli.metrics --write docs/metrics.md"
+    for metric in CATALOGUE:
+        (row,) = [
+            line for line in page.splitlines() if line.startswith((f"| `{metric.key}` |", f"| *`{metric.key}`* |"))
+        ]
+        assert all(f"`{key}`" in row for key in metric.config)
+        assert f"| {metric.cadence} |" in row
+
+
+def test_the_page_is_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--write", str(tmp_path / "m.md")]) == 0
+    assert (tmp_path / "m.md").read_text(encoding="utf-8") == command.page()
+    assert command.main(["--write", str(tmp_path / "none" / "m.md")]) == 73
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.covers("S4.40")
+def test_the_command_lists_all_and_starts_without_torch(repository: Path) -> None:
+    script = "import sys; from trainer.cli.metrics import main; main([]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first_words = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    assert {metric.key for metric in CATALOGUE} <= first_words
+
+
+def test_the_command_tells_what_is_known_of_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["val/loss", "memory/cpu/sft/eval/end/rss@max"]) == 0
+    loss, rss = capsys.readouterr().out.split("\n\n")
+    assert "configured  trainer.test_freq, data.val_files" in loss
+    assert "good        lower is better" in loss
+    assert "largest of all ranks" in rss
+    assert "<infix>" in rss
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train/los"], "unknown metric 'train/los': did you mean train/loss"),
+        (["trian/grad_norm@max"], "did you mean train/grad_norm"),
+        (["?"], "without a key this command lists all"),
+        (["--writ", "x"], "--writ"),
+    ],
+)
+def test_a_typo_is_answered_with_the_nearest_key(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(words) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, message in captured.err) == ("", True)
