@@ -129,6 +129,7 @@ def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[
     return begun
 
 
+@pytest.mark.covers("S3.12")
 def test_it_holds_the_state_of_its_step_while_training_changes_it(source: Any, tmp_path: Path) -> None:
     run_ranks(run, 2, tmp_path / "sync", source, Recipe())
     assert run_ranks(train_ahead_of_the_writer, 2, tmp_path / "async", source) == [[4, 6], [4, 6]]

@@ -46,6 +46,7 @@ def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
     return target
 
 
+@pytest.mark.covers("S3.20", "S3.27", "S3.28", "S3.29")
 @pytest.mark.parametrize("step", [2, 4])
 def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path, step: int) -> None:  # type: ignore[no-untyped-def]
     run_dir, whole = straight
@@ -55,6 +56,7 @@ def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path: Path,
     assert equal(again.parameters, whole.parameters) and equal(again.moments, whole.moments)
 
 
+@pytest.mark.covers("S3.30")
 @pytest.mark.parametrize("world_size", [1, 5])
 def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int) -> None:  # type: ignore[no-untyped-def]
     run_dir, whole = straight
@@ -78,6 +80,7 @@ def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path: Path) -> None: 
     assert equal(again.loaded, first.parameters) and equal(again.loaded_moments, first.moments)
 
 
+@pytest.mark.covers("S3.16", "S3.17", "S3.18", "S3.19", "S3.20", "S3.21", "S3.22", "S3.23", "S3.52")
 def test_layout_manifest_and_export(straight, source) -> None:  # type: ignore[no-untyped-def]
     run_dir, parameters = straight[0], straight[1].parameters
     step_dir = run_dir / "global_step_6"
@@ -139,6 +142,7 @@ def test_a_changed_schedule_is_named() -> None:
     )
 
 
+@pytest.mark.covers("S3.24")
 def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=2, save_freq=1))
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=5, save_freq=1, keep=1))
@@ -196,6 +200,7 @@ def test_a_poisoned_state_is_never_committed(source, tmp_path: Path) -> None:  #
     assert layout.checkpoints(tmp_path / "run") == []
 
 
+@pytest.mark.covers("S3.30")
 def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
     with pytest.raises(AssertionError, match=r"data: toy 0 -> toy 1 +<- refused"):

@@ -40,6 +40,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
     return ""
 
 
+@pytest.mark.covers("S3.30")
 def test_a_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) -> None:
     for error in run_ranks(start_unseen, 3, tmp_path / "run"):
         assert "ranks [1] do not see what rank 0 writes" in error
@@ -55,6 +56,7 @@ def start_on_full_disk(world: Any, run_dir: Path, source: Any) -> str:
     return ""
 
 
+@pytest.mark.covers("S3.25")
 def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path: Path, source: Any) -> None:
     for error in run_ranks(start_on_full_disk, 2, tmp_path / "run", source):
         assert "a checkpoint needs 1." in error and "0.977 KiB are free" in error

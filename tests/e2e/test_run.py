@@ -29,6 +29,7 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return cwd / "checkpoints" / "e2e" / "quickstart", done.stdout
 
 
+@pytest.mark.covers("S0.2", "S0.29", "S0.30", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15")
 def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, output = straight
     for text in (
@@ -44,12 +45,17 @@ def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     assert list(losses) == list(range(1, 13))
     assert losses[12] < losses[1] - 1
     assert sorted(curve(run_dir, "val/loss")) == [6, 12]
-    assert set(json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])) >= {
-        "train/loss",
+    for key in (
         "train/lr(1e-3)",
         "train/time(s)",
         "train/grad_norm",
-    }
+        "time/train/data_s",
+        "throughput/train/tokens_per_s",
+    ):
+        assert list(curve(run_dir, key)) == list(range(1, 13)), key
+    kinds = [json.loads(row)["kind"] for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (kinds.count("train"), kinds.count("val")) == (12, 2), "a rank other than 0 writes too"
+    assert sorted(p.name for p in run_dir.glob("global_step_*")) == [f"global_step_{n}" for n in (12, 3, 6, 9)]
 
 
 def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> None:
@@ -60,6 +66,7 @@ def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> N
     assert snapshot(run_dir) == before
 
 
+@pytest.mark.covers("S3.27", "S3.29")
 @pytest.mark.parametrize("seed", range(5))
 def test_kill_9_then_the_same_command(straight: tuple[Path, str], cache: str, tmp_path: Path, seed: int) -> None:
     """Every process killed at a random moment: the continued run equals the uninterrupted one, bit by bit."""
@@ -89,6 +96,7 @@ def test_kill_9_then_the_same_command(straight: tuple[Path, str], cache: str, tm
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+@pytest.mark.covers("S3.29", "S3.30", "S3.31")
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_continue_on_other_ranks(straight: tuple[Path, str], cache: str, tmp_path: Path, num_ranks: int) -> None:
     run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
@@ -104,6 +112,7 @@ def test_continue_on_other_ranks(straight: tuple[Path, str], cache: str, tmp_pat
         assert curve(run_dir, key) == curve(straight[0], key)
 
 
+@pytest.mark.covers("S3.16", "S3.26")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str, tmp_path: Path, number: int) -> None:
     run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
@@ -173,6 +182,7 @@ def test_mistyped_key_is_2_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.covers("S0.30", "S3.15", "S3.17", "S3.24")
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
 def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
     done = run(
@@ -209,6 +219,7 @@ def test_command_works_from_any_directory(tmp_path: Path) -> None:
     assert shown.returncode == 0 and "partial_pretrain: quickstart" in shown.stdout
 
 
+@pytest.mark.covers("S0.5", "S3.11", "S3.13", "S3.23")
 def test_export_gives_the_loss_that_the_trainer_reported(cache: str, tmp_path: Path) -> None:
     """Weights, tokenizer, template and mask of the export, through transformers alone, against `val/loss`."""
     texts = [(f"Add {n} to x.", f"x + {n}", "Why?", "So!") for n in range(3)]

@@ -11,6 +11,7 @@ from runs import run
 QUESTION = "Write a Python function multiply_by_31(x) that returns x times 31."
 
 
+@pytest.mark.covers("S3.23")
 @pytest.mark.vllm
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter with vLLM")
 def test_export_generates_in_vllm(cache: str, tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_loss_and_gradients_equal_plain_transformers(results: tuple[int, dict[st
     assert result["gradient error"] < 1e-5
 
 
+@pytest.mark.covers("S3.23")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_export_is_what_transformers_would_save(results: tuple[int, dict[str, Any]], root: Path, name: str) -> None:
     world_size, by_name = results

@@ -42,6 +42,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm())
 
 
+@pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 1000])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_loss_and_gradients_equal_full_logits(

@@ -33,6 +33,7 @@ def test_only_exact_names_are_steps(name: str, step: int | None) -> None:
     assert layout.parse_step(name) == step
 
 
+@pytest.mark.covers("S3.17", "S3.18", "S3.19", "S3.20")
 def test_file_names_are_those_other_tools_know() -> None:
     assert layout.step_dir_name(12) == "global_step_12"
     assert layout.model_file(8, 3) == "model_world_size_8_rank_3.pt"
@@ -40,6 +41,7 @@ def test_file_names_are_those_other_tools_know() -> None:
     assert layout.extra_file(8, 3) == "extra_state_world_size_8_rank_3.pt"
 
 
+@pytest.mark.covers("S3.16")
 @pytest.mark.parametrize(
     ("text", "step"),
     [("20", 20), ("20\n", 20), (" 20 ", 20), ("0", 0), ("9" * 18, int("9" * 18))]
@@ -70,6 +72,7 @@ def test_a_new_run_directory_has_nothing_to_continue(tmp_path: Path) -> None:
     assert select(tmp_path).chosen is None
 
 
+@pytest.mark.covers("S3.16", "S3.26")
 def test_the_pointer_is_followed_without_remark(tmp_path: Path) -> None:
     save(tmp_path, 9, 10, 100)
     assert (tmp_path / POINTER).read_text() == "100"
@@ -176,6 +179,7 @@ def reason_after(path: Path, change: Callable[[Path], object]) -> str:
     return info.reason
 
 
+@pytest.mark.covers("S3.53")
 def test_reasons_name_the_file(tmp_path: Path) -> None:
     def edit(key: str, value: object) -> Callable[[Path], object]:
         def change(path: Path) -> None:
@@ -218,6 +222,7 @@ def test_a_path_with_another_name_is_a_usage_error(tmp_path: Path) -> None:
         inspect(tmp_path)
 
 
+@pytest.mark.covers("S3.54")
 def test_publish_repairs_and_then_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     commit(tmp_path, 20)
@@ -264,6 +269,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.L
     assert outside.is_dir() and is_whole(tmp_path / "global_step_10") and not caplog.records
 
 
+@pytest.mark.covers("S3.24")
 def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(tmp_path: Path) -> None:
     save(tmp_path, 5, 6, 9, 10, 20, 30)
     write_foreign(tmp_path, 1)
@@ -326,6 +332,7 @@ def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_late
     assert steps(tmp_path) == [4]
 
 
+@pytest.mark.covers("S3.52")
 def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 10, 20)
     shutil.rmtree(tmp_path / "global_step_20" / "huggingface")

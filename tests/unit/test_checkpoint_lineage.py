@@ -19,6 +19,7 @@ def test_what_can_be_allowed_is_what_is_refused() -> None:
     assert {key for key in WARNED if "." in key} <= set(known_keys())
 
 
+@pytest.mark.covers("S3.30")
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
     now = fingerprints(**{name: "other"})

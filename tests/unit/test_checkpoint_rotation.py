@@ -165,6 +165,7 @@ def memory_dir(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.covers("S3.24", "S3.54")
 def test_random_histories(memory_dir: Path, kernel: Kernel) -> None:
     for seed in range(NUM_HISTORIES):
         chance = random.Random(seed)

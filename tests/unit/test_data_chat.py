@@ -59,6 +59,7 @@ CHATML_LIKE = {
 }
 
 
+@pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("template", CHATML_LIKE.values(), ids=CHATML_LIKE)
 def test_chatml(template: str) -> None:
     assert supervised(template, chat(*ANSWERS, system=True)) == [f"{answer}<|im_end|>" for answer in ANSWERS]
@@ -123,6 +124,7 @@ def tool_chat(arguments: object) -> Conversation:
     return Conversation(messages, [{"type": "function", "function": {"name": "add"}}])
 
 
+@pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])
 def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> None:
     conversation = tool_chat(arguments)

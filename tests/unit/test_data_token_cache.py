@@ -195,6 +195,7 @@ def test_truncation_cuts_one_side(tmp_path: Path, truncation: str) -> None:
     assert (cut.summary.num_truncated, cut.summary.num_cut_tokens) == (1, len(ids) - 64)
 
 
+@pytest.mark.covers("S3.9")
 def test_a_supervised_first_token_is_no_label(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", {"q": "q", "a": "x y z " * 30})
     options = replace(OPTIONS, truncation="left", max_length=20)
@@ -300,6 +301,7 @@ def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(tmp_path: Path,
     assert num_encoded == [50]
 
 
+@pytest.mark.covers("S3.11")
 @pytest.mark.parametrize(
     ("count", "ratio", "num_val"), [(100, 0.02, 2), (100, 0.0, 0), (10, 0.02, 1), (2, 0.9, 1), (1, 0.5, 0)]
 )

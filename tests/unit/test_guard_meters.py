@@ -67,6 +67,7 @@ def reduced(world: World, losses: list[float], squares: list[float], stopping: l
     }
 
 
+@pytest.mark.covers("S0.9", "S3.10")
 def test_every_rank_sees_the_same_sums() -> None:
     first, second = run_ranks(reduced, 2, [1.5, 2.0], [9.0, 16.0], [False, False])
     assert first == second
@@ -78,6 +79,7 @@ def test_a_stop_request_of_any_rank_reaches_all() -> None:
         assert totals["num_stop_requests"] == 1 and totals["is_any_stopping"]
 
 
+@pytest.mark.covers("S3.8")
 def test_replicas_do_not_count_their_gradient_twice() -> None:
     """Two copies of the parameters on one rank each: both hold the whole summed gradient, of norm 5."""
     for totals in run_ranks(reduced, 2, [1.0, 2.0], [25.0, 25.0], [False, False], fsdp_size=1):

@@ -60,6 +60,7 @@ def test_moving_and_pinning_keep_the_host_fields() -> None:
     assert batch.labels_T.tolist() == pack(Fixed(), [2, 0]).labels_T.tolist()
 
 
+@pytest.mark.covers("S0.4", "S0.20")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_a_step_holds_each_sample_once_and_counts_globally(world_size: int) -> None:
     samples, ids = ToySamples(11), np.array([4, 9, 0, 7, 2])
@@ -107,6 +108,7 @@ def same(left: PackedBatch, right: PackedBatch) -> bool:
     return left.sample_ids == right.sample_ids and torch.equal(left.input_ids_T, right.input_ids_T)
 
 
+@pytest.mark.covers("S3.22", "S3.28")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop_after", range(TWO_EPOCHS))
 def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers: int) -> None:
@@ -130,6 +132,7 @@ def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers:
         assert all(same(a, b) for a, b in zip(left.micro_batches, right.micro_batches, strict=True))
 
 
+@pytest.mark.covers("S3.28")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int) -> None:
     """The position is one integer: what two ranks saved at step 2, any number of ranks continues."""
@@ -154,6 +157,7 @@ def test_a_finished_run_has_no_step_left() -> None:
     assert again.next_step == TWO_EPOCHS and list(again) == []
 
 
+@pytest.mark.covers("S3.11")
 @pytest.mark.parametrize("num_samples", [1, 2, 7])
 @pytest.mark.parametrize("world_size", range(1, 6))
 def test_validation_visits_every_sample_once(world_size: int, num_samples: int) -> None:

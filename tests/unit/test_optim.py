@@ -149,6 +149,7 @@ def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.
     return square_sum.item(), exact, updated[0], updated[1]
 
 
+@pytest.mark.covers("S3.8")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("max_norm", [2.0, 1e9])
 def test_norm_and_clipped_update_over_uneven_shards_are_exact(world_size: int, max_norm: float) -> None:

@@ -42,6 +42,7 @@ def test_run_directories_of_recipes_differ() -> None:
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.covers("S3.12", "S3.15", "S3.24", "S3.26")
 def test_the_coder_recipe_saves_and_validates_as_required(coder: Config) -> None:
     assert coder.trainer.project_name == "rlvr_coding_model"
     assert coder.trainer.default_local_dir == "checkpoints/rlvr_coding_model/phase1_sft_qwen7b_coder"

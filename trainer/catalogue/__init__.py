@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -104,8 +104,15 @@ def _metric(group: str, head: str, details: list[str]) -> Metric:
         meaning, references = details if len(details) == 2 else (*details, "")
     except ValueError as error:
         raise ValueError(f"'{head}': needs seven words, then a line of meaning, then at most one of links") from error
-    words = [(group, GROUPS), (reducer, REDUCERS), (direction, DIRECTIONS), (domain, DOMAINS), (cadence, CADENCES)]
-    words += [(status, STATUS), *((placeholder, PLACEHOLDERS) for placeholder in re.findall("<.*?>", key))]
+    words: list[tuple[str, Collection[str]]] = [
+        (group, GROUPS),
+        (reducer, REDUCERS),
+        (direction, DIRECTIONS),
+        (domain, DOMAINS),
+        (cadence, CADENCES),
+        (status, STATUS),
+        *((placeholder, PLACEHOLDERS) for placeholder in re.findall("<.*?>", key)),
+    ]
     for word, known in words:
         if word not in known:
             raise ValueError(f"'{head}': '{word}' is none of {', '.join(known)}")
