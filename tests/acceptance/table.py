@@ -1,15 +1,14 @@
 """Which tests show which line of the acceptance list, lines.txt.
 
-`python tests/acceptance/table.py` prints line, marks, status and tests, `--missing` only the lines that no test shows.
-A test says what it shows by `@pytest.mark.covers("S2.21", ...)`; the marks are found in the sources, nothing is
-imported. Exit codes: 0 every line is shown, 1 some is not.
+`python tests/acceptance/table.py` prints line, marks, status and tests, `--missing` only the lines of which something
+is missing. A test says what it shows by `@pytest.mark.covers("S2.21", "S2.25:C")`: the whole line S2.21, and of S2.25
+what its mark C asks for. The sources are parsed, nothing is imported. Exit codes: 0 every line is shown, 1 some is not.
 """
 
 import argparse
 import ast
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Cover:
-    """One test (or file, for marks outside of functions) that shows one line."""
+    """One test (or file, for marks outside of functions) that shows one line, or what one mark of it asks for."""
 
     line_id: str
+    mark: str
+    """C, R or F; "" for the whole line."""
     path: str
     owner: str
     """The names of class and function, outermost first, joined by `::`; "" for a whole file."""
@@ -71,8 +72,9 @@ def _covers_below(node: ast.AST, path: str, owner: str) -> Iterator[Cover]:
         if isinstance(child, ast.Call) and ast.unparse(child.func).endswith("mark.covers"):
             for argument in child.args:
                 if not (isinstance(argument, ast.Constant) and isinstance(argument.value, str)):
-                    raise ValueError(f"{path}:{child.lineno}: write the lines out: covers('S2.21', 'S2.22')")
-                yield Cover(argument.value, path, owner)
+                    raise ValueError(f"{path}:{child.lineno}: write the lines out: covers('S2.21', 'S2.25:C')")
+                line_id, _, mark = argument.value.partition(":")
+                yield Cover(line_id, mark, path, owner)
         yield from _covers_below(child, path, owner)
 
 
@@ -89,43 +91,49 @@ def all_covers() -> list[Cover]:
     ]
 
 
-def tests_by_line(lines: list[Line], covers: list[Cover]) -> dict[str, list[str]]:
-    """Line -> its tests, for every line of the list. Raises `ValueError` for a mark that names no line."""
-    found: dict[str, list[str]] = {line.id: [] for line in lines}
+def covers_by_line(lines: list[Line], covers: list[Cover]) -> dict[str, list[Cover]]:
+    """Line -> what shows it, for every line of the list. Raises `ValueError` for a mark that names nothing in it."""
+    known = {line.id: ["", *line.marks.split("+")] for line in lines}
+    found: dict[str, list[Cover]] = {line.id: [] for line in lines}
     for cover in covers:
-        if cover.line_id not in found:
-            raise ValueError(f"{cover.test} covers '{cover.line_id}', which is no line of lines.txt")
-        if cover.test not in found[cover.line_id]:
-            found[cover.line_id].append(cover.test)
+        if cover.mark not in known.get(cover.line_id, []):
+            raise ValueError(f"{cover.test} covers '{cover.line_id}:{cover.mark}', which is not in lines.txt")
+        found[cover.line_id].append(cover)
     return found
 
 
-def rows(lines: list[Line], tests: dict[str, list[str]], *, only_missing: bool) -> Iterator[str]:
-    """The table, and below it how many lines of each mark are shown."""
-    num_shown: dict[str, int] = defaultdict(int)
+def missing_marks(line: Line, covers: list[Cover]) -> list[str]:
+    """The marks of a line that none of its covers shows."""
+    shown = {cover.mark for cover in covers}
+    return [] if "" in shown else [mark for mark in line.marks.split("+") if mark not in shown]
+
+
+def rows(lines: list[Line], covers: dict[str, list[Cover]], *, only_missing: bool) -> Iterator[str]:
+    """The table, and below it how many lines are shown, in all and of each mark."""
+    missing = {line.id: missing_marks(line, covers[line.id]) for line in lines}
     for line in lines:
-        shown_by = tests[line.id]
-        for mark in line.marks.split("+"):
-            num_shown[mark] += bool(shown_by)
-        if not shown_by:
-            yield f"{line.id:6} {line.marks:4} missing  {line.wording}"
-        elif not only_missing:
-            yield f"{line.id:6} {line.marks:4} shown    {shown_by[0]}"
-            yield from (f"{'':20} {test}" for test in shown_by[1:])
+        if only_missing and not missing[line.id]:
+            continue
+        status = f"missing {'+'.join(missing[line.id])}" if missing[line.id] else "shown"
+        tests = list(dict.fromkeys(cover.test for cover in covers[line.id]))
+        first, *others = [line.wording] if only_missing or not tests else tests
+        yield f"{line.id:6} {line.marks:4} {status:12} {first}"
+        yield from (f"{'':24} {test}" for test in others)
     for mark, meaning in MARKS.items():
-        total = sum(mark in line.marks.split("+") for line in lines)
-        yield f"{mark} ({meaning}): {num_shown[mark]} of {total} lines shown"
-    yield f"all: {sum(map(bool, tests.values()))} of {len(lines)} lines shown"
+        of_mark = [line for line in lines if mark in line.marks]
+        num_shown = sum(mark not in missing[line.id] for line in of_mark)
+        yield f"{mark} ({meaning}): {num_shown} of {len(of_mark)} lines shown"
+    yield f"all: {sum(not marks for marks in missing.values())} of {len(lines)} lines shown"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python tests/acceptance/table.py", allow_abbrev=False)
-    parser.add_argument("--missing", action="store_true", help="only the lines that no test shows")
+    parser.add_argument("--missing", action="store_true", help="only the lines of which something is missing")
     only_missing = parser.parse_args(argv).missing
     lines = all_lines()
-    tests = tests_by_line(lines, all_covers())
-    print("\n".join(rows(lines, tests, only_missing=only_missing)))
-    return 0 if all(tests.values()) else 1
+    covers = covers_by_line(lines, all_covers())
+    print("\n".join(rows(lines, covers, only_missing=only_missing)))
+    return 1 if any(missing_marks(line, covers[line.id]) for line in lines) else 0
 
 
 if __name__ == "__main__":

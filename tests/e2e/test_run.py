@@ -29,7 +29,8 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return cwd / "checkpoints" / "e2e" / "quickstart", done.stdout
 
 
-@pytest.mark.covers("S0.2", "S0.29", "S0.30", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15")
+@pytest.mark.covers("S0.2", "S0.29", "S0.30", "S2.3:C", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15")
+@pytest.mark.covers("S3.55:C", "S3.57:C")
 def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, output = straight
     for text in (

@@ -81,7 +81,7 @@ def reference(source):  # type: ignore[no-untyped-def]
     return plain_transformers(source)
 
 
-@pytest.mark.covers("S0.9", "S3.5", "S3.8", "S3.9", "S3.10")
+@pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10")
 @pytest.mark.parametrize("max_samples", [1, 4, 16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_loss_and_norm_equal_the_plain_loop(source, reference, world_size: int, max_samples: int) -> None:  # type: ignore[no-untyped-def]

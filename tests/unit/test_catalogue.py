@@ -115,6 +115,8 @@ def test_every_line_for_rl_has_its_keys_here() -> None:
 
 @pytest.mark.covers("S0.11", "S0.12", "S0.13", "S0.15", "S0.22", "S0.32", "S1.16", "S2.4", "S2.5")
 @pytest.mark.covers("S4.1", "S4.2", "S4.3", "S4.4", "S4.5", "S4.6", "S4.7", "S4.8", "S4.9", "S4.10", "S4.11", "S4.12")
+@pytest.mark.covers("S0.17:F", "S0.25:F", "S2.13:F", "S2.14:F", "S2.15:F", "S2.16:F", "S2.17:F", "S2.18:F", "S2.19:F")
+@pytest.mark.covers("S4.19:F", "S4.23:F", "S4.27:F")
 @pytest.mark.covers("S4.13", "S4.14", "S4.15", "S4.16", "S4.17", "S4.18", "S4.20", "S4.22", "S4.26")
 @pytest.mark.parametrize("line_id", RL_KEYS)
 def test_keys_of_reinforcement_learning_are_declared_and_can_be_logged(line_id: str, tmp_path: Path) -> None:
@@ -159,7 +161,24 @@ def test_a_key_with_placeholders_is_found_by_what_is_logged(metric: Metric) -> N
     assert set(EXAMPLES) == set(PLACEHOLDERS)
 
 
-@pytest.mark.covers("S0.5", "S0.8")
+@pytest.mark.covers("S0.8")
+def test_validation_mirrors_training() -> None:
+    """Each key of validation has its twin with the same unit and direction, but for what only validation has."""
+    alone = {"loss_stderr", "best_loss", "best_step", "gap", "samples", "tokens", "total_s"}
+    places = {"val/": "train/", "time/eval/": "time/train/", "throughput/eval/": "throughput/train/"}
+    twins = [
+        (metric, lookup(metric.key.replace(there, here, 1)))
+        for metric in CATALOGUE
+        for there, here in places.items()
+        if metric.key.startswith(there) and metric.key.removeprefix(there) not in alone and "score/" not in metric.key
+    ]
+    assert len(twins) > 25
+    for metric, twin in twins:
+        assert twin is not None, f"{metric.key} has no twin in training"
+        assert (twin.unit, twin.direction, twin.domain) == (metric.unit, metric.direction, metric.domain), metric.key
+
+
+@pytest.mark.covers("S0.5")
 def test_eval_is_another_spelling_of_val() -> None:
     assert found("eval/loss") is found("val/loss")
     assert found("eval/loss_by/code").key == "val/loss_by/<source>"
@@ -225,7 +244,12 @@ def keys_logged_in(source: str) -> set[str]:
     return {text for text in texts if LOGGED.fullmatch(text)}
 
 
-@pytest.mark.covers("S0.3", "S0.34")
+@pytest.mark.covers("S0.3")
+def test_keys_are_hierarchical() -> None:
+    assert [metric.key for metric in CATALOGUE if metric.is_emitted and "/" not in metric.key] == []
+
+
+@pytest.mark.covers("S0.34")
 def test_every_key_that_the_trainer_logs_is_in_the_catalogue(repository: Path) -> None:
     paths = [repository / "trainer" / name for name in LOGGING_FILES]
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]

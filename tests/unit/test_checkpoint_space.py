@@ -23,7 +23,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(free: None, tmp_
     assert caught.value.filename == str(tmp_path)
 
 
-@pytest.mark.covers("S3.25")
+@pytest.mark.covers("S3.25:C")
 def test_a_disk_that_fills_before_rotation_begins_is_warned_of(
     free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,11 +27,13 @@ def rates(kind: str, total_steps: int, *, warmup: float = 0.0, min_lr: float = 0
     return [schedule.lr_at(step) / 2e-3 for step in range(total_steps)]
 
 
+@pytest.mark.covers("S2.34:C")
 def test_cosine_values() -> None:
     expected = [0.5, 1.0, *(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8))]
     assert rates("cosine", 10, warmup=0.2) == pytest.approx(expected)
 
 
+@pytest.mark.covers("S2.34:C")
 def test_linear_values() -> None:
     assert rates("linear", 10, warmup=0.2) == pytest.approx([0.5, 1.0, *(0.1 + 0.9 * (1 - i / 8) for i in range(8))])
 
@@ -46,6 +48,7 @@ def test_wsd_is_stable_then_falls_linearly() -> None:
     assert rates("wsd", 6, stable=1.0) == pytest.approx([1.0] * 6)
 
 
+@pytest.mark.covers("S3.46:C")
 @pytest.mark.parametrize(
     ("kind", "total_steps", "warmup", "min_lr", "stable"),
     list(itertools.product(KINDS, (1, 2, 50), (0.0, 0.1, 1.0), (0.0, 0.1, 1.0), (0.0, 0.9, 1.0))),
@@ -172,6 +175,7 @@ def one_step(gradient: list[float], *, max_norm: float, loss_sum: float = 1.0) -
     return layer.weight, optimizer.state[layer.weight]
 
 
+@pytest.mark.covers("S2.31:C")
 @pytest.mark.parametrize(("max_norm", "scale"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0)])
 def test_clipping_scales_down_only(max_norm: float, scale: float) -> None:
     """The first moment after one step is (1 - beta1) times the gradient that the update saw."""
