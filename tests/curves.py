@@ -1,0 +1,160 @@
+"""Seeded loss and gradient curves, healthy and faulty, whose truth is known. numpy only.
+
+`TUNED` families were looked at while the rules were made; `HELD_OUT` ones must only ever be measured.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+NUM_STEPS = 3000
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss (nats) and gradient norm of consecutive steps, from step 0."""
+
+    loss: Values
+    grad_norm: Values
+
+    def values(self, step: int) -> dict[str, float]:
+        """As a trainer hands them over."""
+        return {
+            "train/loss": float(self.loss[step]),
+            "train/grad_norm": float(self.grad_norm[step]),
+            "train/total_valid_token_count": 1000.0,
+        }
+
+
+def _level(num_steps: int, last: float = 1.0) -> Values:
+    """A usual fall from 2.5."""
+    return last + (2.5 - last) * np.exp(-np.arange(num_steps) / 300)
+
+
+def _autoregressive(rng: Generator, num_steps: int, *, memory: float, sigma: float) -> Values:
+    noise, found = rng.normal(0, sigma, num_steps), np.zeros(num_steps)
+    for step in range(1, num_steps):
+        found[step] = memory * found[step - 1] + noise[step]
+    return found
+
+
+def _bimodal(rng: Generator, num_steps: int, share: float) -> Values:
+    factor = np.where(rng.random(num_steps) < share, 1.8, 1.0)
+    return _level(num_steps) * factor * (1 + rng.normal(0, 0.05, num_steps))
+
+
+def _stairs(rng: Generator, num_steps: int) -> Values:
+    epoch = np.arange(num_steps) // 500
+    return 2.0 * 0.8**epoch * (1 + rng.normal(0, 0.05, num_steps))
+
+
+def _memorised(rng: Generator, num_steps: int) -> Values:
+    return (0.005 + 2 * np.exp(-np.arange(num_steps) / 200)) * np.exp(rng.normal(0, 0.2, num_steps))
+
+
+def _power_law(rng: Generator, num_steps: int) -> Values:
+    return 3 * (1 + np.arange(num_steps) / 50) ** -0.2 * rng.gamma(100, 1 / 100, num_steps)
+
+
+def _garch(rng: Generator, num_steps: int) -> Values:
+    """Calm and noisy stretches: 6% noise on average."""
+    noise, variance = np.zeros(num_steps), 0.004
+    for step in range(num_steps):
+        noise[step] = rng.normal(0, variance**0.5)
+        variance = 0.0002 + 0.10 * noise[step] ** 2 + 0.85 * variance
+    return _level(num_steps) * np.exp(noise)
+
+
+def _restarts(rng: Generator, num_steps: int) -> Values:
+    """The learning rate restarts every 600 steps and the loss with it, by 8%."""
+    ripple = 1 + 0.04 * (1 + np.cos(np.pi * (np.arange(num_steps) % 600) / 600))
+    return _level(num_steps) * ripple * (1 + rng.normal(0, 0.06, num_steps))
+
+
+def _five_sources(rng: Generator, num_steps: int) -> Values:
+    """Batches of 32 samples, drawn from five sources with losses of their own."""
+    levels = np.array([0.4, 0.8, 1.0, 1.4, 2.2])
+    counts = rng.multinomial(32, [0.3, 0.25, 0.25, 0.15, 0.05], num_steps)
+    noise = np.exp(rng.normal(0, 0.05, num_steps))
+    return _level(num_steps) * (counts @ levels) / 32 * noise
+
+
+def _wander(rng: Generator, num_steps: int) -> Values:
+    """The level does a slow random walk on its way down."""
+    walk = np.cumsum(rng.normal(-0.0002, 0.002, num_steps))
+    return 2.0 * np.exp(walk) * (1 + rng.normal(0, 0.05, num_steps))
+
+
+LOSSES: dict[str, Callable[[Generator, int], Values]] = {
+    "gauss": lambda rng, n: _level(n) * (1 + rng.normal(0, 0.05, n)),
+    "student": lambda rng, n: _level(n) * np.exp(0.07 * rng.standard_t(4, n) / 2**0.5),
+    "lognormal": lambda rng, n: _level(n) * np.exp(rng.normal(0, 0.25, n)),
+    "stairs": _stairs,
+    "bimodal10": lambda rng, n: _bimodal(rng, n, 0.10),
+    "bimodal2": lambda rng, n: _bimodal(rng, n, 0.02),
+    "memorised": _memorised,
+    "autoregressive": lambda rng, n: _level(n) * np.exp(_autoregressive(rng, n, memory=0.9, sigma=0.03)),
+    "power_law": _power_law,
+    "garch": _garch,
+    "restarts": _restarts,
+    "five_sources": _five_sources,
+    "wander": _wander,
+}
+GRADS: dict[str, Callable[[Generator, int], Values]] = {
+    "normal": lambda rng, n: 2 * np.exp(rng.normal(0, 0.3, n)),
+    "heavy": lambda rng, n: 2 * np.exp(0.3 * rng.standard_t(5, n) / (5 / 3) ** 0.5),
+    "gamma": lambda rng, n: 0.5 * (1 + np.arange(n) / 1000) * rng.gamma(8, 1 / 8, n),
+    "persistent": lambda rng, n: 3 * np.exp(_autoregressive(rng, n, memory=0.8, sigma=0.2)),
+}
+TUNED = tuple(
+    (loss, grad)
+    for loss in ("gauss", "student", "lognormal", "stairs", "bimodal10", "bimodal2", "memorised", "autoregressive")
+    for grad in ("normal", "heavy")
+)
+HELD_OUT = tuple(
+    (loss, grad)
+    for loss in ("power_law", "garch", "restarts", "five_sources", "wander")
+    for grad in ("gamma", "persistent")
+)
+BIMODAL = ("bimodal10", "bimodal2")
+
+
+def healthy(family: tuple[str, str], *, seed: int, num_steps: int = NUM_STEPS) -> Curve:
+    """A curve of one family (loss, gradient); equal seeds give equal curves."""
+    loss, grad = family
+    rng = np.random.default_rng([seed, list(LOSSES).index(loss), list(GRADS).index(grad)])
+    return Curve(LOSSES[loss](rng, num_steps), GRADS[grad](rng, num_steps))
+
+
+def _times(curve: Curve, loss: Values, grad_norm: Values) -> Curve:
+    return replace(curve, loss=curve.loss * loss, grad_norm=curve.grad_norm * grad_norm)
+
+
+def spike(curve: Curve, *, at: int, loss: float = 1.0, grad: float = 1.0) -> Curve:
+    """One step is so many times as high."""
+    is_hit = np.arange(len(curve.loss)) == at
+    return _times(curve, np.where(is_hit, loss, 1.0), np.where(is_hit, grad, 1.0))
+
+
+def decaying(curve: Curve, *, at: int, factor: float = 3.0, tau: float = 50.0) -> Curve:
+    """A rise at once that fades; the gradient rises with its third power, as for a spike."""
+    since = np.arange(len(curve.loss)) - at
+    rise = np.where(since >= 0, 1 + (factor - 1) * np.exp(-np.maximum(since, 0) / tau), 1.0)
+    return _times(curve, rise, rise**3)
+
+
+def drift(curve: Curve, *, at: int, rate: float) -> Curve:
+    """The loss grows by a share of itself per step, up to twentyfold."""
+    since = np.maximum(np.arange(len(curve.loss)) - at, 0)
+    rise = np.exp(np.minimum(np.log1p(rate) * since, np.log(20)))
+    return _times(curve, rise, np.ones_like(rise))
+
+
+def level(curve: Curve, *, at: int, factor: float = 1.3) -> Curve:
+    """The loss is so many times as high from one step on."""
+    is_after = np.arange(len(curve.loss)) >= at
+    return _times(curve, np.where(is_after, factor, 1.0), np.ones(len(curve.loss)))

@@ -1,0 +1,147 @@
+"""Watches every step of a training and says what is abnormal; what is done about it is decided elsewhere.
+
+Nothing here waits for a device or talks to other ranks: it takes numbers that are already equal on all ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from trainer.detection.divergence import Divergence, DivergenceSettings
+from trainer.detection.events import LEVEL_NUMBERS, Event, Level
+from trainer.detection.ledger import LedgerSettings, WarnLedger
+from trainer.detection.rules import Rule
+from trainer.detection.steps import Judgement, Limits, StepJudge, StepSettings
+from trainer.detection.watches import GRAD_NORM, LOSS, VALID_TOKENS, DeadWatch, RuleWatch
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: StepSettings = field(default_factory=StepSettings)
+    divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
+    ledger: LedgerSettings = field(default_factory=LedgerSettings)
+    max_first_loss: float = 5.0
+    """Until steps can be judged: a pretrained model starts below it on data that it can read."""
+    num_dead_steps: int = 10
+    rule_rest_steps: int = 50
+
+
+class Detector:
+    """`limits()` before a step, `observe()` after it: what is severe by the one is severe by the other."""
+
+    def __init__(self, settings: Settings | None = None, rules: Sequence[Rule] = ()) -> None:
+        self._settings = settings = settings or Settings()
+        self._judge = StepJudge(settings.steps)
+        self._divergence = Divergence(settings.divergence)
+        self._ledger = WarnLedger(settings.ledger)
+        self._dead = DeadWatch(settings.num_dead_steps)
+        self._rules = RuleWatch(tuple(rules), rest_steps=settings.rule_rest_steps)
+        self._scores = {"guard/loss_z": 0.0, "guard/grad_z": 0.0, "guard/level": 0.0, "guard/spike_rate": 0.0}
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Of the step observed last, all finite; z is 0 where there is none."""
+        return dict(self._scores)
+
+    def limits(self) -> Limits:
+        """For the coming step."""
+        return self._judge.limits()
+
+    def observe(self, step: int, values: Mapping[str, float]) -> tuple[Event, ...]:
+        """`values` has loss, gradient norm and number of label tokens of the finished step, and what rules name."""
+        loss, grad_norm = values[LOSS], values[GRAD_NORM]
+        found: list[Event | None] = [*self._rules.observe(step, values), self._dead.observe(step, values)]
+        levels = [LEVEL_NUMBERS[Level.DEAD] if self._dead.is_dead else 0]
+        self._scores |= {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
+        if not (isfinite(loss) and isfinite(grad_norm)):
+            self._judge.pass_over(step)
+            self._ledger.count(is_spike=False)
+            found.append(_nonfinite(step, loss, grad_norm))
+        elif values[VALID_TOKENS] == 0:
+            self._judge.pass_over(step)
+            self._ledger.count(is_spike=False)
+            found.append(self._empty(step))
+        else:
+            judgement = self._judge.judge(step, loss=loss, grad_norm=grad_norm)
+            levels.append(int(judgement.stands_out))
+            found += self._judged(step, loss, grad_norm, judgement)
+        if self._divergence.is_diverging:
+            levels.append(LEVEL_NUMBERS[Level.DIVERGING])
+        events = tuple(event for event in found if event)
+        levels += [LEVEL_NUMBERS[event.level] for event in events]
+        self._scores |= {"guard/level": float(max(levels)), "guard/spike_rate": self._ledger.spike_rate}
+        return events
+
+    def _judged(self, step: int, loss: float, grad_norm: float, judgement: Judgement) -> list[Event | None]:
+        """What there is to say about an ordinary step; it becomes part of what is usual."""
+        if judgement.usual_loss:
+            self._scores["guard/loss_z"] = judgement.usual_loss.z(loss)
+        if judgement.usual_grad:
+            self._scores["guard/grad_z"] = judgement.usual_grad.z(grad_norm)
+        found: list[Event | None] = []
+        if self._ledger.count(is_spike=judgement.stands_out):
+            found.append(self._advisory(step))
+        if judgement.is_severe:
+            found.append(_spike(Level.SEVERE, step, loss, grad_norm, judgement))
+        elif judgement.stands_out and self._ledger.may_warn():
+            found.append(_spike(Level.WARN, step, loss, grad_norm, judgement))
+        elif judgement.usual_loss is None and loss > self._settings.max_first_loss and self._ledger.may_warn():
+            found.append(self._high_start(step, loss))
+        self._judge.learn(loss=loss, grad_norm=grad_norm)
+        if self._divergence.observe(step, loss):
+            found.append(self._diverging(step))
+        return found
+
+    def _empty(self, step: int) -> Event | None:
+        message = "this step's batch has no label token: nothing is learned from it; check truncation and labels"
+        return Event(step, Level.WARN, VALID_TOKENS, message, value=0.0) if self._ledger.may_warn() else None
+
+    def _high_start(self, step: int, loss: float) -> Event:
+        most = self._settings.max_first_loss
+        message = f"{LOSS} starts at {loss:.4g}, above {most:g}: check data, chat template and model"
+        return Event(step, Level.WARN, LOSS, message, value=loss)
+
+    def _advisory(self, step: int) -> Event:
+        count = self._ledger.num_singles
+        message = f"heavy-tailed batches ({count} single steps stood out lately): look at loss_by/source"
+        return Event(step, Level.ADVISORY, LOSS, message, value=float(count))
+
+    def _diverging(self, step: int) -> Event:
+        median, best, onset = self._divergence.recent_median, self._divergence.best, self._divergence.onset
+        message = f"{LOSS} has risen from {best:.4g} at best to {median:.4g}, since about step {onset}"
+        ratio = median / best if best > 0 else None
+        return Event(step, Level.DIVERGING, LOSS, message, value=median, centre=best, ratio=ratio, onset=onset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, lists and mappings only; JSON keeps it exactly."""
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state_dict[name])
+
+    def _parts(self) -> Mapping[str, StepJudge | Divergence | WarnLedger | DeadWatch | RuleWatch]:
+        return {
+            "steps": self._judge,
+            "divergence": self._divergence,
+            "ledger": self._ledger,
+            "dead": self._dead,
+            "rules": self._rules,
+        }
+
+
+def _spike(level: Level, step: int, loss: float, grad_norm: float, judgement: Judgement) -> Event:
+    signal, value, usual = LOSS, loss, judgement.usual_loss
+    if judgement.is_by_grad:
+        signal, value, usual = GRAD_NORM, grad_norm, judgement.usual_grad
+    assert usual is not None, "without a usual level no step stands out"
+    z, ratio = usual.z(value), usual.ratio(value)
+    times = f"{ratio:.3g} times " if ratio is not None else "far from "
+    message = f"{signal} is {value:.4g}, {times}its usual {usual.level:.4g} (z {z:.1f})"
+    return Event(step, level, signal, message, value=value, centre=usual.level, z=z, ratio=ratio, onset=judgement.onset)
+
+
+def _nonfinite(step: int, loss: float, grad_norm: float) -> Event:
+    signal, value = (GRAD_NORM, grad_norm) if isfinite(loss) else (LOSS, loss)
+    return Event(step, Level.NONFINITE, signal, f"{signal} is {value}", onset=step)

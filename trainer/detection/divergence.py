@@ -1,0 +1,87 @@
+"""Whether a loss has been rising for a while, compared with the best level it ever held."""
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any
+
+from trainer.detection.window import RunningMedian
+
+
+@dataclass(frozen=True)
+class DivergenceSettings:
+    """Numbers of section "Guard" of the specification; steps are optimizer steps."""
+
+    num_recent: int = 32
+    """The median of so many last steps is judged."""
+    num_best: int = 64
+    """Against the lowest median of so many steps in a row."""
+    min_ratio: float = 1.25
+    min_rise: float = 0.1
+    """In nats."""
+    num_in_a_row: int = 32
+    """The excess must last so long; as long without it ends the episode."""
+
+
+class Divergence:
+    """Takes one finite loss per step. An episode is reported once, when it has lasted long enough."""
+
+    def __init__(self, settings: DivergenceSettings | None = None) -> None:
+        self._settings = settings or DivergenceSettings()
+        self._recent = RunningMedian(self._settings.num_recent)
+        self._long = RunningMedian(self._settings.num_best)
+        self.best = inf
+        self.is_diverging = False
+        self._num_in_a_row = 0
+        """Steps above the bound outside an episode, steps below it inside one."""
+        self._first_step = 0
+
+    def observe(self, step: int, loss: float) -> bool:
+        """Whether an episode begins to be sure at this step; `onset`, `recent_median` and `best` then describe it."""
+        self._recent.push(loss)
+        self._long.push(loss)
+        if not self._long.is_full:
+            return False
+        self.best = min(self.best, self._long.median)
+        if (self.recent_median > self._bound) == self.is_diverging:
+            self._num_in_a_row = 0
+            return False
+        if self._num_in_a_row == 0:
+            self._first_step = step
+        self._num_in_a_row += 1
+        if self._num_in_a_row < self._settings.num_in_a_row:
+            return False
+        self._num_in_a_row = 0
+        self.is_diverging = not self.is_diverging
+        return self.is_diverging
+
+    @property
+    def recent_median(self) -> float:
+        return self._recent.median
+
+    @property
+    def onset(self) -> int:
+        """Where the present episode began: a median crosses its bound when half of its steps are above."""
+        return max(0, self._first_step - self._settings.num_recent // 2)
+
+    @property
+    def _bound(self) -> float:
+        # written as a distance, so that it also works for a best level at or below zero
+        return self.best + max((self._settings.min_ratio - 1) * abs(self.best), self._settings.min_rise)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "values": self._long.state(),
+            "best": self.best if isfinite(self.best) else 0.0,
+            "is_diverging": int(self.is_diverging),
+            "num_in_a_row": self._num_in_a_row,
+            "first_step": self._first_step,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        values = state_dict["values"]
+        self._long.load(values)
+        self._recent.load(values[-self._settings.num_recent :])
+        self.best = float(state_dict["best"]) if self._long.is_full else inf
+        self.is_diverging = bool(state_dict["is_diverging"])
+        self._num_in_a_row = int(state_dict["num_in_a_row"])
+        self._first_step = int(state_dict["first_step"])

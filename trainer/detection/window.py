@@ -1,0 +1,171 @@
+"""The usual level of a signal and its usual spread, from a window that outliers cannot spoil."""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation -> standard deviation of a Gaussian."""
+SIGMAS_TO_Q95 = 1.645
+WINSOR_Z = 6.0
+"""The window takes no value further out: outliers do not hide later ones, yet a lasting shift is learned."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the spread of one kind of signal is at least, so that a quiet stretch does not make trifles stand out."""
+
+    log_floor: float
+    """In nats of the signal's logarithm, used while all values of the window are positive."""
+    raw_floor: float = 1e-3
+    """In the signal's unit, used otherwise."""
+    raw_floor_share: float = 0.05
+    """The same as a share of the centre; the larger counts."""
+    is_two_sided: bool = False
+    """Whether falls matter as much as rises."""
+
+
+LOSS_SCALE = Scale(log_floor=0.05)
+GRAD_SCALE = Scale(log_floor=0.10)
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Centre and spread of a window; both in nats if `is_log`, else in the signal's unit."""
+
+    centre: float
+    scale: float
+    is_log: bool
+
+    @property
+    def level(self) -> float:
+        """The centre in the signal's unit."""
+        return math.exp(self.centre) if self.is_log else self.centre
+
+    def at(self, z: float) -> float:
+        """The value, in the signal's unit, that has score `z`."""
+        value = self.centre + z * self.scale
+        return math.exp(min(value, 700.0)) if self.is_log else value
+
+    def z(self, value: float) -> float:
+        """How many spreads a finite value lies above the centre."""
+        if not self.is_log:
+            return (value - self.centre) / self.scale
+        if value > 0:
+            return (math.log(value) - self.centre) / self.scale
+        return (value / self.level - 1) / self.scale  # no logarithm: its first-order term
+
+    def ratio(self, value: float) -> float | None:
+        """Value over level; None where a ratio says nothing."""
+        return value / self.level if self.is_log else None
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values, between two of them by linear interpolation."""
+    place = share * (len(ordered) - 1)
+    lower = int(place)
+    upper = min(lower + 1, len(ordered) - 1)
+    return ordered[lower] + (place - lower) * (ordered[upper] - ordered[lower])
+
+
+class RunningMedian:
+    """Median of the last `size` values, in O(size) moves of memory per value."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def push(self, value: float) -> None:
+        if len(self._values) == self.size:
+            oldest = self._values.popleft()
+            del self._ordered[bisect_left(self._ordered, oldest)]
+        self._values.append(value)
+        insort(self._ordered, value)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._values) == self.size
+
+    @property
+    def median(self) -> float:
+        return quantile(self._ordered, 0.5)
+
+    def state(self) -> list[float]:
+        return list(self._values)
+
+    def load(self, values: Sequence[float]) -> None:
+        self._values = deque(float(value) for value in values)
+        self._ordered = sorted(self._values)
+
+
+class RobustWindow:
+    """The last `size` finite values, winsorised, with their median and spread; nothing is said below `min_points`."""
+
+    def __init__(self, scale: Scale, *, size: int = 128, min_points: int = 32) -> None:
+        self._scale = scale
+        self._size = size
+        self._min_points = min_points
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
+        self._num_nonpositive = 0
+        self._is_log = True
+        self._usual: Usual | None = None
+
+    @property
+    def usual(self) -> Usual | None:
+        """Of the values pushed so far, None while there are too few."""
+        if self._usual is None and len(self._values) >= self._min_points:
+            self._usual = self._measure()
+        return self._usual
+
+    def push(self, value: float, *, within: Usual | None = None) -> None:
+        """Take the next value; winsorised by `within` where a caller keeps an older measure, else by `usual`."""
+        value = self._winsorised(value, within or self.usual)
+        self._values.append(value)
+        self._num_nonpositive += value <= 0
+        oldest = self._values.popleft() if len(self._values) > self._size else None
+        self._num_nonpositive -= oldest is not None and oldest <= 0
+        self._usual = None
+        if self._is_log != (self._num_nonpositive == 0):
+            self._is_log = not self._is_log
+            self._ordered = sorted(map(self._in_domain, self._values))
+            return
+        if oldest is not None:
+            del self._ordered[bisect_left(self._ordered, self._in_domain(oldest))]
+        insort(self._ordered, self._in_domain(value))
+
+    def state(self) -> list[float]:
+        """All there is to keep: the rest follows from the values."""
+        return list(self._values)
+
+    def load(self, values: Sequence[float]) -> None:
+        self._values = deque(float(value) for value in values)
+        self._num_nonpositive = sum(value <= 0 for value in self._values)
+        self._is_log = self._num_nonpositive == 0
+        self._ordered = sorted(map(self._in_domain, self._values))
+        self._usual = None
+
+    def _in_domain(self, value: float) -> float:
+        return math.log(value) if self._is_log else value
+
+    def _winsorised(self, value: float, usual: Usual | None) -> float:
+        if usual is None or (usual.is_log and value <= 0):
+            return value
+        value = min(value, usual.at(WINSOR_Z))
+        return max(value, usual.at(-WINSOR_Z)) if self._scale.is_two_sided else value
+
+    def _measure(self) -> Usual:
+        centre = quantile(self._ordered, 0.5)
+        spread = MAD_TO_SIGMA * quantile(sorted([abs(value - centre) for value in self._ordered]), 0.5)
+        # a mixture of easy and hard batches has a small median deviation and a long tail
+        spread = max(spread, (quantile(self._ordered, 0.95) - centre) / SIGMAS_TO_Q95)
+        if self._scale.is_two_sided:
+            spread = max(spread, (centre - quantile(self._ordered, 0.05)) / SIGMAS_TO_Q95)
+        if self._is_log:
+            floor = self._scale.log_floor
+        else:
+            floor = max(self._scale.raw_floor, self._scale.raw_floor_share * abs(centre))
+        return Usual(centre, max(spread, floor), self._is_log)
