@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 QUICKSTART = "quickstart"
-BACKENDS = ("console", "wandb", "tensorboard", "mlflow", "csv")
+BACKENDS = ("console", "wandb", "tensorboard", "mlflow")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config")

@@ -1,6 +1,5 @@
 """The vocabulary of the loop (floor 0): what a part must offer, without saying which class offers it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,13 +42,3 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-class Backend(Protocol):
-    """A place metrics are sent to. Called from one thread; may raise: the facade then drops it."""
-
-    def open(self) -> None: ...
-
-    def log(self, data: Mapping[str, float], step: int) -> None: ...
-
-    def close(self, exit_code: int) -> None: ...

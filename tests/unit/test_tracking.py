@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ import torch
 from trainer.config import BACKENDS as CONFIG_BACKENDS
 from trainer.config import ConfigError
 from trainer.protocols import CannotWriteError
-from trainer.tracking import Tracking, facade, metrics_file, read_metrics
+from trainer.tracking import Tracking, facade, files, read_metrics
+from trainer.tracking.backend import Backend
+from trainer.tracking.events_file import Event
+from trainer.tracking.metrics_file import MARKERS, Row
 from trainer.tracking.sink import ThreadSink
 
 
@@ -31,10 +34,11 @@ def raw_rows(run_dir: Path) -> list[dict[str, Any]]:
 
     text = (run_dir / "metrics.jsonl").read_text()
     assert text.endswith("\n")
-    return [json.loads(line, parse_constant=no_constants) for line in text.splitlines()]
+    rows = [json.loads(line, parse_constant=no_constants) for line in text.splitlines()]
+    return [row for row in rows if row["kind"] not in MARKERS]
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """Notes its calls; `faults` maps the name of a call to what happens there."""
 
     def __init__(self, **faults: Callable[[], None]) -> None:
@@ -48,8 +52,14 @@ class FakeBackend:
     def open(self) -> None:
         self._note("open")
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
-        self._note("log", dict(data), step)
+    def log(self, row: Row) -> None:
+        self._note("log", dict(row.data), row.step)
+
+    def rewind(self, step: int) -> None:
+        self._note("rewind", step)
+
+    def alert(self, event: Event) -> None:
+        self._note("alert", event.message)
 
     def close(self, exit_code: int) -> None:
         self._note("close", exit_code)
@@ -135,7 +145,7 @@ def test_a_metric_named_like_a_column_is_refused(tmp_path: Path) -> None:
 def test_full_disk_warns_once_and_later_rows_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, short_write: bool
 ) -> None:
-    real_write = metrics_file.os.write
+    real_write = files.os.write
 
     def full_disk(descriptor: int, line: bytes) -> int:
         if not short_write:
@@ -144,10 +154,10 @@ def test_full_disk_warns_once_and_later_rows_are_whole(
 
     tracking = track(tmp_path)
     tracking.log({"train/loss": 1.0}, step=1)
-    monkeypatch.setattr(metrics_file.os, "write", full_disk)
+    monkeypatch.setattr(files.os, "write", full_disk)
     for step in (2, 3):
         tracking.log({"train/loss": 1.0}, step=step)
-    monkeypatch.setattr(metrics_file.os, "write", real_write)
+    monkeypatch.setattr(files.os, "write", real_write)
     tracking.log({"train/loss": 1.0}, step=4)
     tracking.finish(0)
     assert [row["step"] for row in raw_rows(tmp_path)] == [1, 4]
@@ -249,11 +259,11 @@ def test_full_queue_or_stalled_call_drops_the_backend(caplog: pytest.LogCaptureF
     release = threading.Event()
     backend = FakeBackend(log=release.wait)
     sink = ThreadSink(backend, name="hung", close_timeout_s=20.0, **limits)
-    sink.log({}, 0)
+    sink.send("log", Row(0, "train", 0.0, {}))
     while ("log", {}, 0) not in backend.calls:
         time.sleep(0.01)
     for step in range(1, 10):
-        sink.log({}, step)
+        sink.send("log", Row(step, "train", 0.0, {}))
         time.sleep(0.03)
     begin = time.monotonic()
     sink.finish(0)

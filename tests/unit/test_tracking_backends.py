@@ -1,21 +1,19 @@
 """The backends, read back with the readers their users have, over a restart of the run."""
 
-import csv
 import io
 import json
 import logging
-import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from trainer.tracking import Tracking, read_metrics
 from trainer.tracking.mlflow_backend import MetricNames
+from trainer.tracking.wandb_files import read_records
 
-CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["csv"]}}
+CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
 
 
 def attempt(run_dir: Path, backend: str, *, steps: range, exit_code: int = 0) -> Tracking:
@@ -80,49 +78,11 @@ def test_mlflow_names_are_unique_stable_and_reversible() -> None:
     assert restored.convert("a(b)") == ("a_b", False)
 
 
-def test_csv_restart_appends_under_one_header_and_new_columns_widen(tmp_path: Path) -> None:
-    attempt(tmp_path, "csv", steps=range(1, 4))
-    history = tmp_path / "training_history.csv"
-    with history.open("a") as file:
-        file.write("4,1,0.")
-    attempt(tmp_path, "csv", steps=range(3, 5))
-    tracking = Tracking("project", "exp", "csv", CONFIG, run_dir=tmp_path, total_steps=8)
-    tracking.log({"train/loss": float("nan"), "train/grad_norm": 0.5}, step=5)
-    tracking.finish(0)
-    rows = list(csv.DictReader(io.StringIO(history.read_text())))
-    assert [(row["step"], row["attempt"]) for row in rows] == [
-        ("1", "1"), ("2", "1"), ("3", "1"), ("3", "2"), ("4", "2"), ("5", "3"),
-    ]  # fmt: skip
-    assert [row["train/grad_norm"] for row in rows] == ["", "", "", "", "", "0.5"]
-    assert rows[0]["train/loss"] == "1.01" and rows[5]["train/loss"] == "nan" and rows[5]["train/lr(1e-3)"] == ""
-    validation = (tmp_path / "validation_history.csv").read_text()
-    assert validation == "step,attempt,val/loss\n2,1,2.0\n4,2,4.0\n"
-
-
 @pytest.fixture
 def wandb_offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
-
-
-def wandb_records(path: Path) -> list[Any]:
-    """The protobuf records of a `.wandb` file: LevelDB log format after a header of 7 bytes, which block 0 includes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, block, header = path.read_bytes(), 32768, struct.Struct("<IHB")
-    records, part, place = [], b"", 7
-    while place + header.size <= len(content):
-        if block - place % block < header.size:
-            place += block - place % block
-            continue
-        _, size, kind = header.unpack_from(content, place)
-        part += content[place + header.size : place + header.size + size]
-        place += header.size + size
-        if kind in (1, 4):  # full, last
-            records.append(Record.FromString(part))
-            part = b""
-    return records
 
 
 def test_wandb_offline_continues_one_run(tmp_path: Path, wandb_offline: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,12 +92,14 @@ def test_wandb_offline_continues_one_run(tmp_path: Path, wandb_offline: None, ca
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     run_id = first.state_dict()["run_ids"]["wandb"]
     assert second.state_dict()["run_ids"] == {"wandb": run_id}
-    assert json.loads((tmp_path / "run.json").read_text()) == {"run_ids": {"wandb": run_id}}
+    assert json.loads((tmp_path / "run.json").read_text()) == {
+        "project_name": "project", "experiment_name": "exp", "config": CONFIG, "run_ids": {"wandb": run_id},
+    }  # fmt: skip
 
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
     steps, exit_codes, metrics = [], [], set()
-    for record in (record for file in files for record in wandb_records(file)):
+    for record in (record for file in files for record in read_records(file)):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             assert (record.run.run_id, record.run.project) == (run_id, "project")

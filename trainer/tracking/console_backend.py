@@ -3,12 +3,14 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from trainer.tracking.backend import Backend
+from trainer.tracking.metrics_file import Row
 from trainer.tracking.run_info import RunInfo
 
 FIELDS: dict[str, Callable[[float], str]] = {
@@ -22,7 +24,7 @@ FIELDS: dict[str, Callable[[float], str]] = {
 ETA_WINDOW_STEPS = 100
 
 
-class ConsoleBackend:
+class ConsoleBackend(Backend):
     def __init__(self, info: RunInfo) -> None:
         self._info = info
         self._total_steps = info.total_steps
@@ -39,10 +41,11 @@ class ConsoleBackend:
                 console=Console(file=sys.stdout),
                 auto_refresh=False,
             )
-            self._progress.add_task("", total=self._total_steps, completed=self._info.resume_step)
+            self._progress.add_task("", total=self._total_steps, completed=max(0, self._info.resume_step))
             self._progress.start()
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
+    def log(self, row: Row) -> None:
+        data, step = row.data, row.step
         place = f"step {step}/{self._total_steps}"
         val_parts = [f"{key} {_number(value)}" for key, value in data.items() if key.startswith("val/")]
         train_parts = [show(data[key]) for key, show in FIELDS.items() if key in data]

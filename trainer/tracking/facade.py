@@ -1,22 +1,32 @@
-"""The one object the loop logs to: writes `metrics.jsonl` and hands each row to the chosen backends."""
+"""The one object the loop logs to: writes rows and events to files and hands them to the chosen backends."""
 
 import importlib
+import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.protocols import Backend
+from trainer.protocols import EXIT_DONE
+from trainer.tracking import events_file, metrics_file, mlflow_backend, run_info, tensorboard_backend, wandb_backend
+from trainer.tracking.backend import Backend
 from trainer.tracking.console_backend import ConsoleBackend
-from trainer.tracking.csv_backend import CsvBackend
-from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, checked
+from trainer.tracking.events_file import Event, EventsFile
+from trainer.tracking.histories import FILE_NAMES, HistoryBackend
+from trainer.tracking.metrics_file import MetricsFile, Row
 from trainer.tracking.mlflow_backend import MlflowBackend
-from trainer.tracking.run_info import RunIds, RunInfo
+from trainer.tracking.run_info import RunFile, RunInfo
 from trainer.tracking.sink import InlineSink, Sink, ThreadSink
 from trainer.tracking.tensorboard_backend import TensorboardBackend
 from trainer.tracking.wandb_backend import WandbBackend
+
+logger = logging.getLogger(__name__)
+
+LOG_LEVELS = {"warn": logging.WARNING, "error": logging.ERROR}
+USE_WANDB = "USE_WANDB"
 
 
 @dataclass(frozen=True)
@@ -29,13 +39,17 @@ class BackendSpec:
     install: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Defaults set before the import: no library reports on its users."""
+    where: Callable[[RunInfo], str] | None = None
+    """How to look at it, for the start of a run."""
 
 
 BACKENDS: dict[str, BackendSpec] = {
     "console": BackendSpec(ConsoleBackend, inline=True),
-    "csv": BackendSpec(CsvBackend),
     "tensorboard": BackendSpec(
-        TensorboardBackend, modules=("torch.utils.tensorboard",), install="'fsdp-sft[tensorboard]'"
+        TensorboardBackend,
+        modules=("torch.utils.tensorboard",),
+        install="'fsdp-sft[tensorboard]'",
+        where=tensorboard_backend.where,
     ),
     "mlflow": BackendSpec(
         MlflowBackend,
@@ -43,6 +57,7 @@ BACKENDS: dict[str, BackendSpec] = {
         modules=("mlflow", "sqlalchemy", "alembic"),
         install="'fsdp-sft[mlflow]'",
         environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
+        where=mlflow_backend.where,
     ),
     "wandb": BackendSpec(
         WandbBackend,
@@ -50,16 +65,23 @@ BACKENDS: dict[str, BackendSpec] = {
         modules=("wandb",),
         install="wandb",
         environment={"WANDB_ERROR_REPORTING": "false"},
+        where=wandb_backend.where,
     ),
 }
+HISTORIES = BackendSpec(HistoryBackend)
+"""The CSV files, always written."""
 
 
 class Tracking:
-    """Metrics of one attempt of a run; rank 0 builds it, and its owner calls `finish` in a `finally`.
+    """Metrics and events of one attempt of a run; rank 0 builds it, and its owner calls `finish` in a `finally`.
 
-    `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends; these open with the first row.
-    Raises `ConfigError` for an unknown backend or one whose package is missing, `CannotWriteError` when `metrics.jsonl`
-    cannot be opened. After that no failure of a disk, a network or a tracker reaches the caller.
+    `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends, which open with the first row.
+    `USE_WANDB=true` in the environment adds "wandb" to the backends and `USE_WANDB=false` takes it away;
+    `WANDB_PROJECT` replaces the project name there, so that training and evaluation runs share one. Calls may come
+    from any thread.
+
+    Raises `ConfigError` for an unknown backend or one whose package is missing, `CannotWriteError` when a file of its
+    own cannot be opened. After that no failure of a disk, a network or a tracker reaches the caller.
     """
 
     def __init__(
@@ -73,44 +95,91 @@ class Tracking:
         total_steps: int,
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(dict.fromkeys(default_backend))
-        specs = {name: _importable(name) for name in names}
-        self._metrics_file = MetricsFile(run_dir / FILE_NAME)
+        self._specs = {name: importable(name) for name in _with_environment(names)}
+        self._metrics_file = MetricsFile(run_dir / metrics_file.FILE_NAME)
+        self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self._metrics_file.attempt)
         self._info = RunInfo(
             project_name=project_name,
             experiment_name=experiment_name,
             config=config,
             run_dir=run_dir,
+            metrics_path=run_dir / metrics_file.FILE_NAME,
             total_steps=total_steps,
             attempt=self._metrics_file.attempt,
-            run_ids=RunIds(run_dir / "run.json"),
+            run_file=RunFile(run_dir / run_info.FILE_NAME),
         )
-        self._sinks = [_sink(name, spec, self._info) for name, spec in specs.items()]
-        self._has_rows = False
-        self._finished = False
+        self._sinks = [_sink(name, spec, self._info) for name, spec in {"csv": HISTORIES, **self._specs}.items()]
+        self._lock = threading.RLock()
+        self._last_step = 0
+        self._has_started = self._has_finished = False
 
     @property
     def attempt(self) -> int:
         """1 for the first start of a run that logged anything, one more for each later one."""
         return self._info.attempt
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
-        """Record the metrics of a step; a row with a `val/` key counts as validation. Values are plain int or float."""
-        if self._finished:
-            raise RuntimeError(f"Tracking.log called after finish (step {step})")
-        numbers = checked(data)
-        if not self._has_rows:
-            self._has_rows = True
-            self._info.resume_step = step - 1
-        self._metrics_file.append(numbers, step)
-        for sink in self._sinks:
-            sink.log(numbers, step)
+    def start(self, step: int) -> None:
+        """Say that this attempt goes on from finished step `step`, before its first row, which else says it."""
+        with self._lock:
+            if self._has_started:
+                raise RuntimeError(f"Tracking.start({step}) comes too late: attempt {self.attempt} has started")
+            self._has_started = True
+            self._info.resume_step = self._last_step = step
+            self._metrics_file.mark(metrics_file.START, step)
+            self._info.run_file.describe({**self._identity(), "config": self._info.config})
+            self.event("start", step, f"attempt {self.attempt} goes on from step {step}")
+            logger.info("%s", _where_logs_are(self._info, self._specs))
+
+    def log(self, data: Mapping[str, float], step: int, kind: str | None = None) -> None:
+        """Record the metrics of a step. Values are plain int or float; a suffix such as `@sum` of a key is dropped.
+
+        Without `kind`, a row with a `val/` key is "val" and any other "train"; kinds such as "system" or "epoch" may
+        be added. One row counts for each kind and step.
+        """
+        row = Row.of(data, step, kind)
+        with self._lock:
+            if self._has_finished:
+                raise RuntimeError(f"Tracking.log called after finish (step {step})")
+            if not self._has_started:
+                self.start(step - 1 if row.kind == "train" else step)
+            self._last_step = step
+            self._metrics_file.append(row)
+            self._send("log", row)
+
+    def rewind(self, step: int) -> None:
+        """The run went back to finished step `step` inside this attempt: rows of later steps no longer count."""
+        with self._lock:
+            self._last_step = step
+            self._metrics_file.mark(metrics_file.ROLLBACK, step)
+            self._send("rewind", step)
+
+    def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:
+        """Record what happened. Level "warn" and "error" are shown on the console, "error" also alerts in W&B."""
+        event = Event(kind, step, message, level, fields)
+        with self._lock:
+            self._events_file.append(event)
+            if level == "error" and self._has_started:  # backends open once the resume step is known
+                self._send("alert", event)
+        if level in LOG_LEVELS:
+            logger.log(LOG_LEVELS[level], "step %d: %s", step, message)
+
+    def flush(self) -> None:
+        """Make what was logged survive a crash of the machine soon, without waiting for it."""
+        self._metrics_file.sync_soon()
+        self._events_file.sync_soon()
 
     def finish(self, exit_code: int) -> None:
         """Close all backends at once, waiting for each at most its `close_timeout_s`; a second call does nothing."""
-        if self._finished:
-            return
-        self._finished = True
+        with self._lock:
+            if self._has_finished:
+                return
+            self._has_finished = True
+            if self._has_started or exit_code != EXIT_DONE:
+                level = "info" if exit_code == EXIT_DONE else "warn"
+                message = f"attempt {self.attempt} ended after step {self._last_step} with exit code {exit_code}"
+                self._events_file.append(Event("end", self._last_step, message, level, {"exit_code": exit_code}))
         self._metrics_file.close()
+        self._events_file.close()
         for sink in self._sinks:
             sink.finish(exit_code)
         for sink in self._sinks:
@@ -118,23 +187,43 @@ class Tracking:
 
     def state_dict(self) -> dict[str, Any]:
         """Names of the run and the ids under which trackers know it."""
-        return self._identity() | {"run_ids": self._info.run_ids.as_dict()}
+        return self._identity() | {"run_ids": self._info.run_file.as_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the tracker runs of a checkpoint where `run.json` names none; before the first row.
 
         Ids of another project or experiment are left alone: a branched run is a run of its own.
         """
-        if self._has_rows:
+        if self._has_started:
             raise RuntimeError("Tracking.load_state_dict comes too late: the trackers opened with the first row")
         if self._identity().items() <= state_dict.items():
-            self._info.run_ids.adopt(state_dict["run_ids"])
+            self._info.run_file.adopt(state_dict["run_ids"])
 
     def _identity(self) -> dict[str, str]:
         return {"project_name": self._info.project_name, "experiment_name": self._info.experiment_name}
 
+    def _send(self, call: str, *args: Any) -> None:
+        for sink in self._sinks:
+            sink.send(call, *args)
 
-def _importable(name: str) -> BackendSpec:
+
+def _with_environment(names: list[str]) -> list[str]:
+    """The backends chosen, with or without "wandb" as USE_WANDB says."""
+    wish = os.environ.get(USE_WANDB, "").lower()
+    if wish not in ("", "true", "false"):
+        raise ConfigError(f"{USE_WANDB} in the environment must be true or false, got '{wish}'")
+    others = [name for name in names if name != "wandb"]
+    return {"": names, "true": [*others, "wandb"], "false": others}[wish]
+
+
+def _where_logs_are(info: RunInfo, specs: Mapping[str, BackendSpec]) -> str:
+    files = (metrics_file.FILE_NAME, events_file.FILE_NAME, *FILE_NAMES.values())
+    lines = [f"logs in {info.run_dir}: {', '.join(files)}"]
+    lines += [f"  {name:<12} {spec.where(info)}" for name, spec in specs.items() if spec.where is not None]
+    return "\n".join(lines)
+
+
+def importable(name: str) -> BackendSpec:
     """The spec of a backend whose packages import; in the caller's thread, as imports from two threads can clash."""
     if name not in BACKENDS:
         raise ConfigError(f"'trainer.logger' must be any of {', '.join(BACKENDS)}; got '{name}'")

@@ -1,35 +1,58 @@
 """`metrics.jsonl`, the source of truth of a run: its writer and its reader.
 
 One flat JSON object a line: `step`, `attempt`, `kind`, `ts` (Unix seconds), then the metrics. JSON has no NaN: such a
-value is null, and `nonfinite` maps its key to "nan", "inf" or "-inf". Rows are appended and never rewritten: a resumed
-run is a new attempt and writes its steps again; readers take the newest attempt of a step.
+value is null, and `nonfinite` maps its key to "nan", "inf" or "-inf". Kinds are "train", "val" and what else is logged
+("system", "epoch"), and two markers without metrics: "start", written by every attempt before its first row, and
+"rollback", written inside an attempt. Rows are appended and never rewritten. A marker of step s says that the run
+goes on from finished step s: rows of later steps before it no longer count. Of what counts, the last row of each
+(kind, step) does.
 """
 
 import json
-import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.protocols import CannotWriteError
-from trainer.tracking.files import drop_torn_tail
-
-logger = logging.getLogger(__name__)
+from trainer.tracking.files import AppendFile, read_objects
 
 FILE_NAME = "metrics.jsonl"
 RESERVED = frozenset({"step", "attempt", "kind", "ts", "nonfinite"})
+START, ROLLBACK = "start", "rollback"
+MARKERS = (START, ROLLBACK)
+REDUCERS = frozenset({"mean", "sum", "max", "min", "p50", "p99", "std"})
+"""Suffixes such as `x@sum` that tell how ranks are reduced: the caller's business, no part of the name."""
 
 
-def row_kind(data: Mapping[str, float]) -> str:
-    """ "val" as soon as one key starts with `val/`, else "train"."""
-    return "val" if any(key.startswith("val/") for key in data) else "train"
+@dataclass(frozen=True)
+class Row:
+    """Metrics of a finished step (0: before training); `ts` in Unix seconds, to the millisecond."""
+
+    step: int
+    kind: str
+    ts: float
+    data: Mapping[str, float]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], step: int, kind: str | None = None) -> "Row":
+        """A row of now. Without `kind` it is "val" as soon as one key starts with `val/` or `eval/`, else "train".
+
+        Raises `TypeError` or `ValueError` naming the key for anything but plain numbers under unique names.
+        """
+        if kind in MARKERS:
+            raise ValueError(f"rows of kind '{kind}' are written by Tracking alone: choose another kind")
+        numbers = _checked(data)
+        return cls(step, kind or _kind(numbers), round(time.time(), 3), numbers)
 
 
-def checked(data: Mapping[str, Any]) -> dict[str, float]:
-    """A copy with plain numbers only. Raises `TypeError` or `ValueError` naming the key."""
+def _kind(data: Mapping[str, float]) -> str:
+    return "val" if any(key.startswith(("val/", "eval/")) for key in data) else "train"
+
+
+def _checked(data: Mapping[str, Any]) -> dict[str, float]:
+    """A copy with plain numbers only, under names without reducer."""
     numbers: dict[str, float] = {}
     for key, value in data.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -37,82 +60,87 @@ def checked(data: Mapping[str, Any]) -> dict[str, float]:
                 f"metric '{key}' is a {type(value).__name__}, not an int or float: reduce it and read it back "
                 f"(.item()) before logging"
             )
-        if key in RESERVED:
-            raise ValueError(f"metric '{key}' collides with a column of {FILE_NAME}: rename it, e.g. 'train/{key}'")
-        numbers[key] = int(value) if isinstance(value, int) else float(value)
+        name, _, reducer = key.rpartition("@")
+        name = name if name and reducer in REDUCERS else key
+        if name in RESERVED:
+            raise ValueError(f"metric '{key}' collides with a column of {FILE_NAME}: rename it, e.g. 'train/{name}'")
+        if name in numbers:
+            raise ValueError(f"metric '{key}' is given twice in one row, without its reducer: rename one of them")
+        numbers[name] = int(value) if isinstance(value, int) else float(value)
     return numbers
 
 
 class MetricsFile:
-    """Appends rows, each by one `write` on an O_APPEND descriptor; `attempt` counts the openings that wrote a row.
-
-    Raises `CannotWriteError` when the file cannot be opened. A row that cannot be written later (disk full) is lost
-    with one warning: training goes on.
-    """
+    """Appends rows and markers; `attempt` counts the openings that wrote one. Errors are those of `AppendFile`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._warned = False
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            drop_torn_tail(path)
-        except OSError as error:
-            raise CannotWriteError(f"cannot open {path}: {error}; free space or choose another directory") from error
-        self.attempt = 1 + max((row["attempt"] for row in _rows(path)), default=0)
+        self._file = AppendFile(path)
+        self.attempt = 1 + last_attempt(path)
 
-    def append(self, data: Mapping[str, float], step: int) -> None:
-        nonfinite = {key: str(value) for key, value in data.items() if not math.isfinite(value)}
-        row: dict[str, Any] = {
-            "step": step,
-            "attempt": self.attempt,
-            "kind": row_kind(data),
-            "ts": round(time.time(), 3),
-        }
-        row |= {key: None if key in nonfinite else value for key, value in data.items()}
+    def append(self, row: Row) -> None:
+        nonfinite = {key: str(value) for key, value in row.data.items() if not math.isfinite(value)}
+        content = self._columns(row.step, row.kind, row.ts)
+        content |= {key: None if key in nonfinite else value for key, value in row.data.items()}
         if nonfinite:
-            row["nonfinite"] = nonfinite
-        line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        try:
-            num_written = os.write(self._descriptor, line)
-            if num_written < len(line):
-                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - num_written)
-                raise OSError(f"only {num_written} of {len(line)} bytes fitted")
-        except OSError as error:
-            self._warn(error)
+            content["nonfinite"] = nonfinite
+        self._file.append(content)
+
+    def mark(self, kind: str, step: int) -> None:
+        """Write a marker: `kind` is `START` or `ROLLBACK`."""
+        self._file.append(self._columns(step, kind, round(time.time(), 3)))
+
+    def sync_soon(self) -> None:
+        self._file.sync_soon()
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            logger.warning(
-                "cannot write %s: %s; training goes on, rows are lost until it works again", self._path, error
-            )
-        self._warned = True
+    def _columns(self, step: int, kind: str, ts: float) -> dict[str, Any]:
+        return {"step": step, "attempt": self.attempt, "kind": kind, "ts": ts}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows that count, sorted by step: of each (kind, step) the newest attempt, and of that the last row.
+    """The rows that count, sorted by step and kind, as written; values named in `nonfinite` are floats again.
 
-    Torn or foreign lines are passed over. Values named in `nonfinite` are floats again.
+    Torn or foreign lines are passed over.
     """
-    newest: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in _rows(path):
-        place = (row["step"], row["kind"])
-        if place not in newest or row["attempt"] >= newest[place]["attempt"]:
-            newest[place] = row | {key: float(value) for key, value in row.get("nonfinite", {}).items()}
-    return [newest[place] for place in sorted(newest)]
+    return list(_contents(path))
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Row]:
+    """The same one by one, however long the run; with `before_attempt` only those that earlier attempts wrote."""
+    for content in _contents(path):
+        if before_attempt is None or content["attempt"] < before_attempt:
+            data = {key: value for key, value in content.items() if key not in RESERVED}
+            yield Row(content["step"], content["kind"], content.get("ts", 0.0), data)
+
+
+def last_attempt(path: Path) -> int:
+    """0 before the first."""
+    return max((content["attempt"] for _, content in _lines(path)), default=0)
+
+
+def read_rollbacks(path: Path) -> list[tuple[float, int]]:
+    """(Unix seconds, step) of every return to an earlier step inside an attempt."""
+    return [(content["ts"], content["step"]) for _, content in _lines(path) if content["kind"] == ROLLBACK]
+
+
+def _contents(path: Path) -> Iterator[dict[str, Any]]:
+    places: dict[tuple[int, str], int] = {}
+    for offset, content in _lines(path):
+        step, kind = content["step"], content["kind"]
+        if kind in MARKERS:
+            places = {place: offset for place, offset in places.items() if place[0] <= step}
+        else:
+            places[step, kind] = offset
     with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and row.keys() >= {"step", "attempt", "kind"}:
-                yield row
+        for place in sorted(places):
+            file.seek(places[place])
+            content = json.loads(file.readline())
+            yield content | {key: float(value) for key, value in content.get("nonfinite", {}).items()}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for offset, content in read_objects(path):
+        if content.keys() >= {"step", "attempt", "kind"} and isinstance(content["step"], int):
+            yield offset, content

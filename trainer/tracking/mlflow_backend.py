@@ -3,11 +3,12 @@
 import logging
 import os
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
+from trainer.tracking.backend import Backend, Held, last_steps
+from trainer.tracking.metrics_file import Row
 from trainer.tracking.run_info import RunInfo
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,17 @@ logger = logging.getLogger(__name__)
 NAME_TAG = "metric_name/"
 MAX_PARAM_CHARS = 6000
 MAX_PARAMS_PER_CALL = 100
+MAX_METRICS_PER_CALL = 1000
+
+
+def where(info: RunInfo) -> str:
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return re.sub("//[^/]*@", "//", uri)  # without a password
+    return f"mlflow ui --backend-store-uri {_store(info)}"
+
+
+def _store(info: RunInfo) -> str:
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(info.run_dir / 'mlflow').resolve()}/mlflow.db"
 
 
 class MetricNames:
@@ -37,43 +49,71 @@ class MetricNames:
         self._new_names[name] = new
         return new, new != name
 
+    def original(self, new: str) -> str:
+        return next((name for name, its_new in self._new_names.items() if its_new == new), new)
 
-class MlflowBackend:
-    """One run continued over all attempts; its status follows from the exit code."""
+
+class MlflowBackend(Backend):
+    """One run continued over all attempts; its status follows from the exit code, and is RUNNING after a kill.
+
+    What another attempt sent is taken from the run itself. After a rollback the steps repeated have two values: MLflow
+    cannot take points back; `replay` makes a clean run.
+    """
 
     def __init__(self, info: RunInfo) -> None:
         self._info = info
         self._client: Any = None
         self._run_id = ""
         self._names = MetricNames({})
+        self._held = Held({})
 
     def open(self) -> None:
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
         artifacts: str | None = None
-        if not uri:
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
             directory = (self._info.run_dir / "mlflow").resolve()
             directory.mkdir(parents=True, exist_ok=True)
-            uri, artifacts = f"sqlite:///{directory}/mlflow.db", (directory / "artifacts").as_uri()
+            artifacts = (directory / "artifacts").as_uri()
         # The model registry is not used; its default needs packages that mlflow-skinny lacks.
-        self._client = MlflowClient(tracking_uri=uri)
+        self._client = MlflowClient(tracking_uri=_store(self._info))
         run = self._continued_run() or self._new_run(artifacts)
         self._run_id = run.info.run_id
-        self._info.run_ids.set("mlflow", self._run_id)
+        self._info.run_file.set("mlflow", self._run_id)
         self._names = MetricNames(run.data.tags)
+        rollbacks = self._info.rollbacks()
+        self._held = Held(last_steps(self._points(run, is_whole=bool(rollbacks)), rollbacks))
+        self._send(self._info.earlier_rows())
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
+    def log(self, row: Row) -> None:
+        self._send([row])
+
+    def rewind(self, step: int) -> None:
+        self._held.rewind(step)
+
+    def _send(self, rows: Iterable[Row]) -> None:
+        """In as few calls as MLflow allows; a changed name is known before its first value."""
         from mlflow.entities import Metric, RunTag
 
-        timestamp_ms = int(time.time() * 1000)
-        metrics, tags = [], []
-        for key, value in data.items():
-            name, is_first = self._names.convert(key)
-            metrics.append(Metric(name, value, timestamp_ms, step))
-            if is_first:
-                tags.append(RunTag(NAME_TAG + name, key))
-        self._client.log_batch(self._run_id, metrics=metrics, tags=tags)
+        metrics: list[Metric] = []
+        for row in rows:
+            for key, value in self._held.lacking(row).items():
+                name, is_first = self._names.convert(key)
+                if is_first:
+                    self._client.log_batch(self._run_id, tags=[RunTag(NAME_TAG + name, key)])
+                metrics.append(Metric(name, value, round(row.ts * 1000), row.step))
+                if len(metrics) == MAX_METRICS_PER_CALL:
+                    self._client.log_batch(self._run_id, metrics=metrics)
+                    metrics = []
+        if metrics:
+            self._client.log_batch(self._run_id, metrics=metrics)
+
+    def _points(self, run: Any, *, is_whole: bool) -> Iterator[tuple[str, int, float]]:
+        """(metric, step, Unix seconds) of the last step of each metric; with `is_whole` of all steps."""
+        for latest in run.data.to_proto().metrics:
+            metrics = self._client.get_metric_history(self._run_id, latest.key) if is_whole else [latest]
+            for metric in metrics:
+                yield self._names.original(latest.key), metric.step, metric.timestamp / 1000
 
     def close(self, exit_code: int) -> None:
         status = {EXIT_DONE: "FINISHED", EXIT_RESUMABLE: "KILLED"}.get(exit_code, "FAILED")
@@ -82,7 +122,7 @@ class MlflowBackend:
     def _continued_run(self) -> Any | None:
         from mlflow.exceptions import MlflowException
 
-        run_id = self._info.run_ids.get("mlflow")
+        run_id = self._info.run_file.get("mlflow")
         if run_id is None:
             return None
         try:

@@ -1,25 +1,29 @@
-"""What a backend knows about the run it reports on, and the ids under which trackers know that run."""
+"""What a backend knows about the run it reports on, and `run.json`: its names, configuration and tracker ids."""
 
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.tracking import metrics_file
 from trainer.tracking.files import atomic_write
+from trainer.tracking.metrics_file import Row
 
 logger = logging.getLogger(__name__)
 
+FILE_NAME = "run.json"
 
-class RunIds:
-    """Tracker run ids, kept in `run.json` under `run_ids` so that a restart continues the same runs. Thread-safe."""
+
+class RunFile:
+    """`run.json`: what a run is, and its ids in trackers, so that a restart continues the same runs. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._ids: dict[str, str] = dict(self._read().get("run_ids", {}))
+        self._ids: dict[str, str] = dict(read_run_file(path).get("run_ids", {}))
 
     def get(self, backend: str) -> str | None:
         with self._lock:
@@ -28,10 +32,12 @@ class RunIds:
     def set(self, backend: str, run_id: str) -> None:
         with self._lock:
             self._ids[backend] = run_id
-            try:
-                atomic_write(self._path, json.dumps(self._read() | {"run_ids": self._ids}, indent=2) + "\n")
-            except OSError as error:
-                logger.warning("cannot write %s: %s; a restart may start a new %s run", self._path, error, backend)
+            self._update({"run_ids": self._ids})
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Keep JSON values beside the ids, such as the configuration."""
+        with self._lock:
+            self._update(description)
 
     def adopt(self, run_ids: Mapping[str, str]) -> None:
         """Take ids of a checkpoint for backends this run directory knows nothing of."""
@@ -43,16 +49,23 @@ class RunIds:
         with self._lock:
             return dict(self._ids)
 
-    def _read(self) -> dict[str, Any]:
-        """The file's content, {} without one; others may keep their own keys in it."""
+    def _update(self, content: Mapping[str, Any]) -> None:
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            logger.warning("cannot read %s: %s; trackers start new runs", self._path, error)
-            return {}
-        return content if isinstance(content, dict) else {}
+            atomic_write(self._path, json.dumps(read_run_file(self._path) | dict(content), indent=2) + "\n")
+        except OSError as error:
+            logger.warning("cannot write %s: %s; a restart may start new tracker runs", self._path, error)
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The content, {} without one; others may keep their own keys in it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("cannot read %s: %s; trackers start new runs", path, error)
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass
@@ -61,8 +74,19 @@ class RunInfo:
     experiment_name: str
     config: Mapping[str, Any]
     run_dir: Path
+    """Where backends write."""
+    metrics_path: Path
+    """Where the rows of earlier attempts are."""
     total_steps: int
     attempt: int
-    run_ids: RunIds
+    run_file: RunFile
     resume_step: int = 0
-    """Steps already done when this attempt starts, known with its first row, before a backend opens."""
+    """Steps already done when this attempt starts, known before a backend opens; -1 if the first row is of step 0."""
+
+    def earlier_rows(self) -> Iterator[Row]:
+        """Rows of earlier attempts that count, which are those up to the resume step; complete when a backend opens."""
+        return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)
+
+    def rollbacks(self) -> list[tuple[float, int]]:
+        """(Unix seconds, step) of each return to an earlier step."""
+        return metrics_file.read_rollbacks(self.metrics_path)

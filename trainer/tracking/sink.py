@@ -4,18 +4,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from trainer.protocols import Backend
+from trainer.tracking.backend import Backend
 
 logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """`log` never raises; `finish` asks for the end, `wait` returns when it came or its time is over."""
+    """Hands calls on to a backend, which opens with the first one.
 
-    def log(self, data: Mapping[str, float], step: int) -> None: ...
+    `send` never raises; `finish` asks for the end, `wait` returns when it came or its time is over.
+    """
+
+    def send(self, call: str, *args: Any) -> None: ...
 
     def finish(self, exit_code: int) -> None: ...
 
@@ -50,32 +52,32 @@ class InlineSink:
         self._breaker = Breaker(name)
         self._opened = False
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
+    def send(self, call: str, *args: Any) -> None:
         if not self._opened:
             self._opened = True
-            self._call("open", self._backend.open)
-        self._call("log", self._backend.log, data, step)
+            self._call("open")
+        self._call(call, *args)
 
     def finish(self, exit_code: int) -> None:
         if self._opened:
-            self._call("close", self._backend.close, exit_code)
+            self._call("close", exit_code)
 
     def wait(self) -> None:
         return
 
-    def _call(self, call: str, function: Callable[..., None], *args: Any) -> None:
+    def _call(self, call: str, *args: Any) -> None:
         if self._breaker.tripped:
             return
         try:
-            function(*args)
+            getattr(self._backend, call)(*args)
         except Exception as error:
             self._breaker.trip_on(call, error)
 
 
 class ThreadSink:
-    """Calls the backend in a daemon thread behind a bounded queue; the thread starts with the first row.
+    """Calls the backend in a daemon thread behind a bounded queue; the thread starts with the first call.
 
-    The backend is dropped when a call raises, when one lasts longer than `stall_timeout_s`, when `capacity` rows wait,
+    The backend is dropped when a call raises, when one lasts longer than `stall_timeout_s`, when `capacity` calls wait,
     or when it has not closed within `close_timeout_s` of `finish`.
     """
 
@@ -92,23 +94,22 @@ class ThreadSink:
         self._breaker = Breaker(name)
         self._close_timeout_s = close_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        # An int is the exit code: the last item.
-        self._queue: queue.Queue[tuple[Mapping[str, float], int] | int] = queue.Queue(capacity)
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
         self._call_name, self._call_began_s = "", float("inf")
         self._deadline_s = 0.0
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
+    def send(self, call: str, *args: Any) -> None:
         if self._thread.ident is None:
             self._thread.start()
         if time.monotonic() - self._call_began_s > self._stall_timeout_s:
             self._breaker.trip(f"{self._call_name}() has not returned for {self._stall_timeout_s:g} s")
-        self._put((data, step))
+        self._put(call, *args)
 
     def finish(self, exit_code: int) -> None:
         self._deadline_s = time.monotonic() + self._close_timeout_s
         if self._thread.ident is not None:
-            self._put(exit_code)
+            self._put("close", exit_code)
 
     def wait(self) -> None:
         if self._thread.ident is None or self._breaker.tripped:
@@ -117,26 +118,25 @@ class ThreadSink:
         if self._thread.is_alive():
             self._breaker.trip(f"{self._call_name or 'close'}() did not finish within {self._close_timeout_s:g} s")
 
-    def _put(self, item: tuple[Mapping[str, float], int] | int) -> None:
+    def _put(self, call: str, *args: Any) -> None:
         if self._breaker.tripped:
             return
         try:
-            self._queue.put_nowait(item)
+            self._queue.put_nowait((call, args))
         except queue.Full:
-            self._breaker.trip(f"{self._call_name}() hangs or is too slow, {self._queue.maxsize} rows wait")
+            self._breaker.trip(f"{self._call_name}() hangs or is too slow, {self._queue.maxsize} calls wait")
 
     def _work(self) -> None:
+        call, args = "open", ()
         try:
-            self._call("open", self._backend.open)
-            while not self._breaker.tripped:
-                item = self._queue.get()
-                if isinstance(item, int):
-                    return self._call("close", self._backend.close, item)
-                self._call("log", self._backend.log, *item)
+            self._call(call)
+            while call != "close" and not self._breaker.tripped:
+                call, args = self._queue.get()
+                self._call(call, *args)
         except BaseException as error:  # a library may even raise SystemExit; nothing leaves this thread
             self._breaker.trip_on(self._call_name, error)
 
-    def _call(self, call: str, function: Callable[..., None], *args: Any) -> None:
+    def _call(self, call: str, *args: Any) -> None:
         self._call_name, self._call_began_s = call, time.monotonic()
-        function(*args)
+        getattr(self._backend, call)(*args)
         self._call_began_s = float("inf")

@@ -1,35 +1,55 @@
 """TensorBoard event files in `run_dir/tensorboard`."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from trainer.tracking import event_files
+from trainer.tracking.backend import Backend, Held
+from trainer.tracking.metrics_file import Row
 from trainer.tracking.run_info import RunInfo
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorboardBackend:
-    """A later attempt purges the steps it repeats, so that each step is drawn once."""
+def where(info: RunInfo) -> str:
+    return f"tensorboard --logdir={info.run_dir}/tensorboard --port=6006"
+
+
+class TensorboardBackend(Backend):
+    """A later attempt, and a rollback, purge the steps they repeat, so that each step is drawn once."""
 
     def __init__(self, info: RunInfo) -> None:
         self._info = info
+        self._directory = info.run_dir / "tensorboard"
         self._writer: SummaryWriter | None = None
+        self._held = Held({})
 
     def open(self) -> None:
+        self._held = Held(event_files.last_steps(self._directory))
+        self.rewind(self._info.resume_step)
+        for row in self._info.earlier_rows():
+            self._write(row)
+
+    def log(self, row: Row) -> None:
+        assert self._writer is not None
+        self._write(row)
+        # A killed attempt must not lose steps before its checkpoint.
+        self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """A file of its own, whose first entry takes back the later steps of those before it."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # From scratch the row of step 0, a validation before training, is repeated too.
-        purge_step = self._info.resume_step + 1 if self._info.resume_step > 0 else 0
-        self._writer = SummaryWriter(str(self._info.run_dir / "tensorboard"), purge_step=purge_step)
-
-    def log(self, data: Mapping[str, float], step: int) -> None:
-        assert self._writer is not None
-        for key, value in data.items():
-            self._writer.add_scalar(key, value, step)
-        # A killed attempt must not lose steps before its checkpoint: nobody would write them again.
-        self._writer.flush()
+        if self._writer is not None:
+            self._writer.close()
+        self._held.rewind(step)
+        self._writer = SummaryWriter(str(self._directory), purge_step=step + 1)
 
     def close(self, exit_code: int) -> None:
         assert self._writer is not None
         self._writer.close()
+
+    def _write(self, row: Row) -> None:
+        assert self._writer is not None
+        for key, value in self._held.lacking(row).items():
+            self._writer.add_scalar(key, value, row.step, walltime=row.ts)

@@ -1,24 +1,49 @@
 """Weights & Biases, online or offline (WANDB_MODE): one run continued over all attempts."""
 
 import logging
+import os
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
+from trainer.tracking import wandb_files
+from trainer.tracking.backend import Backend, Held, last_steps
+from trainer.tracking.events_file import Event
+from trainer.tracking.metrics_file import Row
 from trainer.tracking.run_info import RunInfo
 
 logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 50.0
+MAX_TITLE_CHARS = 63
+STEP = "trainer/step"
+LAST_STEP = "trainer/last_{}_step"
+"""In the summary, by kind of row: what a resume online asks for."""
 
 
-class WandbBackend:
-    """Steps are sent as the metric `trainer/step`, never as wandb's own step: that one drops what a resume repeats."""
+def project(info: RunInfo) -> str:
+    """WANDB_PROJECT puts training and evaluation runs of several configurations into one project."""
+    return os.environ.get("WANDB_PROJECT") or info.project_name
+
+
+def where(info: RunInfo) -> str:
+    if os.environ.get("WANDB_MODE") in ("offline", "dryrun"):
+        return f"offline, to upload: wandb sync {info.run_dir}/wandb/offline-run-*"
+    return f"project {project(info)}, its address follows"
+
+
+class WandbBackend(Backend):
+    """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never go back.
+
+    What another attempt sent is taken from the run's summary (online) or from the offline files in `run_dir/wandb`.
+    After a rollback the steps repeated appear a second time: wandb cannot take rows back; `replay` makes a clean run.
+    """
 
     def __init__(self, info: RunInfo) -> None:
         self._info = info
         self._run: Any = None
+        self._held = Held({})
+        self._next_step = 0
 
     def open(self) -> None:
         import wandb
@@ -26,12 +51,12 @@ class WandbBackend:
         # Without a key wandb would ask for one on the terminal.
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("no API key: run `wandb login`, or set WANDB_MODE=offline")
-        run_id = self._info.run_ids.get("wandb")
+        run_id = self._info.run_file.get("wandb")
         if run_id is None:
             run_id = uuid.uuid4().hex[:12]
-            self._info.run_ids.set("wandb", run_id)
+            self._info.run_file.set("wandb", run_id)
         self._run = wandb.init(
-            project=self._info.project_name,
+            project=project(self._info),
             name=self._info.experiment_name,
             config=dict(self._info.config),
             dir=str(self._info.run_dir),
@@ -42,13 +67,31 @@ class WandbBackend:
                 console="off", quiet=True, init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S
             ),
         )
-        self._run.define_metric("trainer/step")
-        self._run.define_metric("*", step_metric="trainer/step")
-        if not self._run.offline and self._run.url:
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        if self._run.offline:
+            self._continue_offline(run_id)
+        else:
             logger.info("wandb: %s", self._run.url)
+            self._continue_online()
+        for row in self._info.earlier_rows():
+            self.log(row)
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
-        self._run.log({**data, "trainer/step": step})
+    def log(self, row: Row) -> None:
+        if data := self._held.lacking(row):
+            self._run.log({**data, STEP: row.step, "_timestamp": row.ts}, step=self._next_step, commit=True)
+            self._next_step += 1
+            if not self._run.offline:
+                self._run.summary[LAST_STEP.format(row.kind)] = row.step
+
+    def rewind(self, step: int) -> None:
+        self._held.rewind(step)
+        if not self._run.offline:
+            for kind, last in self._last_steps_online().items():
+                self._run.summary[LAST_STEP.format(kind)] = min(step, last)
+
+    def alert(self, event: Event) -> None:
+        self._run.alert(f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS], event.message, level="ERROR")
 
     def close(self, exit_code: int) -> None:
         import wandb
@@ -56,3 +99,22 @@ class WandbBackend:
         self._run.finish(exit_code=exit_code)
         # finish() returns before wandb's service has written its file; a container that ends now would cut it.
         wandb.teardown(exit_code=exit_code)
+
+    def _continue_offline(self, run_id: str) -> None:
+        points: list[tuple[str, int, float]] = []
+        for path in wandb_files.offline_files(self._info.run_dir / "wandb", run_id):
+            for row in wandb_files.history(path):
+                points += [(key, row[STEP], row["_timestamp"]) for key in row if STEP in row]
+                self._next_step = max(self._next_step, row["_step"] + 1)
+        self._held = Held(last_steps(points, self._info.rollbacks()))
+
+    def _continue_online(self) -> None:
+        self._next_step = self._run.step
+        self._held = Held({}, self._last_steps_online())
+
+    def _last_steps_online(self) -> dict[str, int]:
+        """By kind of row, from the summary, which a continued run brings along."""
+        prefix, suffix = LAST_STEP.split("{}")
+        summary = dict(self._run.summary)
+        keys = [key for key in summary if key.startswith(prefix) and key.endswith(suffix)]
+        return {key.removeprefix(prefix).removesuffix(suffix): summary[key] for key in keys}

@@ -1,0 +1,71 @@
+"""`events.jsonl`: what happened to a run beside its metrics.
+
+One JSON object a line: `ts` (Unix seconds), `attempt`, `step`, `kind`, `level` (info, warn, error), `message`, and
+what else belongs to that kind. Every attempt begins with an event of kind "start" and ends with "end", which holds
+`exit_code`; one that was killed has no end.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.tracking.files import AppendFile, read_objects
+
+FILE_NAME = "events.jsonl"
+LEVELS = ("info", "warn", "error")
+COLUMNS = frozenset({"ts", "attempt", "step", "kind", "level", "message"})
+
+
+@dataclass(frozen=True)
+class Event:
+    """`fields` may hold lists and mappings of plain values."""
+
+    kind: str
+    step: int
+    message: str
+    level: str = "info"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"event '{self.kind}' has level '{self.level}': it must be any of {', '.join(LEVELS)}")
+        if taken := COLUMNS & self.fields.keys():
+            raise ValueError(f"event '{self.kind}': '{min(taken)}' is a column of {FILE_NAME}: rename that field")
+
+
+class EventsFile:
+    """Errors are those of `AppendFile`."""
+
+    def __init__(self, path: Path, *, attempt: int) -> None:
+        self._file = AppendFile(path)
+        self._attempt = attempt
+
+    def append(self, event: Event) -> None:
+        columns = {"ts": round(time.time(), 3), "attempt": self._attempt, "step": event.step, "kind": event.kind}
+        columns |= {"level": event.level, "message": event.message}
+        self._file.append(columns | _strict(event.fields))
+
+    def sync_soon(self) -> None:
+        self._file.sync_soon()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """In the order written; none without the file. Torn or foreign lines are passed over."""
+    return [event for _, event in read_objects(path) if event.keys() >= COLUMNS] if path.exists() else []
+
+
+def _strict(value: Any) -> Any:
+    """The value as strict JSON has it: NaN and infinity by name, a path and the like as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
