@@ -1,0 +1,130 @@
+"""Our own run directory as the report reads it: restarts, rollbacks, events, checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from log_formats import write_lines
+
+from trainer.report.readers import read_run
+from trainer.report.run_log import LogEvent
+from trainer.tracking import Tracking
+
+
+def row(step: int, attempt: int = 1, kind: str = "train", **metrics: Any) -> dict[str, Any]:
+    return {"step": step, "attempt": attempt, "kind": kind, "ts": 1000.0 + step, **metrics}
+
+
+def train_rows(steps: range, attempt: int, value: float) -> list[dict[str, Any]]:
+    return [row(step, attempt, **{"train/loss": value}) for step in steps]
+
+
+@pytest.mark.covers("S3.29")
+def test_what_tracking_writes_reads_back_over_a_restart(tmp_path: Path) -> None:
+    for attempt, steps in ((1, range(1, 7)), (2, range(5, 9))):
+        tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=8)
+        for step in steps:
+            loss = float("nan") if step == 7 else attempt + step / 100
+            tracking.log({"train/loss": loss, "train/lr(1e-3)": 0.125, "train/lr": 0.125e-3}, step=step)
+        tracking.log({"val/loss": 0.5}, step=steps[-1])
+        tracking.finish(0)
+    log = read_run(tmp_path)
+    assert log.series["train/loss"].steps.tolist() == list(range(1, 9))
+    assert [str(value) for value in log.series["train/loss"].values] == [
+        "1.01", "1.02", "1.03", "1.04", "2.05", "2.06", "nan", "2.08",
+    ]  # fmt: skip
+    assert set(log.series["train/lr"].values) == {0.125e-3}
+    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_unparsed) == (2, 2, 0, 0)
+
+
+def test_a_start_marker_takes_back_steps_that_were_not_trained_again_yet(tmp_path: Path) -> None:
+    rows = [row(0, kind="start"), *train_rows(range(1, 11), 1, 1.0), row(10, kind="val", **{"val/loss": 3.0})]
+    rows += [row(6, 2, "start"), *train_rows(range(7, 9), 2, 2.0)]
+    log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
+    assert log.series["train/loss"].steps.tolist() == list(range(1, 9))
+    assert log.series["train/loss"].values.tolist() == [1.0] * 6 + [2.0] * 2
+    assert "val/loss" not in log.series
+    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows, log.num_rows) == (2, 4, 0, 13)
+
+
+def test_a_rollback_inside_an_attempt_counts_the_steps_lost_and_no_attempt(tmp_path: Path) -> None:
+    rows = [row(0, kind="start"), *train_rows(range(1, 9), 1, 1.0), row(4, kind="rollback")]
+    rows += train_rows(range(5, 7), 1, 2.0)
+    rows += [row(3, kind="rollback"), *train_rows(range(4, 6), 1, 3.0)]
+    log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
+    assert log.series["train/loss"].values.tolist() == [1, 1, 1, 3, 3]
+    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows) == (1, 4 + 3, 0)
+
+
+def test_files_from_before_the_markers_let_the_newest_attempt_of_a_step_count(tmp_path: Path) -> None:
+    rows = [*train_rows(range(1, 11), 1, 1.0), *train_rows(range(7, 9), 2, 2.0)]
+    log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
+    assert log.series["train/loss"].values.tolist() == [1.0] * 6 + [2.0] * 2 + [1.0] * 2
+    assert (log.num_attempts, log.num_lost_steps, log.num_disordered_rows) == (2, 4, 0)
+
+
+def test_a_repeated_row_without_restart_is_counted(tmp_path: Path) -> None:
+    rows = [*train_rows(range(1, 5), 1, 1.0), *train_rows(range(4, 6), 1, 2.0)]
+    log = read_run(write_lines(tmp_path / "metrics.jsonl", rows))
+    assert log.series["train/loss"].values.tolist() == [1, 1, 1, 2, 2]
+    assert (log.num_lost_steps, log.num_disordered_rows) == (0, 1)
+
+
+def test_a_row_glued_to_a_torn_one_is_not_lost(tmp_path: Path) -> None:
+    whole = [json.dumps(r) for r in train_rows(range(1, 4), 1, 1.0)]
+    (tmp_path / "metrics.jsonl").write_text(f"{whole[0]}\n\n{whole[1][:30]}{whole[2]}\n[1]\n{whole[1][:25]}")
+    log = read_run(tmp_path)
+    assert log.series["train/loss"].steps.tolist() == [1, 3]
+    assert log.num_unparsed == 3
+
+
+def test_events_and_the_exit_code_of_the_last_attempt(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
+    end = {"ts": 2.0, "attempt": 1, "step": 3, "kind": "end", "level": "error", "message": "crashed", "exit_code": 1}
+    start = {"ts": 1.0, "attempt": 1, "step": 0, "kind": "start", "message": "begins"}
+    write_lines(tmp_path / "events.jsonl", [start, end])
+    run = {"run_ids": {}, "total_steps": 9, "config": {"optim": {"lr": 1e-4}, "trainer": {"logger": ["csv"]}}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    log = read_run(tmp_path)
+    assert log.events == (LogEvent(0, "start", "begins"), LogEvent(3, "end", "crashed", "error"))
+    assert (log.exit_code, log.total_steps) == (1, 9)
+    assert log.config == {"optim.lr": 1e-4, "trainer.logger": ["csv"]}
+    write_lines(tmp_path / "events.jsonl", [start, end, start | {"attempt": 2}])
+    assert read_run(tmp_path).exit_code is None, "it runs again"
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    path = run_dir / f"global_step_{step}"
+    (path / "huggingface").mkdir(parents=True)
+    files = {"model_world_size_1_rank_0.pt": b"12345", "huggingface/config.json": b"{}"}
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    listed = [{"path": name, "size_bytes": len(content), "sha256": "0" * 64} for name, content in files.items()]
+    (path / "manifest.json").write_text(json.dumps({"step": step, "files": listed}))
+    return path
+
+
+@pytest.mark.covers("S3.52", "S3.54")
+def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")
+    checkpoint(tmp_path, 10)
+    (checkpoint(tmp_path, 20) / "huggingface" / "config.json").unlink()
+    (checkpoint(tmp_path, 30) / "model_world_size_1_rank_0.pt").write_bytes(b"123")
+    (checkpoint(tmp_path, 40) / "manifest.json").write_text("{")
+    (tmp_path / "global_step_50").mkdir()
+    (tmp_path / "global_step_60").mkdir()
+    (tmp_path / "global_step_60" / "fsdp_config.json").write_text('{"world_size": 1}')
+    log = read_run(tmp_path)
+    assert log.tracker_step == 50
+    assert {state.step: state.faults for state in log.checkpoints} == {
+        10: (),
+        20: ("huggingface/config.json is missing",),
+        30: ("model_world_size_1_rank_0.pt has 3 bytes, 5 were written",),
+        40: ("manifest.json cannot be read",),
+        50: ("neither manifest.json nor fsdp_config.json: its save did not finish",),
+        60: tuple(f"{part}_world_size_1_rank_0.pt is missing" for part in ("model", "optim", "extra_state")),
+    }
+    assert [state.is_complete for state in log.checkpoints] == [True, *[False] * 5]
+    assert log.checkpoints[0].size_bytes == 7 + (tmp_path / "global_step_10" / "manifest.json").stat().st_size

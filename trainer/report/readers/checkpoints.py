@@ -1,0 +1,86 @@
+"""Which checkpoints lie beside a log, and whether they are whole as far as names and sizes tell."""
+
+import os
+import re
+from pathlib import Path
+
+from trainer.report.readers.parsing import as_step, read_json
+from trainer.report.run_log import CheckpointState
+
+POINTER = "latest_checkpointed_iteration.txt"
+_STEP_DIR = re.compile(r"(?:global_step_|checkpoint-)(\d{1,15})")
+
+
+def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
+    """Every `global_step_N` and `checkpoint-N`, by rising step."""
+    found = []
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        match = _STEP_DIR.fullmatch(path.name)
+        if match and path.is_dir():
+            faults = _own_faults(path) if path.name.startswith("global_step_") else _transformers_faults(path)
+            found.append(CheckpointState(int(match[1]), path, _size_bytes(path), not faults, tuple(faults)))
+    return tuple(sorted(found, key=lambda state: state.step))
+
+
+def tracker_step(run_dir: Path) -> int | None:
+    """What `latest_checkpointed_iteration.txt` says."""
+    try:
+        return as_step((run_dir / POINTER).read_text(encoding="utf-8", errors="replace")[:40].strip())
+    except OSError:
+        return None
+
+
+def _own_faults(path: Path) -> list[str]:
+    manifest = read_json(path / "manifest.json")
+    files = manifest.get("files")
+    if isinstance(files, list):
+        return [fault for item in files if (fault := _listed_fault(path, item))]
+    if (path / "manifest.json").exists():
+        return ["manifest.json cannot be read"]
+    world_size = as_step(read_json(path / "fsdp_config.json").get("world_size"))
+    if not world_size:
+        return ["neither manifest.json nor fsdp_config.json: its save did not finish"]
+    names = [f"{part}_world_size_{world_size}_rank_{{}}.pt" for part in ("model", "optim", "extra_state")]
+    return [
+        f"{name.format(rank)} is missing"
+        for name in names
+        for rank in range(min(world_size, 65536))
+        if not (path / name.format(rank)).exists()
+    ]
+
+
+def _listed_fault(path: Path, item: object) -> str | None:
+    name = item.get("path") if isinstance(item, dict) else None
+    if not isinstance(name, str) or not name.isprintable() or ".." in Path(name).parts or Path(name).is_absolute():
+        return "manifest.json lists a file that is none"
+    try:
+        size_bytes = (path / name).stat().st_size
+    except OSError:
+        return f"{name} is missing"
+    expected = item.get("size_bytes") if isinstance(item, dict) else None
+    return None if size_bytes == expected else f"{name} has {size_bytes} bytes, {expected} were written"
+
+
+def _transformers_faults(path: Path) -> list[str]:
+    names = {entry.name for entry in path.iterdir()}
+    faults = [] if "trainer_state.json" in names else ["trainer_state.json is missing"]
+    for index in sorted(name for name in names if name.endswith(".index.json")):
+        shards = read_json(path / index).get("weight_map")
+        wanted = {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
+        faults += [f"{shard} is missing" for shard in sorted(wanted - names)]
+    weights = [name for name in names if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"]
+    sharded = [name for name in names if name.startswith(("global_step", "pytorch_model_fsdp", "iter_"))]
+    if not weights and not sharded:
+        faults.append("no weights")
+    return faults + [f"{name} is empty" for name in sorted(weights) if (path / name).stat().st_size == 0]
+
+
+def _size_bytes(path: Path) -> int:
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(directory, name)).st_size
+            except OSError:  # rotated away meanwhile
+                continue
+    return total
