@@ -1,0 +1,73 @@
+"""How numbers, steps and names are written: text, page and comparison use these functions and no others."""
+
+import math
+from datetime import timedelta
+
+from trainer.report.result import Anomaly, Finding
+
+MISSING = "–"
+NUM_DIGITS = 4
+ARROWS = {1: "↑", -1: "↓"}
+
+
+def number(value: float | None) -> str:
+    """Four significant digits: 0.8123, 1.5, 12,345, 5.5e7; infinities by name, a dash for what is not known."""
+    if value is None or math.isnan(value):
+        return MISSING
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        mantissa, exponent = f"{value:.{NUM_DIGITS - 1}e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    if abs(value) >= 10 ** (NUM_DIGITS - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{NUM_DIGITS}g}"
+
+
+def share(value: float | None) -> str:
+    """A share of one as a percentage with one decimal."""
+    return MISSING if value is None or math.isnan(value) else percent(100 * value)
+
+
+def percent(value: float) -> str:
+    return f"{value:.1f} %"
+
+
+def step(value: int) -> str:
+    return f"{value:,}" if abs(value) >= 10_000 else str(value)
+
+
+def interval(steps: tuple[int, int] | None) -> str:
+    """`step 2800`, `steps 2855–2870`, or nothing."""
+    if steps is None:
+        return ""
+    first, last = steps
+    return f"step {step(first)}" if first == last else f"steps {step(first)}–{step(last)}"
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`, with days in front where there are any."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def clean(text: str) -> str:
+    """Names come from files anyone may have written: no control characters reach a terminal or a page."""
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def measured(finding: Finding) -> str:
+    """What a finding measured, against which limit."""
+    if finding.value is None:
+        return ""
+    limit = "" if finding.threshold is None else f" (limit {number(finding.threshold)})"
+    return f"{number(finding.value)}{limit}"
+
+
+def place(finding: Finding) -> str:
+    """Where a finding is: metric, steps, and what was measured."""
+    return ", ".join(clean(part) for part in (finding.metric or "", interval(finding.steps), measured(finding)) if part)
+
+
+def companions(anomaly: Anomaly) -> str:
+    """The metrics that moved with an anomaly, with direction and peak."""
+    return ", ".join(f"{clean(m.metric)} {ARROWS[m.sign]} {number(m.peak_value)}" for m in anomaly.movers)
