@@ -184,6 +184,14 @@ def test_eval_is_another_spelling_of_val() -> None:
     assert found("eval/loss_by/code").key == "val/loss_by/<source>"
 
 
+@pytest.mark.covers("S2.3:C")
+@pytest.mark.parametrize("key", ["kl", "clip_ratio/high_max", "rewards/Format/mean", "completions/mean_length"])
+def test_names_of_reinforcement_learning_are_known_behind_train_and_val(key: str) -> None:
+    assert {found(f"{place}/{key}") for place in ("train", "val", "eval")} == {found(key)}
+    assert found("train/reward_mean").key == "reward_mean"
+    assert [lookup(f"train/{ours}") for ours in ("progress/step", "train/loss", "val/loss")] == [None] * 3
+
+
 def test_a_suffix_names_the_reducer() -> None:
     assert found("train/loss").reducer == "mean"
     assert (found("train/loss@max").reducer, found("train/loss@max").key) == ("max", "train/loss")
@@ -195,7 +203,10 @@ def test_a_suffix_names_the_reducer() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["train/losses", "", "train/loss@often", "train", "time/sft/total", "memory/sft/eval/begin/onload/reserved/0"],
+    [
+        *("train/losses", "", "train/loss@often", "train", "time/sft/total", "rewards/Format/mean/more"),
+        *("memory/sft/eval/begin/onload/reserved/0", "memory/sft/eval/start/onload/reserved/0x"),
+    ],
 )
 def test_an_unknown_key_is_unknown(key: str) -> None:
     assert lookup(key) is None

@@ -146,12 +146,15 @@ def split_reducer(key: str) -> tuple[str, str | None]:
 def lookup(key: str) -> Metric | None:
     """What is known about a logged key: the metric of that name, else the one whose placeholders fit, else None.
 
-    `eval/` is another spelling of `val/`. A suffix such as `@sum` names the reducer in place of the usual one.
+    `eval/` is another spelling of `val/`; some trainers put either or `train/` before names that are declared without.
+    A suffix such as `@sum` names the reducer in place of the usual one.
     """
     name, reducer = split_reducer(key)
-    metric = _find(name)
-    if metric is None and name.startswith("eval/"):
-        metric = _find("val/" + name.removeprefix("eval/"))
+    place, _, rest = name.partition("/")
+    metric = _find(name) or (_find(f"val/{rest}") if place == "eval" else None)
+    if metric is None and place in ("train", "val", "eval"):
+        bare = _find(rest)
+        metric = bare if bare is not None and not bare.is_emitted else None
     return metric if metric is None or reducer is None else replace(metric, reducer=reducer)
 
 
