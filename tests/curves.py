@@ -91,7 +91,7 @@ def _wander(rng: Generator, num_steps: int) -> Values:
 
 LOSSES: dict[str, Callable[[Generator, int], Values]] = {
     "gauss": lambda rng, n: _level(n) * (1 + rng.normal(0, 0.05, n)),
-    "student": lambda rng, n: _level(n) * np.exp(0.07 * rng.standard_t(4, n) / 2**0.5),
+    "student": lambda rng, n: _level(n) * np.maximum(1 + 0.07 * rng.standard_t(4, n), 0.2),
     "lognormal": lambda rng, n: _level(n) * np.exp(rng.normal(0, 0.25, n)),
     "stairs": _stairs,
     "bimodal10": lambda rng, n: _bimodal(rng, n, 0.10),
@@ -158,3 +158,20 @@ def level(curve: Curve, *, at: int, factor: float = 1.3) -> Curve:
     """The loss is so many times as high from one step on."""
     is_after = np.arange(len(curve.loss)) >= at
     return _times(curve, np.where(is_after, factor, 1.0), np.ones(len(curve.loss)))
+
+
+def val_curve(
+    rng: Generator, *, noise: float, turn: float, rise: float = 2.0, num_evals: int = 20
+) -> tuple[Values, Values]:
+    """(validation, training loss) at evenly spaced validations: validation falls until the share `turn` of the run."""
+    place = np.linspace(0, 1, num_evals)
+    val = 1.2 + 0.8 * np.exp(-place / 0.2) + rise * np.maximum(place - turn, 0) ** 1.5
+    return val * (1 + rng.normal(0, noise, num_evals)), 1.1 + np.exp(-place / 0.3) - 0.4 * place
+
+
+def held_out_val_curve(rng: Generator, *, noise: float, turn: float, num_evals: int = 20) -> tuple[Values, Values]:
+    """Only ever measured: a power law, a straight rise, noise with heavy tails and a noisy training loss."""
+    place = np.linspace(0, 1, num_evals)
+    val = 1.0 + 0.5 * (1 + 20 * place) ** -0.7 + 0.6 * np.maximum(place - turn, 0)
+    train = (0.9 + 0.6 * (1 + 20 * place) ** -0.7 - 0.5 * place) * (1 + rng.normal(0, 0.005, num_evals))
+    return val * (1 + noise * rng.standard_t(4, num_evals) / 2**0.5), train

@@ -1,58 +1,80 @@
 """Runs a detector over curves whose truth is known and counts what it says: for tests and the calibration."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import curves
 from curves import Curve, healthy
 
 from trainer.detection import Detector, Event, Level
 
 FAULT_STEP = 1500
+WATCHED_STEPS = 300
+"""A fault that is not found so many steps after it struck is missed."""
 Family = tuple[str, str]
+Fault = Callable[[Curve], Curve]
+FAULTS: Mapping[str, Fault] = {
+    "spike x2, gradient x8": partial(curves.spike, at=FAULT_STEP, loss=2, grad=8),
+    "spike x3, gradient x27": partial(curves.spike, at=FAULT_STEP, loss=3, grad=27),
+    "spike x5, gradient x125": partial(curves.spike, at=FAULT_STEP, loss=5, grad=125),
+    "gradient x20": partial(curves.spike, at=FAULT_STEP, grad=20),
+    "gradient x100": partial(curves.spike, at=FAULT_STEP, grad=100),
+    "x3, fading over 50 steps": partial(curves.decaying, at=FAULT_STEP),
+    "drift +0.2% a step": partial(curves.drift, at=FAULT_STEP, rate=0.002),
+    "drift +1% a step": partial(curves.drift, at=FAULT_STEP, rate=0.01),
+    "drift +5% a step": partial(curves.drift, at=FAULT_STEP, rate=0.05),
+    "level +30%": partial(curves.level, at=FAULT_STEP),
+}
+SINGLE_STEP = tuple(name for name in FAULTS if name.startswith(("spike", "gradient")))
 
 
-def watch(curve: Curve, *, first: int = 0, detector: Detector | None = None) -> list[Event]:
-    """Every event of a run."""
+def watch(curve: Curve, *, first: int = 0, end: int | None = None, detector: Detector | None = None) -> list[Event]:
+    """Every event of the steps from `first` to before `end`."""
     detector = detector or Detector()
-    return [event for step in range(first, len(curve.loss)) for event in detector.observe(step, curve.values(step))]
+    steps = range(first, len(curve.loss) if end is None else end)
+    return [event for step in steps for event in detector.observe(step, curve.values(step))]
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Events of healthy runs."""
+class Outcome:
+    """Of one curve: events while it is healthy, and for each fault the delay of each level it raised."""
 
-    counts: dict[Level, int]
+    healthy: Mapping[Level, int]
     num_steps: int
-
-    def per_10k(self, level: Level) -> float:
-        return self.counts.get(level, 0) * 10_000 / self.num_steps
+    delays: Mapping[str, Mapping[Level, int]]
 
 
-def healthy_rates(families: Iterable[Family], seeds: Iterable[int]) -> Rates:
-    """Over one run per family and seed."""
-    families = list(families)
-    curves = [healthy(family, seed=seed) for seed in seeds for family in families]
-    counts = Counter(event.level for curve in curves for event in watch(curve))
-    return Rates(dict(counts), sum(len(curve.loss) for curve in curves))
+def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Outcome:
+    """The steps before the fault are watched once; every fault goes on from the detector's saved state."""
+    curve, detector = healthy(family, seed=seed), Detector()
+    events = watch(curve, end=FAULT_STEP, detector=detector)
+    state = detector.state_dict()
+    events += watch(curve, first=FAULT_STEP, detector=detector)
+    delays: dict[str, dict[Level, int]] = {}
+    for name, fault in faults.items():
+        detector = Detector()
+        detector.load_state_dict(state)
+        end = FAULT_STEP + (1 if name in SINGLE_STEP else WATCHED_STEPS)
+        found = watch(fault(curve), first=FAULT_STEP, end=end, detector=detector)
+        delays[name] = {event.level: event.step - FAULT_STEP for event in reversed(found)}
+    return Outcome(Counter(event.level for event in events), len(curve.loss), delays)
 
 
-@dataclass(frozen=True)
-class Found:
-    """Of runs with one fault: the share in which a level was reported at or after it, and after how many steps."""
-
-    share: float
-    delays: tuple[int, ...]
+def per_10k(outcomes: Sequence[Outcome], level: Level) -> float:
+    """False events per 10000 healthy steps."""
+    num_events = sum(outcome.healthy.get(level, 0) for outcome in outcomes)
+    return 1e4 * num_events / sum(outcome.num_steps for outcome in outcomes)
 
 
-def found(
-    family: Family, fault: Callable[[Curve], Curve], level: Level, *, seeds: Iterable[int], within: int = 300
-) -> Found:
-    """`fault` strikes at FAULT_STEP. The run ends `within` steps later."""
-    seeds = list(seeds)
-    delays = []
-    for seed in seeds:
-        curve = fault(healthy(family, seed=seed, num_steps=FAULT_STEP + within))
-        hits = [event.step for event in watch(curve) if event.level is level and event.step >= FAULT_STEP]
-        delays += [step - FAULT_STEP for step in hits[:1]]
-    return Found(len(delays) / len(seeds), tuple(sorted(delays)))
+def recall(outcomes: Sequence[Outcome], fault: str, levels: Iterable[Level]) -> float:
+    """Share of the curves in which the fault raised any of the levels."""
+    levels = set(levels)
+    return sum(not levels.isdisjoint(outcome.delays[fault]) for outcome in outcomes) / len(outcomes)
+
+
+def precision(outcomes: Sequence[Outcome], fault: str) -> float:
+    """Of SEVERE, if one step in 10000 has this fault."""
+    found = recall(outcomes, fault, [Level.SEVERE])
+    return found / (found + per_10k(outcomes, Level.SEVERE)) if found else 0.0

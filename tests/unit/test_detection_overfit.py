@@ -4,13 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from numpy.random import Generator
-from numpy.typing import NDArray
+from curves import val_curve
 
 from trainer.detection.overfit import EpochTrend, OverfitJudge, OverfitSettings, Verdict, judge
 
 OK, NOTE, OVERFIT = Verdict.OK, Verdict.NOTE, Verdict.OVERFIT
-Losses = NDArray[np.float64]
 NUM_RUNS = 300
 
 
@@ -49,17 +47,10 @@ def test_no_validation_has_no_best_step() -> None:
     assert (found.verdicts, found.best_step, found.overfit_step) == ({}, None, None)
 
 
-def curves(rng: Generator, *, noise: float, turn: float) -> tuple[Losses, Losses]:
-    """20 validations: falling until the share `turn` of the run, rising by about 40% after it; training falls."""
-    place = np.linspace(0, 1, 20)
-    val = 1.2 + 0.8 * np.exp(-place / 0.2) + 2.0 * np.maximum(place - turn, 0) ** 1.5
-    return val * (1 + rng.normal(0, noise, 20)), 1.1 + np.exp(-place / 0.3) - 0.4 * place
-
-
 @pytest.mark.parametrize("noise", [0.002, 0.005, 0.01])
 def test_healthy_validation_curves_are_hardly_ever_called_overfit(noise: float) -> None:
     rng = np.random.default_rng(1)
-    found = [judge(range(20), *curves(rng, noise=noise, turn=1.0)) for _ in range(NUM_RUNS)]
+    found = [judge(range(20), *val_curve(rng, noise=noise, turn=1.0)) for _ in range(NUM_RUNS)]
     assert sum(result.overfit_step is not None for result in found) <= 0.01 * NUM_RUNS, "seed 1; 0.3% over many runs"
 
 
@@ -68,7 +59,7 @@ def test_overfitting_is_found_and_the_best_checkpoint_with_it(noise: float) -> N
     rng = np.random.default_rng(2)
     num_late = num_missed = num_far = 0
     for _ in range(NUM_RUNS):
-        val, train = curves(rng, noise=noise, turn=0.5)
+        val, train = val_curve(rng, noise=noise, turn=0.5)
         found = judge(range(20), val, train)
         num_missed += found.overfit_step is None
         risen = int(np.argmax((np.arange(20) > 10) & (val > 1.06 * val.min())))
@@ -90,7 +81,7 @@ def test_early_stopping_waits_for_its_patience() -> None:
 
 def test_a_restored_judge_goes_on_alike() -> None:
     rng = np.random.default_rng(3)
-    val, train = curves(rng, noise=0.01, turn=0.4)
+    val, train = val_curve(rng, noise=0.01, turn=0.4)
     straight, restored = OverfitJudge(), OverfitJudge()
     for step in range(20):
         state = json.loads(json.dumps(restored.state_dict()))
