@@ -39,17 +39,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    step_us = microseconds_per_step()
+    result = {**header(), "runs_per_family": arguments.runs, "microseconds_per_step": microseconds_per_step()}
     families = [*TUNED, *HELD_OUT]
     with ProcessPoolExecutor(arguments.workers) as pool:
         outcomes = list(pool.map(trials, families, [arguments.runs] * len(families)))
     rows = [summary(family, found) for family, found in zip(families, outcomes, strict=True)]
     ordinary = [outcome for row, found in zip(rows, outcomes, strict=True) if row["is_ordinary"] for outcome in found]
     everything = [outcome for found in outcomes for outcome in found]
-    result = {
-        **header(),
-        "runs_per_family": arguments.runs,
-        "microseconds_per_step": step_us,
+    result |= {
         "severe_precision": {
             fault: {"ordinary": precision(ordinary, fault), "all": precision(everything, fault)} for fault in SPIKES
         },
