@@ -48,7 +48,7 @@ def _bimodal(rng: Generator, num_steps: int, share: float) -> Values:
 
 
 def _stairs(rng: Generator, num_steps: int) -> Values:
-    epoch = np.arange(num_steps) // 500
+    epoch = np.arange(num_steps) // 600
     return 2.0 * 0.8**epoch * (1 + rng.normal(0, 0.05, num_steps))
 
 
