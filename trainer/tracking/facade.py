@@ -4,6 +4,7 @@ import importlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,6 +152,7 @@ class Tracking:
         with self._lock:
             self._last_step = step
             self._metrics_file.mark(metrics_file.ROLLBACK, step)
+            time.sleep(2 * metrics_file.CLOCK_TICK_S)  # trackers tell rows before it from rows after it by their time
             self._send("rewind", step)
 
     def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:

@@ -44,6 +44,7 @@ class HistoryBackend(Backend):
     def __init__(self, info: RunInfo) -> None:
         self._info = info
         self._epochs = _Epochs()
+        self._has_logged = False
 
     def open(self) -> None:
         for row in self._info.earlier_rows():
@@ -53,7 +54,9 @@ class HistoryBackend(Backend):
     def log(self, row: Row) -> None:
         if self._epochs.is_ended_by(row):
             self._write()
-            self._say()
+            if self._has_logged:  # else an earlier attempt said it
+                self._say()
+        self._has_logged = True
         self._epochs.add(row)
 
     def rewind(self, step: int) -> None:
@@ -177,7 +180,7 @@ def _table(lines: Sequence[Cells]) -> str:
     """CSV with a column for everything any epoch has, in the order of the fullest epoch."""
     if not lines:
         return ""
-    columns = list(max(lines, key=lambda line: len(line)))
+    columns = max((list(line) for line in lines), key=len)
     columns += [name for line in lines for name in line if name not in columns]
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(dict.fromkeys(columns)), restval="", lineterminator="\n")

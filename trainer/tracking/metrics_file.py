@@ -20,6 +20,8 @@ from trainer.tracking.files import AppendFile, read_objects
 
 FILE_NAME = "metrics.jsonl"
 RESERVED = frozenset({"step", "attempt", "kind", "ts", "nonfinite"})
+CLOCK_TICK_S = 0.001
+"""Of `ts`."""
 START, ROLLBACK = "start", "rollback"
 MARKERS = (START, ROLLBACK)
 REDUCERS = frozenset({"mean", "sum", "max", "min", "p50", "p99", "std"})
