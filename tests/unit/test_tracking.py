@@ -180,8 +180,12 @@ def test_backend_sees_every_row_in_order_and_the_exit_code(tmp_path: Path, monke
     tracking.finish(0)
     logs = [("log", {"train/loss": float(step)}, step) for step in range(1, 51)]
     assert backend.calls == [("open",), *logs, ("close", 75)]
-    with pytest.raises(RuntimeError, match="after finish"):
-        tracking.log({}, step=51)
+    late: list[Callable[[], None]] = [
+        lambda: tracking.log({}, 51), lambda: tracking.rewind(4), lambda: tracking.event("x", 51, "late"),
+    ]  # fmt: skip
+    for call in late:
+        with pytest.raises(RuntimeError, match="after finish"):
+            call()
 
 
 @pytest.mark.parametrize("inline", [False, True])

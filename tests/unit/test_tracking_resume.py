@@ -60,7 +60,7 @@ def wandb(run_dir: Path) -> Series:
     (run_id,) = json.loads((run_dir / "run.json").read_text())["run_ids"].values()
     paths = wandb_files.offline_files(run_dir / "wandb", run_id)
     assert len(paths) == len(list((run_dir / "wandb").glob("*run-*")))
-    rows = [row for path in paths for row in wandb_files.history(path)]
+    rows = [{key: json.loads(text) for key, text in row.items()} for path in paths for row in wandb_files.history(path)]
     assert [row["_step"] for row in rows] == list(range(len(rows)))
     series: Series = {}
     for row in rows:

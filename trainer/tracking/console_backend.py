@@ -17,6 +17,8 @@ FIELDS: dict[str, Callable[[float], str]] = {
     "train/loss": lambda value: f"loss {value:.4f}",
     "train/lr(1e-3)": lambda value: f"lr {value * 1e-3:.2e}",
     "train/grad_norm": lambda value: f"grad_norm {value:.2f}",
+    "train/reward_mean": lambda value: f"reward {value:.3f}",
+    "train/accuracy_mean": lambda value: f"accuracy {value:.3f}",
     "throughput/train/tokens_per_s": lambda value: f"{value:,.0f} tok/s",
     "train/time(s)": lambda value: f"{value:.2f} s",
 }

@@ -139,8 +139,7 @@ class Tracking:
         """
         row = Row.of(data, step, kind)
         with self._lock:
-            if self._has_finished:
-                raise RuntimeError(f"Tracking.log called after finish (step {step})")
+            self._require_open("log", step)
             if not self._has_started:
                 self.start(step - 1 if row.kind == "train" else step)
             self._last_step = step
@@ -150,6 +149,7 @@ class Tracking:
     def rewind(self, step: int) -> None:
         """The run went back to finished step `step` inside this attempt: rows of later steps no longer count."""
         with self._lock:
+            self._require_open("rewind", step)
             self._last_step = step
             self._metrics_file.mark(metrics_file.ROLLBACK, step)
             time.sleep(2 * metrics_file.CLOCK_TICK_S)  # trackers tell rows before it from rows after it by their time
@@ -159,6 +159,7 @@ class Tracking:
         """Record what happened. Level "warn" and "error" are shown on the console, "error" also alerts in W&B."""
         event = Event(kind, step, message, level, fields)
         with self._lock:
+            self._require_open("event", step)
             self._events_file.append(event)
             if level == "error" and self._has_started:  # backends open once the resume step is known
                 self._send("alert", event)
@@ -203,6 +204,10 @@ class Tracking:
 
     def _identity(self) -> dict[str, str]:
         return {"project_name": self._info.project_name, "experiment_name": self._info.experiment_name}
+
+    def _require_open(self, call: str, step: int) -> None:
+        if self._has_finished:
+            raise RuntimeError(f"Tracking.{call} called after finish (step {step})")
 
     def _send(self, call: str, *args: Any) -> None:
         for sink in self._sinks:

@@ -3,6 +3,7 @@
 import logging
 import os
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from trainer.tracking import wandb_files
@@ -101,12 +102,16 @@ class WandbBackend(Backend):
         wandb.teardown(exit_code=exit_code)
 
     def _continue_offline(self, run_id: str) -> None:
-        points: list[tuple[str, int, float]] = []
+        self._held = Held(last_steps(self._points(run_id), self._info.rollbacks()))
+
+    def _points(self, run_id: str) -> Iterator[tuple[str, int, float]]:
+        """(metric, step, Unix seconds) of the offline files; counts their rows on the way."""
         for path in wandb_files.offline_files(self._info.run_dir / "wandb", run_id):
             for row in wandb_files.history(path):
-                points += [(key, row[STEP], row["_timestamp"]) for key in row if STEP in row]
-                self._next_step = max(self._next_step, row["_step"] + 1)
-        self._held = Held(last_steps(points, self._info.rollbacks()))
+                self._next_step = max(self._next_step, int(row["_step"]) + 1)
+                if STEP in row:
+                    step, ts = int(row[STEP]), float(row["_timestamp"])
+                    yield from ((key, step, ts) for key in row)
 
     def _continue_online(self) -> None:
         self._next_step = self._run.step

@@ -5,7 +5,6 @@ A `.wandb` file is a LevelDB log: a header of 7 bytes, which block 0 includes, t
 record.
 """
 
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +22,11 @@ def offline_files(directory: Path, run_id: str) -> list[Path]:
     return sorted(directory.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
 
 
-def history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows logged, with wandb's own `_step` and `_timestamp`."""
+def history(path: Path) -> Iterator[dict[str, str]]:
+    """The rows logged, with wandb's own `_step` and `_timestamp`, each value as JSON."""
     for record in read_records(path):
         if record.WhichOneof("record_type") == "history":
-            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            yield {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
 
 
 def read_records(path: Path) -> Iterator[Any]:
