@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.report.readers import databases, json_logs, own, tables, tensorboard, transformers_state
 from trainer.report.readers.console import read_console
-from trainer.report.readers.parsing import Faults, UnreadableLogError, json_rows
+from trainer.report.readers.parsing import Faults, UnreadableLogError, as_step, json_rows
 from trainer.report.run_log import RunLog
 
 Reader = Callable[[Path], RunLog]
@@ -22,7 +22,8 @@ MAX_TRIED = 40
 """Files of a directory; one with more is no run directory."""
 KNOWN_NAMES = ("metrics.jsonl", "logging.jsonl", "trainer_log.jsonl")
 DATABASES = ("mlflow/mlflow.db", "mlflow.db", "mlruns.db")
-TEXT_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".db", ".sqlite", ".sqlite3", ".json", ".log", ".txt", ".out")
+JSON_SUFFIXES = (".jsonl", ".ndjson")
+TEXT_SUFFIXES = (*JSON_SUFFIXES, ".csv", ".tsv", ".db", ".sqlite", ".sqlite3", ".json", ".log", ".txt", ".out")
 
 
 def read_run(path: Path) -> RunLog:
@@ -95,9 +96,9 @@ def _reader_of(path: Path) -> Reader:
 
 
 def _json_reader_of(path: Path) -> Reader | None:
-    """By the first rows: the first that is surely of one kind decides."""
-    is_generic = False
-    for row in islice(json_rows(path, Faults()), ROWS_TO_LOOK_AT):
+    """By the first rows: the first that is surely of one kind decides. A console may print a JSON object, too."""
+    faults, num_steps = Faults(), 0
+    for row in islice(json_rows(path, faults), ROWS_TO_LOOK_AT):
         if own.is_own_row(row):
             return own.read_own
         if json_logs.is_swift_row(row):
@@ -106,5 +107,7 @@ def _json_reader_of(path: Path) -> Reader | None:
             return json_logs.read_llama_factory
         if json_logs.is_verl_row(row):
             return json_logs.read_verl
-        is_generic = is_generic or json_logs.step_key(row) is not None
-    return json_logs.read_generic if is_generic else None
+        name = json_logs.step_key(row)
+        num_steps += name is not None and as_step(row[name]) is not None
+    is_table = path.suffix in JSON_SUFFIXES or num_steps >= faults.num_unparsed
+    return json_logs.read_generic if num_steps > 0 and is_table else None

@@ -1,0 +1,152 @@
+"""Damaged logs: cut anywhere, bits flipped, rubbish in between. Read what is left, or refuse; never crash."""
+
+import json
+import sqlite3
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from log_formats import WRITERS, make_curves, write_lines
+
+from trainer.report.readers import UnreadableLogError, parsing, read_run
+from trainer.report.run_log import RunLog
+
+SEED = 20
+NUM_CUTS, NUM_FLIPS = 25, 25
+LINE_FORMATS = ("fsdp-sft", "ms-swift", "llama-factory", "verl", "verl-console", "roll", "csv", "jsonl")
+
+
+def written(directory: Path, name: str) -> tuple[Path, Path]:
+    """(what to read, the file in it to damage) of a short run."""
+    target = WRITERS[name](directory, make_curves(num_steps=60))
+    inner = sorted(
+        path for path in target.rglob("*") if (path.is_file() and "metrics" in str(path)) or "tfev" in str(path)
+    )
+    return target, target if target.is_file() else inner[0]
+
+
+def read_or_refuse(path: Path, why: str) -> RunLog | None:
+    """What was read, checked for its promises; None if it was refused."""
+    try:
+        log = read_run(path)
+    except UnreadableLogError as error:
+        assert str(path) in str(error), why
+        return None
+    except Exception as error:
+        raise AssertionError(f"{why}: {type(error).__name__}: {error}") from error
+    for key, series in log.series.items():
+        assert len(series) > 0 and len(series.steps) == len(series.values), (why, key)
+        assert (series.steps.dtype, series.values.dtype) == (np.int64, np.float64), (why, key)
+        assert bool(np.all(np.diff(series.steps) > 0)), (why, key)
+    return log
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_cut_anywhere_is_read_as_far_as_it_goes_or_refused(tmp_path: Path, name: str) -> None:
+    target, file = written(tmp_path, name)
+    content, generator = file.read_bytes(), np.random.default_rng(SEED)
+    for size in [*range(0, 40, 3), *generator.integers(0, len(content), NUM_CUTS).tolist(), len(content) - 1]:
+        file.write_bytes(content[:size])
+        read_or_refuse(target, f"{name} cut to {size} of {len(content)} bytes")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_flipped_bytes_never_crash_a_reader(tmp_path: Path, name: str) -> None:
+    target, file = written(tmp_path, name)
+    content, generator = file.read_bytes(), np.random.default_rng(SEED)
+    for attempt in range(NUM_FLIPS):
+        damaged = bytearray(content)
+        places = generator.integers(0, len(content), 1 + attempt)
+        for place in places.tolist():
+            damaged[place] = int(generator.integers(0, 256))
+        file.write_bytes(damaged)
+        read_or_refuse(target, f"{name}, seed {SEED}, attempt {attempt}")
+
+
+@pytest.mark.parametrize("name", LINE_FORMATS)
+def test_a_torn_tail_costs_one_row_and_is_counted(tmp_path: Path, name: str) -> None:
+    target, file = written(tmp_path, name)
+    whole = read_or_refuse(target, name)
+    lines = file.read_bytes().rstrip(b"\n").splitlines(keepends=True)
+    last_row = max(
+        n for n, line in enumerate(lines) if b"60" in line and b"summary" not in line and b"runtime" not in line
+    )
+    place = last_row - (name == "csv")
+    file.write_bytes(b"".join(lines[:place]) + lines[place][: len(lines[place]) // 2])
+    torn = read_or_refuse(target, name)
+    assert whole is not None and torn is not None
+    assert torn.num_rows >= whole.num_rows - 3
+    # A console line is free text: a torn one still has its first metrics.
+    assert torn.num_unparsed == (0 if name == "verl-console" else 1)
+
+
+@pytest.mark.parametrize("name", LINE_FORMATS)
+def test_rubbish_between_the_rows_costs_no_row(tmp_path: Path, name: str) -> None:
+    target, file = written(tmp_path, name)
+    whole = read_or_refuse(target, name)
+    lines = file.read_bytes().splitlines(keepends=True)
+    rubbish = [b"\n", b"\x00\xff\xfe\n", b"null\n", b"[[[[\n", b"{}\n", b"   \n", b'{"a": 1}\n', b'{"step": "x"}\n']
+    file.write_bytes(b"".join(line + rubbish[n % len(rubbish)] for n, line in enumerate(lines)))
+    read = read_or_refuse(target, name)
+    assert whole is not None and read is not None
+    assert {key: s.values.tolist() for key, s in read.series.items()} == {
+        key: s.values.tolist() for key, s in whole.series.items()
+    }
+
+
+def test_a_state_cut_in_its_history_gives_the_rows_before_the_cut(tmp_path: Path) -> None:
+    target = WRITERS["transformers"](tmp_path, make_curves(num_steps=60))
+    content = target.read_text()
+    target.write_text(content[: content.index('"step": 40')])
+    log = read_run(target)
+    assert (log.num_rows, log.num_unparsed) == (39, 1)
+
+
+def test_nesting_without_end_and_numbers_without_end_are_unparsed(tmp_path: Path) -> None:
+    rows = [b'{"step": 1, "loss": 0.5}', b'{"step": ' * 100_000, b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}"]
+    rows += [
+        b'{"step": 1e400, "loss": 1}',
+        b'{"step": -1, "loss": 1}',
+        b'{"step": 2, "loss": 1e999, "x": 1' + b"0" * 400,
+    ]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(rows) + b"}\n")
+    log = read_run(tmp_path / "log.jsonl")
+    assert log.series["train/loss"].values.tolist() == [0.5, np.inf]
+    assert log.series["x"].values.tolist() == [np.inf]
+    assert log.num_unparsed == 5
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "MAX_LINE_BYTES", 100)
+    rows = [{"step": 1, "loss": 0.5}, {"step": 2, "x": "y" * 1000}, {"step": 3, "loss": 0.25}]
+    log = read_run(write_lines(tmp_path / "log.jsonl", rows))
+    assert log.series["train/loss"].steps.tolist() == [1, 3]
+    assert log.num_unparsed == 1
+
+
+def test_a_database_of_something_else_is_refused_with_its_tables(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "shop.db")
+    connection.execute("CREATE TABLE metrics (name TEXT)")
+    connection.commit()
+    connection.close()
+    with pytest.raises(UnreadableLogError, match=r"neither MLflow nor Trackio: its tables are \['metrics'\]"):
+        read_run(tmp_path / "shop.db")
+
+
+def test_a_record_of_impossible_length_ends_an_event_file(tmp_path: Path) -> None:
+    target = WRITERS["tensorboard"](tmp_path, make_curves(num_steps=60))
+    file = next(target.iterdir())
+    whole = read_run(target)
+    file.write_bytes(file.read_bytes() + struct.pack("<Q", 2**62) + b"xxxx")
+    read = read_run(target)
+    assert (read.num_rows, read.num_unparsed) == (whole.num_rows, 1)
+
+
+def test_damage_beside_the_log_does_not_hide_it(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "attempt": 1, "kind": "train", "ts": 1.0, "train/loss": 0.5}])
+    for name in ("run.json", "events.jsonl", "latest_checkpointed_iteration.txt"):
+        (tmp_path / name).write_bytes(b"\xff{[\n" + json.dumps([1]).encode())
+    (tmp_path / "global_step_7").write_text("a file")
+    log = read_run(tmp_path)
+    assert (log.tracker_step, log.checkpoints, log.events, log.num_unparsed) == (None, (), (), 2)
