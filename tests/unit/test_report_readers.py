@@ -22,7 +22,6 @@ def assert_same_curves(log: RunLog, curves: Curves, *, rtol: float = 0.0) -> Non
         np.testing.assert_allclose(found.values, wanted.values, rtol=rtol, atol=0, err_msg=key)
 
 
-@pytest.mark.covers("S2.1", "S2.3", "S2.6")
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_same_curves_read_alike_in_every_format(tmp_path: Path, name: str) -> None:
     curves = make_curves()
@@ -46,7 +45,7 @@ def test_nan_and_infinity_survive(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(log.series["train/loss"].values, curves["train/loss"].values, rtol=1e-7)
 
 
-@pytest.mark.covers("S2.1", "S2.2", "S2.4", "S2.5", "S2.6")
+@pytest.mark.covers("S2.1", "S2.3", "S2.4", "S2.5", "S2.6", "S2.20")
 def test_swift_grpo_metrics_keep_their_names(tmp_path: Path) -> None:
     steps = np.arange(5, 6001, 5, dtype=np.int64)
     keys = (
@@ -54,6 +53,7 @@ def test_swift_grpo_metrics_keep_their_names(tmp_path: Path) -> None:
         "rewards/Format/mean", "completions/min_length", "completions/clipped_ratio", "memory/max_reserved_gib",
     )  # fmt: skip
     curves = {key: Series(steps, np.linspace(0, 1 + place, len(steps))) for place, key in enumerate(keys)}
+    curves["progress/epoch"] = Series(steps, steps / 3000)
     log = read_run(write_swift(tmp_path, curves))
     assert_same_curves(log, curves)
     assert (log.total_steps, log.span_s) == (6000, 3 * 5995.0)
@@ -102,7 +102,7 @@ def test_tags_and_csv_columns_of_the_monitoring_guide_read_alike(tmp_path: Path)
     assert read_run(tmp_path / "renamed.csv").series["train/reward_mean"].values.tolist() == [-0.1, 0.1]
 
 
-@pytest.mark.covers("S0.5")
+@pytest.mark.covers("S0.5", "S4.10", "S4.15", "S4.23")
 @pytest.mark.parametrize(
     ("name", "key", "factor"),
     [
@@ -116,6 +116,8 @@ def test_tags_and_csv_columns_of_the_monitoring_guide_read_alike(tmp_path: Path)
         ("train/completions/mean_length", "completions/mean_length", 1.0),
         ("sft_train/loss@sum", "train/loss", 1.0),
         ("actor/total_loss", "train/loss", 1.0),
+        ("actor/sft_loss", "train/loss", 1.0),
+        ("actor/lr", "train/lr", 1.0),
         ("token/response_length/mean", "tokens/response_length/mean", 1.0),
         ("mfu(%)", "throughput/train/mfu", 0.01),
         ("train/loss", "train/loss", 1.0),

@@ -117,12 +117,28 @@ def test_nesting_without_end_and_numbers_without_end_are_unparsed(tmp_path: Path
     assert log.num_unparsed == 5
 
 
-def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block_bytes", [7, 40, 64, 1000, 1100])
+def test_a_line_without_end_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(parsing, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(parsing, "MAX_LINE_BYTES", 100)
     rows = [{"step": 1, "loss": 0.5}, {"step": 2, "x": "y" * 1000}, {"step": 3, "loss": 0.25}]
     log = read_run(write_lines(tmp_path / "log.jsonl", rows))
     assert log.series["train/loss"].steps.tolist() == [1, 3]
-    assert log.num_unparsed == 1
+    assert (log.num_rows, log.num_unparsed) == (2, 1) if block_bytes < 1000 else (3, 0)
+
+
+@pytest.mark.parametrize("block_bytes", range(1, 200, 7))
+def test_blocks_of_any_size_give_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(parsing, "BLOCK_BYTES", block_bytes)
+    lines = ['{"step": 1}', "", '{"step": 2', '{"step": 3}  ', "[4]", '{"step": 5}\r', "", '"torn": 1}', '{"step": 6}']
+    (tmp_path / "log.jsonl").write_text("\n".join(lines), newline="")
+    faults = parsing.Faults()
+    found = [row["step"] for row in parsing.json_rows(tmp_path / "log.jsonl", faults)]
+    assert (found, faults.num_unparsed) == ([1, 3, 5, 6], 3)
 
 
 def test_a_database_of_something_else_is_refused_with_its_tables(tmp_path: Path) -> None:

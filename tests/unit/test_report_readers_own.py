@@ -105,7 +105,6 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     return path
 
 
-@pytest.mark.covers("S3.52", "S3.54")
 def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")

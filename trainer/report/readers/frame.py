@@ -5,7 +5,7 @@ R rows in the order in which they were written.
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -43,9 +43,12 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    rows: NDArray[np.int32]
-    values: NDArray[np.float64]
+class _Column:
+    """Columns that are logged together share the arrays of `rows`, block by block."""
+
+    rows: list[NDArray[np.int32]] = field(default_factory=list)
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+    """Grows in place: one block of memory at the end, and no holes of small ones."""
 
 
 class Frame:
@@ -58,7 +61,7 @@ class Frame:
         self._steps = array("q")
         self._blocks: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
         self._num_waiting = 0
-        self._columns: dict[str, list[_Chunk]] = {}
+        self._columns: dict[str, _Column] = {}
         self.restarts: list[Restart] = []
 
     @property
@@ -84,7 +87,7 @@ class Frame:
     def take(self, name: str) -> NDArray[np.float64]:
         """A column's values in the order of the file; it is no metric and gives no series."""
         self._flush()
-        return np.concatenate([np.empty(0), *(chunk.values for chunk in self._columns.pop(name, []))])
+        return np.array(self._columns.pop(name, _Column()).values)
 
     def resolve(self, rename: Rename) -> Resolved:
         """Sorted series under our keys: of each step the last row, and nothing that a rewind took back."""
@@ -98,16 +101,16 @@ class Frame:
         kept: list[list[NDArray[np.int32]]] = []  # an identity is one as long as its array lives
         series: dict[str, Series] = {}
         for name, key, factor in self._sources(rename):
-            chunks = self._columns.pop(name)
-            identity = tuple(id(chunk.rows) for chunk in chunks)
+            column = self._columns.pop(name)
+            identity = tuple(map(id, column.rows))
             if identity not in selections:
-                kept.append([chunk.rows for chunk in chunks])
-                selections[identity] = _select(chunks, steps, is_stale)
+                kept.append(column.rows)
+                selections[identity] = _select(column.rows, steps, is_stale)
             selection = selections[identity]
-            for chunk in chunks:
-                num_values[chunk.rows] += 1
+            for rows in column.rows:
+                num_values[rows] += 1
             num_repeats[selection.repeats(segments)] += 1
-            series[key] = selection.series(chunks, factor)
+            series[key] = selection.series(column.values, factor)
         series = {key: points for key, points in series.items() if len(points)}
         # A validation row gives the epoch and the clock of its step again: a repeat has nothing new.
         is_disordered = _backward_rows(steps, restarts) | ((num_repeats > 0) & (num_repeats == num_values))
@@ -144,13 +147,16 @@ class Frame:
                     inner_rows.append(int(rows[index]))
                     inner_cells.append(value)
         if found:
-            self._put(key, rows[found], np.array([numbers[index] for index in found], dtype=np.float64))
+            found_rows = rows if len(found) == len(rows) else rows[found]
+            self._put(key, found_rows, np.array([numbers[index] for index in found], dtype=np.float64))
         for name, (inner_rows, inner_cells) in nested.items():
             self._append(name, np.array(inner_rows, dtype=np.int32), tuple(inner_cells))
 
     def _put(self, key: str, rows: NDArray[np.int32], values: NDArray[np.float64]) -> None:
         if key in self._columns or len(self._columns) < MAX_COLUMNS:
-            self._columns.setdefault(key, []).append(_Chunk(rows, values))
+            column = self._columns.setdefault(key, _Column())
+            column.rows.append(rows)
+            column.values.frombytes(values.tobytes())
 
 
 def _plain_numbers(cells: tuple[Any, ...]) -> NDArray[np.float64] | None:
@@ -161,7 +167,7 @@ def _plain_numbers(cells: tuple[Any, ...]) -> NDArray[np.float64] | None:
         values = np.array(cells)
     except ValueError:  # lists of unequal lengths
         return None
-    return values.astype(np.float64) if values.dtype.kind in "iuf" and values.ndim == 1 else None
+    return values.astype(np.float64, copy=False) if values.dtype.kind in "iuf" and values.ndim == 1 else None
 
 
 @dataclass(frozen=True)
@@ -170,24 +176,26 @@ class _Selection:
 
     steps: NDArray[np.int64]
     picks: NDArray[np.intp] | None
-    """Into the concatenated chunks; None = all, as they are."""
+    """Into the values; None = all, as they are."""
     repeated: NDArray[np.int32]
     """Rows that a later row of the same step replaced,"""
     replaced_by: NDArray[np.int32]
     """and those later rows."""
 
-    def series(self, chunks: list[_Chunk], factor: float) -> Series:
-        values = np.concatenate([chunk.values for chunk in chunks])
+    def series(self, logged: "array[float]", factor: float) -> Series:
+        values = np.frombuffer(logged)
         values = values if self.picks is None else values[self.picks]
-        return Series(self.steps, values if factor == 1 else values * factor)
+        if factor != 1:
+            values *= factor
+        return Series(self.steps, values)
 
     def repeats(self, segments: NDArray[np.intp]) -> NDArray[np.int32]:
         """Later rows of a step within one segment: no restart explains them."""
         return self.replaced_by[segments[self.repeated] == segments[self.replaced_by]]
 
 
-def _select(chunks: list[_Chunk], steps: NDArray[np.int64], is_stale: NDArray[np.bool_]) -> _Selection:
-    rows = np.concatenate([chunk.rows for chunk in chunks])
+def _select(row_blocks: list[NDArray[np.int32]], steps: NDArray[np.int64], is_stale: NDArray[np.bool_]) -> _Selection:
+    rows = np.concatenate(row_blocks)
     own_steps = steps[rows]
     nothing = np.empty(0, dtype=np.int32)
     if not is_stale[rows].any() and bool(np.all(np.diff(own_steps) > 0)):

@@ -54,7 +54,7 @@ def step_key(names: Any) -> str | None:
 def read_swift(path: Path) -> RunLog:
     faults, frame = Faults(), Frame()
     summary: dict[str, Any] = {}
-    total_steps, clock = None, _ElapsedClock()
+    last_place, clock = None, _ElapsedClock()
     for row in json_rows(path, faults):
         name = next((key for key in SWIFT_STEPS if key in row), None)
         place = row.pop(name) if name else None
@@ -66,11 +66,11 @@ def read_swift(path: Path) -> RunLog:
             continue
         if clock.has_begun_again(row):
             frame.restart()
-        total_steps = fraction_total(place) or total_steps
+        last_place = place
         frame.add(step, row)
     log = _finished(path, "ms-swift", frame, faults)
     config = flat(read_json(path.parent / "args.json")) | summary
-    log = replace(log, config=config, total_steps=total_steps)
+    log = replace(log, config=config, total_steps=fraction_total(last_place))
     return replace(_with_step_times(log), notes=(MEAN_NOTE, NAN_NOTE, ELAPSED_NOTE))
 
 
@@ -135,10 +135,14 @@ class _ElapsedClock:
     def __init__(self) -> None:
         self._last_s = 0.0
 
-    def has_begun_again(self, row: Mapping[str, Any]) -> bool:
+    def has_begun_again(self, row: dict[str, Any]) -> bool:
+        """Leaves the number of seconds in the row."""
         elapsed_s = as_number(row.get("elapsed_time"))
-        last_s, self._last_s = self._last_s, self._last_s if elapsed_s is None else elapsed_s
-        return self._last_s < last_s
+        if elapsed_s is None:
+            return False
+        row["elapsed_time"] = elapsed_s
+        last_s, self._last_s = self._last_s, elapsed_s
+        return elapsed_s < last_s
 
 
 def _finished(path: Path, source: str, frame: Frame, faults: Faults) -> RunLog:
