@@ -102,6 +102,15 @@ def test_tags_and_csv_columns_of_the_monitoring_guide_read_alike(tmp_path: Path)
     assert read_run(tmp_path / "renamed.csv").series["train/reward_mean"].values.tolist() == [-0.1, 0.1]
 
 
+def test_an_epoch_table_that_tells_the_last_step_of_each_epoch_has_steps(tmp_path: Path) -> None:
+    (tmp_path / "training_history.csv").write_text("epoch,loss,steps,last_step\n1,0.5,8,8\n2,0.25,8,16\n")
+    (tmp_path / "validation_history.csv").write_text("epoch,loss,step\n1,1.0,8\n")
+    log = read_run(tmp_path)
+    assert (log.series["train/loss"].steps.tolist(), log.series["val/loss"].steps.tolist()) == ([8, 16], [8])
+    assert log.series["progress/epoch"].values.tolist() == [1, 2]
+    assert log.notes == ()
+
+
 @pytest.mark.covers("S0.5", "S4.10", "S4.15", "S4.23")
 @pytest.mark.parametrize(
     ("name", "key", "factor"),

@@ -25,7 +25,7 @@ from trainer.report.run_log import RunLog, Series
 
 STEP_KEYS = (
     "step", "global_step", "trainer/step", "trainer/global_step", "_step", "current_steps", "current_iteration",
-    "iteration", "iter", "steps", "epoch",
+    "iteration", "iter", "last_step", "steps", "epoch",
 )  # fmt: skip
 """Columns that can be the x axis, best first."""
 SWIFT_STEPS = ("global_step/max_steps", "iteration")
