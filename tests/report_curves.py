@@ -1,0 +1,230 @@
+"""Logs with a known truth: healthy runs of each kind, and the run that analysis 002 describes, burst by burst."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.report.run_log import CheckpointState, RunLog, Series
+
+Values = NDArray[np.float64]
+BURSTS = ((2800, 2800), (2855, 2870), (3140, 3145), (3695, 3695), (4155, 4155), (4655, 4655), (5145, 5145))
+PERCENTS = (46, 48, 52, 61, 69, 77, 86)
+REWARDS = ("AnswerMatchCosine", "CaptionMatchCosine", "TitleMatchCosine")
+MATCHES = ("PlaneMatchString", "ModalityMatchString")
+
+_CHAIN: dict[int, dict[str, float]] = {}
+"""Step -> key -> value of the seven bursts. KL sets in first, then length, then format and reward."""
+for _peak, _kl, _loss, _grad in (
+    (2800, 19.6, 0.78, 4.7e6),
+    (3140, 18.7, 0.22, 7.6e6),
+    (3695, 13.6, 0.54, 2.4e6),
+    (4155, 11.8, 0.21, 9.5e6),
+    (4655, 9.0, 0.25, 2.7e7),
+    (5145, 6.3, 0.33, 5.5e7),
+):
+    _CHAIN[_peak - 10] = {"kl": 0.35 * _kl}
+    _CHAIN[_peak - 5] = {"kl": 0.6 * _kl, "completions/mean_length": 370, "completions/clipped_ratio": 0.55}
+    _CHAIN[_peak] = {
+        **{"kl": _kl, "train/loss": _loss, "train/grad_norm": _grad, "completions/mean_length": 410},
+        **{"completions/clipped_ratio": 0.875, "rewards/Format/mean": 0.2, "reward": 0.45},
+    }
+_CHAIN[3145] = {**_CHAIN[3140], "train/grad_norm": 1.0e7, "rewards/Format/mean": 0.1}
+for _step, _kl, _length, _clipped, _format in (
+    (2850, 3.0, 230, 0.0, 0.95),
+    (2855, 7.0, 305, 0.35, 0.95),
+    (2860, 8.0, 420, 0.8, 0.3),
+    (2865, 7.0, 455, 0.9, 0.05),
+    (2870, 6.0, 481, 0.9, 0.025),
+):
+    _CHAIN[_step] = {
+        **{"kl": _kl, "completions/mean_length": _length, "completions/clipped_ratio": _clipped},
+        **{"rewards/Format/mean": _format, "reward": 0.4 if _format < 0.5 else 2.1},
+    }
+_ALONE: dict[int, dict[str, float]] = {
+    2715: {"completions/mean_length": 345, "completions/clipped_ratio": 0.4},
+    2825: {"completions/min_length": 379},
+    3990: {"completions/clipped_ratio": 0.5},
+    **{step: {"completions/max_length": 508} for step in (2555, 2795, 3105, 3995)},
+}
+"""What 002 also names but counts as no burst: one group of metrics alone."""
+SWIFT_CONFIG: Mapping[str, Any] = {
+    **{"learning_rate": 5e-5, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "max_completion_length": 512},
+    **{"per_device_train_batch_size": 1, "beta": 0.04, "num_generations": 8},
+}
+
+
+def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
+    """6000 GRPO steps, a point every 5, 31 metrics, as 002 describes them."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(5, 6001, 5)
+    n = len(steps)
+    columns = {**_optimisation(rng, steps), **_rewards(rng, steps), **_lengths(rng, n), **_state(steps)}
+    for events in (_CHAIN, _ALONE) if has_bursts else ():
+        for step, values in events.items():
+            for key, value in values.items():
+                columns[key][step // 5 - 1] = value
+    series = {key: Series(steps, values) for key, values in columns.items()}
+    return RunLog(
+        Path("output/v107-20251126-022444"), "ms-swift", series, n, config=SWIFT_CONFIG, total_steps=6000
+    )
+
+
+def _optimisation(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[str, Values]:
+    n = len(steps)
+    level = np.where(steps < 2500, 0.03, 0.15)
+    rate = 5e-5 * np.minimum(steps / 300, 0.5 * (1 + np.cos(np.pi * (steps - 300).clip(min=0) / 23_400)))
+    ratios = {f"clip_ratio/{name}_mean": rng.normal(0.18, 0.02, n).clip(0) for name in ("low", "high", "region")}
+    return {
+        "train/loss": rng.normal(1e-3, 1e-3, n),
+        "train/grad_norm": 3e4 * np.exp(rng.normal(0, 0.25, n)),
+        "train/lr": rate,
+        "kl": level * np.exp(rng.normal(0, 0.3, n)),
+        **ratios,
+        "clip_ratio/high_max": rng.normal(0.3, 0.03, n).clip(0),
+    }
+
+
+def _rewards(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[str, Values]:
+    n = len(steps)
+    course = 1.5 + 0.65 * np.minimum(steps / 2500, 1)
+    columns = {"reward": course + rng.normal(0, 0.18, n), "reward_std": rng.normal(0.5, 0.08, n).clip(0)}
+    columns["rewards/Format/mean"] = (0.97 - np.abs(rng.normal(0, 0.02, n))).clip(0, 1)
+    for name in REWARDS:
+        columns[f"rewards/{name}/mean"] = rng.normal(0.6, 0.06, n).clip(0, 1)
+    for name in MATCHES:
+        columns[f"rewards/{name}/mean"] = (rng.random(n) < 0.85).astype(np.float64)
+    for name in ("Format", *REWARDS, *MATCHES):
+        columns[f"rewards/{name}/std"] = np.abs(rng.normal(0.1, 0.03, n))
+    return columns
+
+
+def _lengths(rng: np.random.Generator, n: int) -> dict[str, Values]:
+    return {
+        "completions/mean_length": rng.normal(220, 12, n),
+        "completions/min_length": rng.normal(140, 14, n),
+        "completions/max_length": rng.normal(360, 30, n).clip(max=512),
+        "completions/clipped_ratio": np.where(rng.random(n) < 0.03, 0.0125, 0.0),
+    }
+
+
+def _state(steps: NDArray[np.int64]) -> dict[str, Values]:
+    n = len(steps)
+    return {
+        "progress/epoch": steps / 3000,
+        "progress/pct": steps / 60,
+        "progress/elapsed_s": steps * 9.5,
+        "memory/max_reserved_gib": np.full(n, 61.2),
+        "train_speed(iter/s)": np.full(n, 0.105),
+    }
+
+
+OUR_CONFIG: Mapping[str, Any] = {
+    **{"optim.lr": 1e-5, "optim.clip_grad": 1.0, "optim.lr_scheduler": "cosine", "optim.lr_warmup_steps_ratio": 0.1},
+    **{"data.train_batch_size": 32, "data.max_length": 2048, "trainer.save_freq": 100, "trainer.test_freq": 100},
+    **{"trainer.max_ckpt_to_keep": 5, "trainer.total_epochs": 2},
+}
+
+
+def sft_run(seed: int) -> RunLog:
+    """A healthy fine-tuning of 2000 steps with every metric that a rule reads."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(1, 2001)
+    n = len(steps)
+    course = 0.9 + 1.2 * np.exp(-steps / 300)
+    columns = {
+        "train/loss": course * np.exp(rng.normal(0, 0.05, n)),
+        "train/grad_norm": 0.5 * np.exp(rng.normal(0, 0.25, n)),
+        "train/lr": 1e-5 * np.minimum(steps / 200, 0.5 * (1 + np.cos(np.pi * (steps - 200).clip(min=0) / 1800))),
+        "train/time(s)": rng.normal(2.5, 0.05, n),
+        "time/train/data_s": np.abs(rng.normal(0.05, 0.01, n)),
+        "time/train/forward_s": rng.normal(0.8, 0.01, n),
+        "time/train/backward_s": rng.normal(1.5, 0.01, n),
+        "system/gpu_util": rng.normal(93, 2, n),
+        "memory/max_reserved_frac": np.full(n, 0.8),
+        "memory/cpu/rss_gib": rng.normal(12, 0.05, n),
+        "memory/alloc_retries": np.zeros(n),
+        "data/truncated_frac": np.zeros(n),
+        "data/empty_label": np.zeros(n),
+        "train/seq_total_len_max": rng.integers(1500, 2049, n).astype(np.float64),
+        "train/seq_completion_len_mean": rng.normal(300, 25, n),
+        "progress/goodput": np.full(n, 0.97),
+        "progress/epoch": steps / 1000,
+    }
+    series = {key: Series(steps, values) for key, values in columns.items()}
+    evals = np.arange(100, 2001, 100)
+    series["val/loss"] = Series(evals, (1.0 + np.exp(-evals / 300)) * (1 + rng.normal(0, 0.003, len(evals))))
+    return RunLog(
+        **{"path": Path("checkpoints/sft/healthy"), "source": "fsdp-sft", "series": series, "num_rows": n},
+        **{"config": OUR_CONFIG, "checkpoints": checkpoints(range(1600, 2001, 100)), "tracker_step": 2000},
+        **{"total_steps": 2000, "exit_code": 0},
+    )
+
+
+def checkpoints(steps: Any) -> tuple[CheckpointState, ...]:
+    return tuple(CheckpointState(s, Path(f"run/global_step_{s}"), 42 << 30, is_complete=True) for s in steps)
+
+
+def grpo_run(seed: int) -> RunLog:
+    """A healthy GRPO run: the one of 002 without its bursts, clipped, with advantages and entropy."""
+    rng = np.random.default_rng(seed)
+    log = swift_run(seed, has_bursts=False)
+    steps, n = log.series["kl"].steps, log.num_rows
+    more = {
+        "train/adv_mean": rng.normal(0, 0.01, n),
+        "train/adv_std": rng.normal(1, 0.05, n),
+        "train/entropy": rng.normal(1.2, 0.05, n),
+        "critic/reward_clip_frac": np.full(n, 0.02),
+    }
+    series = {**log.series, **{key: Series(steps, values) for key, values in more.items()}}
+    answers = log.series["rewards/AnswerMatchCosine/mean"].values + np.linspace(-0.1, 0.1, n)
+    series["rewards/AnswerMatchCosine/mean"] = Series(steps, answers)
+    reward = log.series["reward"].values + np.linspace(0, 0.3, n)
+    series["reward"] = Series(steps, reward)
+    return replace(log, series=series, config={**SWIFT_CONFIG, "max_grad_norm": 1e6})
+
+
+def controller_run(seed: int, *, is_good: bool = True, num_epochs: int = 30) -> RunLog:
+    """The CSV of guide 001: a run as its bands describe it (S1.28), or one that learns nothing (S1.29)."""
+    rng = np.random.default_rng(seed)
+    epochs = np.arange(1, num_epochs + 1)
+    progress = (epochs - 1) / 29
+    jitter = rng.normal(0, 1, (5, num_epochs))
+    if is_good:
+        reward, accuracy = -0.6 + 1.0 * progress + 0.05 * jitter[0], 0.03 + 0.27 * progress + 0.01 * jitter[1]
+        violation, latency = 0.42 * (1 - progress) + 0.04 + 0.01 * jitter[2], 260 - 60 * progress + 4 * jitter[3]
+        loss = 0.1 + 0.5 * (1 - progress) * jitter[4]
+    else:
+        reward, accuracy = -0.8 + 0.05 * jitter[0], np.zeros(num_epochs)
+        violation, latency = 0.7 + 0.03 * jitter[2], 310 + 4 * jitter[3]
+        loss = 0.4 * jitter[4]
+    columns = {
+        **{"train/loss": loss, "reward_mean": reward, "reward_std": np.full(num_epochs, 0.2)},
+        **{"accuracy_mean": accuracy.clip(0), "latency_mean": latency, "budget_violation_rate": violation.clip(0, 1)},
+    }
+    series = {key: Series(epochs, values) for key, values in columns.items()}
+    config = {"latency_budget": 250.0}
+    return RunLog(Path("checkpoints/joint_controller"), "csv", series, num_epochs, config=config)
+
+
+def overfitting_example(*, kept: tuple[int, ...] = (500, 1000, 1500, 2000)) -> RunLog:
+    """The four points of S3.43."""
+    steps = np.array([500, 1000, 1500, 2000])
+    series = {
+        "train/loss": Series(steps, np.array([1.2, 0.8, 0.5, 0.3])),
+        "val/loss": Series(steps, np.array([1.5, 1.3, 1.4, 1.6])),
+    }
+    return RunLog(Path("checkpoints/phase1"), "verl", series, 4, checkpoints=checkpoints(kept))
+
+
+def changed(log: RunLog, **columns: Any) -> RunLog:
+    """The log with a metric replaced or added: values on the steps of its loss; `__` in a name stands for `/`."""
+    steps = log.series["train/loss"].steps
+    new = {
+        key.replace("__", "/"): Series(steps, np.broadcast_to(np.asarray(values, dtype=np.float64), steps.shape).copy())
+        for key, values in columns.items()
+    }
+    return replace(log, series={**log.series, **new})

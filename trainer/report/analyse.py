@@ -1,0 +1,161 @@
+"""The analysis of one log: trends, anomalies, all rules, and the verdict. The only entry for readers and pages."""
+
+from collections.abc import Mapping
+
+from trainer.report import remedies
+from trainer.report.anomalies import correlations, find_anomalies, observe
+from trainer.report.causes import how_common, story
+from trainer.report.checklist import checklist
+from trainer.report.generalisation import generalisation
+from trainer.report.inventory import group_counts, inventory
+from trainer.report.phrases import counted, listed
+from trainer.report.result import LEVELS, Finding, LearningRate, MetricSummary, Report
+from trainer.report.rule_table import RULES
+from trainer.report.rules import judge
+from trainer.report.rules_run import too_little
+from trainer.report.run import PROFILES, Run, recognise_profile
+from trainer.report.run_log import RunLog
+from trainer.report.schedule import learning_rate
+from trainer.report.statistics import slope
+from trainer.report.thresholds import merged
+from trainer.report.throughput import throughput
+from trainer.report.trends import trends
+
+NUM_TOP = 3
+MAIN_RULES = ("V01", "V44", "V05", "V25", "V31", "V17", "V02", "V32", "V13", "V15", "V16", "V11", "V07", "V34")
+"""Of two findings of one level the one that comes first here matters more."""
+
+
+def analyse(
+    log: RunLog,
+    *,
+    profile: str = "auto",
+    thresholds: Mapping[str, float] | None = None,
+    external: Mapping[int, float] | None = None,
+) -> Report:
+    """Everything that can be said about a log.
+
+    `thresholds` override single limits of `thresholds.yaml`. `external` is a metric measured elsewhere, step -> value,
+    higher is better (S3.44): it outranks the validation loss. Raises `ValueError` for an unknown profile or limit.
+    """
+    if profile not in ("auto", *PROFILES):
+        raise ValueError(f"unknown profile {profile!r}: use auto, {', '.join(PROFILES)}")
+    limits = merged(thresholds)
+    bare = Run(log, recognise_profile(log) if profile == "auto" else profile, limits, external=external)
+    witnesses = observe(log, limits, is_generating=bare.profile == "grpo")
+    anomalies = find_anomalies(witnesses, limits, last_step=bare.total_steps)
+    pairs = correlations(witnesses, limits)
+    del witnesses
+    run = Run(log, bare.profile, limits, anomalies, external)
+    findings, not_judged = judge(run, RULES)
+    courses = trends(run)
+    rate = _rate(run)
+    metrics = inventory(run, courses, rate)
+    verdict = _verdict(run, findings)
+    return Report(
+        title=log.path.name if log.path.is_dir() else log.path.parent.name or log.path.name,
+        source=log.source,
+        path=log.path,
+        profile=run.profile,
+        verdict=verdict,
+        headline=_headline(run, verdict, findings),
+        facts=_facts(run, metrics),
+        top=_top(findings),
+        findings=findings,
+        metrics=metrics,
+        trends=courses,
+        anomalies=anomalies,
+        correlations=pairs,
+        generalisation=generalisation(run),
+        learning_rate=rate,
+        throughput=throughput(run),
+        checklist=checklist(run),
+        thresholds=limits,
+        overridden=tuple(thresholds or ()),
+        insufficient=not_judged,
+        closing=_closing(run, verdict, findings),
+    )
+
+
+def _rate(run: Run) -> LearningRate | None:
+    series = run.find("lr")
+    if series is None:
+        return None
+    return learning_rate(series, run.anomalies, high=run.limits["lr_high"], total_steps=run.total_steps)
+
+
+def _verdict(run: Run, findings: tuple[Finding, ...]) -> str:
+    levels = {finding.level for finding in findings}
+    if "fail" in levels:
+        return "FAIL"
+    if "warn" in levels:
+        return "ATTENTION"
+    return "INSUFFICIENT" if too_little(run) else "OK"
+
+
+def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The worst three that ask for something to be done."""
+    rank = {rule: place for place, rule in enumerate(MAIN_RULES)}
+    serious = [finding for finding in findings if finding.level != "info"]
+    serious.sort(key=lambda f: (LEVELS.index(f.level), rank.get(f.rule, len(rank)), f.rule))
+    return tuple(serious[:NUM_TOP])
+
+
+def _headline(run: Run, verdict: str, findings: tuple[Finding, ...]) -> str:
+    if verdict == "INSUFFICIENT":
+        return f"Too early to say: {too_little(run)}."
+    if verdict == "OK":
+        return _normal(run)
+    top = _top(findings)[0]
+    others = sum(finding.level in ("fail", "warn") for finding in findings) - 1
+    return top.title + (f" {counted(others, 'further finding')} of weight." if others else "")
+
+
+def _normal(run: Run) -> str:
+    """What a healthy run shows; a controller by the three trends of S1.42."""
+    p = run.limits["trend_p"]
+    if run.profile == "controller":
+        good = {"reward": True, "accuracy": True, "violation": False}
+        improving = [run.name(role) for role, is_up in good.items() if _improves(run, role, is_up=is_up)]
+        return f"Normal: {listed(improving)} improve." if improving else "Normal: no rule objects."
+    loss = run.find("loss")
+    falls = "the loss falls and " if loss is not None and slope(loss).is_falling(p) else ""
+    return f"Normal: {falls}nothing left its usual range." if not run.anomalies else f"Normal: {falls}no rule objects."
+
+
+def _improves(run: Run, role: str, *, is_up: bool) -> bool:
+    if run.find(role) is None:
+        return False
+    trend = run.slope(role)
+    return trend.is_rising(run.limits["trend_p"]) if is_up else trend.is_falling(run.limits["trend_p"])
+
+
+def _facts(run: Run, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
+    log = run.log
+    steps = f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step)
+    facts = {"steps": steps, "metrics": group_counts(metrics), "rows": str(log.num_rows)}
+    if log.span_s is not None:
+        facts["time span"] = f"{log.span_s / 3600:.1f} h"
+    if log.num_attempts > 1:
+        facts["attempts"] = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
+    if log.num_unparsed:
+        facts["rows skipped"] = str(log.num_unparsed)
+    if log.exit_code is not None:
+        facts["exit code"] = str(log.exit_code)
+    if log.config:
+        facts["configuration"] = listed(remedies.fact(run, purpose) for purpose in ("lr", "clip", "batch"))
+    if log.notes:
+        facts["notes"] = " ".join(log.notes)
+    return facts
+
+
+def _closing(run: Run, verdict: str, findings: tuple[Finding, ...]) -> str:
+    """What happened, how usual that is, what to do next."""
+    if verdict == "OK":
+        return "Train on as configured. Look again at the next validation or after ten epochs."
+    if verdict == "INSUFFICIENT":
+        return "Let it run on and ask again; what is there shows no fault."
+    actions = [finding.remedy for finding in _top(findings) if finding.remedy]
+    told = f"{story(run.anomalies)} {how_common(run)} " if run.anomalies else ""
+    numbered = " ".join(f"{place}) {action}" for place, action in enumerate(actions, 1))
+    return f"{told}Next: {numbered}".strip()

@@ -1,0 +1,163 @@
+"""The checklists of S3.45 to S3.58: first 100 steps, each checkpoint, the end. Pass, fail or unknown, with numbers."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from trainer.report.phrases import listed, number, percent
+from trainer.report.result import CheckItem
+from trainer.report.rules_run import is_tracker_stale, missing_checkpoints, odd_sizes
+from trainer.report.run import NotJudged, Run
+from trainer.report.run_log import CheckpointState, Series
+from trainer.report.statistics import bins, longest_run, slope
+from trainer.report.throughput import ordinary_steps
+
+Answer = tuple[bool, str]
+"""Whether it passed, and the numbers."""
+MIN_POINTS = 8
+_CRASH = re.compile(r"nccl|out of memory|\boom\b", re.IGNORECASE)
+
+
+def _start(run: Run, role: str) -> Series:
+    series = run.get(role)
+    stop = int(np.searchsorted(series.steps, run.limits["first_steps"], side="right"))
+    if stop < MIN_POINTS:
+        raise NotJudged(f"{stop} points in the first {int(run.limits['first_steps'])} steps")
+    return Series(series.steps[:stop], series.values[:stop])
+
+
+def _loss_falls(run: Run) -> Answer:
+    series = _start(run, "loss")
+    trend = slope(bins(series, 20))
+    quarter = max(1, len(series) // 4)
+    first, last = float(np.median(series.values[:quarter])), float(np.median(series.values[-quarter:]))
+    return trend.change < 0 and last < first, f"{number(first)} to {number(last)}, p = {number(trend.p_value)}"
+
+
+def _rate_rises(run: Run) -> Answer:
+    series = run.get("lr")
+    peak = int(np.argmax(series.values >= series.values.max() * (1 - 1e-6)))
+    if peak == 0:
+        raise NotJudged("there was no warm-up")
+    rises = np.diff(series.values[: peak + 1])
+    return bool(
+        np.all(rises >= 0)
+    ), f"{number(series.values[0])} to {number(series.values[peak])} at {series.steps[peak]}"
+
+
+def _gradient_in_range(run: Run) -> Answer:
+    series = _start(run, "grad")
+    low, high = run.limits["grad_low"], run.limits["grad_high"]
+    share = float(((series.values >= low) & (series.values <= high)).mean())
+    return share >= run.limits["grad_share"], f"{percent(share)} between {number(low)} and {number(high)}"
+
+
+def _time_stable(run: Run) -> Answer:
+    times = ordinary_steps(run)
+    early = Series(times.steps[times.steps <= 100], times.values[times.steps <= 100])
+    if len(early) < MIN_POINTS:
+        raise NotJudged(f"{len(early)} step times in the first 100 steps")
+    trend = slope(early)
+    grows = trend.is_rising(run.limits["rising_p"]) and trend.relative_change > run.limits["time_growth"]
+    return not grows, f"median {number(trend.level)} s, {trend.relative_change:+.1%}"
+
+
+def _device_busy(run: Run) -> Answer:
+    mean = float(run.get("gpu_util").values.mean())
+    return mean > run.limits["gpu_util"], f"{number(mean)} %"
+
+
+def _no_crash(run: Run) -> Answer:
+    if not run.log.events:
+        raise NotJudged("the log has no events")
+    early = [e for e in run.log.events if e.step <= run.limits["first_steps"]]
+    faults = [e.message for e in early if e.level == "error" and _CRASH.search(f"{e.kind} {e.message}")]
+    return not faults, listed(faults, 3) or "none"
+
+
+def _val_not_rising(run: Run) -> Answer:
+    val = run.get("val_loss")
+    start, stop = longest_run(np.diff(val.values) > 0)
+    return stop - start < run.limits["val_rises"], f"{stop - start} rises in a row at most"
+
+
+def _export_complete(run: Run) -> Answer:
+    incomplete = [str(c.step) for c in _checkpoints(run) if not c.is_complete or c.faults]
+    return not incomplete, f"incomplete: {listed(incomplete)}" if incomplete else f"{len(run.log.checkpoints)} complete"
+
+
+def _sizes(run: Run) -> Answer:
+    sizes = [c.size_bytes / 2**30 for c in _checkpoints(run)]
+    odd = [str(c.step) for c in odd_sizes(run)]
+    return not odd, f"{number(float(np.median(sizes)))} GiB each" + (f", odd: {listed(odd)}" if odd else "")
+
+
+def _tracker(run: Run) -> Answer:
+    if run.log.tracker_step is None:
+        raise NotJudged("there is no tracker file")
+    return not is_tracker_stale(run), f"step {run.log.tracker_step}"
+
+
+def _all_steps(run: Run) -> Answer:
+    if run.log.total_steps is None:
+        raise NotJudged("the planned number of steps is not known")
+    return run.last_step >= run.log.total_steps, f"{run.last_step} of {run.log.total_steps}"
+
+
+def _final_loss(run: Run) -> Answer:
+    level = float(np.median(run.get("loss").values[-10:]))
+    low, high = run.limits["loss_final_low"], run.limits["loss_final_high"]
+    return low <= level <= high, f"{number(level)}, usual {number(low)} to {number(high)}"
+
+
+def _all_checkpoints(run: Run) -> Answer:
+    if not run.cadences or not _checkpoints(run):
+        raise NotJudged("how often to save is not known")
+    missing = missing_checkpoints(run)
+    return not missing, f"missing: {listed(map(str, missing))}" if missing else f"{len(run.log.checkpoints)} there"
+
+
+def _finished(run: Run) -> Answer:
+    if run.log.exit_code is None:
+        raise NotJudged("no end was written")
+    return run.log.exit_code == 0, f"exit code {run.log.exit_code}"
+
+
+def _checkpoints(run: Run) -> tuple[CheckpointState, ...]:
+    if not run.log.checkpoints:
+        raise NotJudged("no checkpoint lies beside the log")
+    return run.log.checkpoints
+
+
+_ITEMS: tuple[tuple[str, str, str, Callable[[Run], Answer]], ...] = (
+    ("S3.45", "start", "The training loss falls", _loss_falls),
+    ("S3.46", "start", "The learning rate rises in its warm-up", _rate_rises),
+    ("S3.47", "start", "The gradient norm is between 0.1 and 10", _gradient_in_range),
+    ("S3.48", "start", "The step time is stable", _time_stable),
+    ("S3.49", "start", "The devices are busy more than 80 % of the time", _device_busy),
+    ("S3.50", "start", "No NCCL timeout, not out of memory", _no_crash),
+    ("S3.51", "checkpoint", "The validation loss does not keep rising", _val_not_rising),
+    ("S3.52", "checkpoint", "All files are there, the export among them", _export_complete),
+    ("S3.53", "checkpoint", "Sizes are plausible", _sizes),
+    ("S3.54", "checkpoint", "The tracker file names the newest", _tracker),
+    ("S3.55", "end", "All planned steps were trained", _all_steps),
+    ("S3.56", "end", "The final training loss is in the usual range", _final_loss),
+    ("S3.57", "end", "All expected checkpoints were saved", _all_checkpoints),
+    ("S3.58", "end", "The run ended as finished", _finished),
+)
+
+
+def checklist(run: Run) -> tuple[CheckItem, ...]:
+    """All fourteen lines; absolute bands are unknown outside the sft profile."""
+    return tuple(_item(run, *entry) for entry in _ITEMS)
+
+
+def _item(run: Run, seed: str, phase: str, text: str, check: Callable[[Run], Answer]) -> CheckItem:
+    if check in (_gradient_in_range, _final_loss) and run.profile != "sft":
+        return CheckItem(seed, phase, text, "unknown", f"no usual range for a {run.profile} run")
+    try:
+        has_passed, detail = check(run)
+    except NotJudged as reason:
+        return CheckItem(seed, phase, text, "unknown", str(reason))
+    return CheckItem(seed, phase, text, "pass" if has_passed else "fail", detail)

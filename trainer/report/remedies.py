@@ -1,0 +1,139 @@
+"""What to do about a cause, in the option names of the framework that wrote the log, with the run's own values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.report.phrases import number
+from trainer.report.run import Run
+
+_TRANSFORMERS = {
+    "clip": "max_grad_norm",
+    "lr": "learning_rate",
+    "warmup": "warmup_ratio",
+    "schedule": "lr_scheduler_type",
+    "batch": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "eval": "eval_steps",
+    "save": "save_steps",
+    "beta": "beta",
+    "epsilon_low": "epsilon",
+    "epsilon_high": "epsilon_high",
+    "group": "num_generations",
+    "completion": "max_completion_length",
+    "workers": "dataloader_num_workers",
+    "max_length": "max_length",
+    "memory": "gradient_checkpointing=true",
+    "epochs": "num_train_epochs",
+}
+_OURS = {
+    "clip": "optim.clip_grad",
+    "lr": "optim.lr",
+    "warmup": "optim.lr_warmup_steps_ratio",
+    "schedule": "optim.lr_scheduler",
+    "batch": "data.train_batch_size",
+    "eval": "trainer.test_freq",
+    "save": "trainer.save_freq",
+    "workers": "data.num_workers",
+    "max_length": "data.max_length",
+    "memory": "model.enable_gradient_checkpointing=true, a smaller data.max_token_len_per_gpu",
+    "epochs": "trainer.total_epochs",
+}
+_VERL = {
+    **_OURS,
+    "warmup": "optim.warmup_steps_ratio",
+    "beta": "actor_rollout_ref.actor.kl_loss_coef",
+    "epsilon_low": "actor_rollout_ref.actor.clip_ratio_low",
+    "epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
+    "group": "actor_rollout_ref.rollout.n",
+    "completion": "data.max_response_length",
+    "memory": "model.enable_gradient_checkpointing=true",
+}
+OPTIONS: Mapping[str, Mapping[str, str]] = {"fsdp-sft": _OURS, "verl": _VERL}
+"""Framework -> purpose -> option; everyone else uses transformers' names."""
+_SYNONYMS = {"warmup": ("warmup_steps",), "epsilon_low": ("epsilon_low",), "group": ("group_size",)}
+
+
+def option(run: Run, purpose: str) -> str:
+    return OPTIONS.get(run.log.source, _TRANSFORMERS).get(purpose, _TRANSFORMERS[purpose])
+
+
+def value(run: Run, purpose: str) -> Any:
+    """What the run's configuration says; None where it says nothing."""
+    return run.config(option(run, purpose), *_SYNONYMS.get(purpose, ()))
+
+
+def fact(run: Run, purpose: str) -> str:
+    """A quotation of the configuration: `max_grad_norm is not set`, `learning_rate = 5e-5`; nothing without one."""
+    if not run.log.config:
+        return "the run's configuration is not known"
+    found = value(run, purpose)
+    name = option(run, purpose)
+    return f"{name} is not set" if found is None else f"{name} = {_written(found)}"
+
+
+def clip(run: Run) -> str:
+    name, now = option(run, "clip"), value(run, "clip")
+    if isinstance(now, int | float) and 0 < now <= 1:
+        target = f"Lower {name} from {_written(now)} to {_written(now / 2)}"
+    else:
+        target = f"Set {name} to 1.0, or 0.5 where spikes stay"
+    return f"{target}, and skip the optimizer step when the norm is far above it."
+
+
+def lower_rate(run: Run) -> str:
+    """A tenth, with a longer warm-up."""
+    name, warmup, now = option(run, "lr"), option(run, "warmup"), value(run, "lr")
+    if not isinstance(now, int | float) and (rates := run.find("lr")) is not None:
+        now = float(rates.values.max())
+    lowered = f" from {_written(now)} to {_written(now / 10)}" if isinstance(now, int | float) else " to a tenth"
+    return f"Lower {name}{lowered} and set {warmup} to 0.1."
+
+
+def decay(run: Run) -> str:
+    return f"Let the rate fall: {option(run, 'schedule')}=cosine or linear."
+
+
+def larger_batch(run: Run) -> str:
+    if run.log.source in OPTIONS:
+        return f"Raise {option(run, 'batch')} (twice to four times)."
+    return f"Raise {option(run, 'batch')} to 4 or {option(run, 'accumulation')} to 8."
+
+
+def stronger_kl(run: Run) -> str:
+    now = value(run, "beta")
+    was = f" from {_written(now)}" if now is not None else " (often 0.04)"
+    return f"Raise {option(run, 'beta')}{was} to 0.1 to 0.2 and adapt it to the measured KL."
+
+
+def tighter_ratio(run: Run) -> str:
+    return f"Clip probability ratios tighter: {option(run, 'epsilon_low')} and {option(run, 'epsilon_high')} at 0.1."
+
+
+def shorter_completions(run: Run) -> str:
+    now = value(run, "completion")
+    lowered = f" from {now} to {int(now) // 2}" if isinstance(now, int | float) else " (512 to 256)"
+    name = option(run, "completion")
+    return f"Lower {name}{lowered}, give truncated answers reward 0, and set stop words or the end-of-text token."
+
+
+def watch(run: Run) -> str:
+    """Early stop and return to a checkpoint."""
+    rule = "a rule `kl > 10 or completions/clipped_ratio > 0.3: snapshot, rollback`" if run.key("kl") else "a guard"
+    each = f"{option(run, 'eval')}=100 and {option(run, 'save')}=100"
+    return f"Validate and save often ({each}) and watch with {rule}: stop, or return to a checkpoint."
+
+
+def larger_group(run: Run) -> str:
+    return f"Raise {option(run, 'group')} to 8 or 10, the batch size, the learning rate's decay, or train longer."
+
+
+def loading(run: Run) -> str:
+    return f"Raise {option(run, 'workers')}, prepare the data beforehand, or put it on a faster disk."
+
+
+def memory(run: Run) -> str:
+    return f"Use {option(run, 'memory')}, or a smaller micro-batch."
+
+
+def _written(found: Any) -> str:
+    return number(float(found)) if isinstance(found, int | float) and not isinstance(found, bool) else str(found)

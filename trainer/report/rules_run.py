@@ -1,0 +1,231 @@
+"""V27 to V29, V42 and V43: checkpoints, the end of the run, its data, whether there is enough to judge."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.report import remedies
+from trainer.report.phrases import listed, number, percent
+from trainer.report.result import Finding
+from trainer.report.rules import Rule, found
+from trainer.report.run import NotJudged, Run
+from trainer.report.run_log import CheckpointState
+
+
+def missing_checkpoints(run: Run) -> list[int]:
+    """Steps at which the configuration foretells a checkpoint that does not exist, rotation considered."""
+    every = run.config("trainer.save_freq", "save_steps", "save_freq")
+    if not isinstance(every, int | float) or every < 1:
+        return []
+    expected = list(range(int(every), run.last_step + 1, int(every)))
+    if run.last_step >= run.total_steps and run.last_step not in expected:
+        expected.append(run.last_step)
+    keep = run.config("trainer.max_ckpt_to_keep", "save_total_limit", "max_ckpt_to_keep")
+    kept = expected[-int(keep) :] if isinstance(keep, int | float) and keep >= 1 else expected
+    existing = {c.step for c in run.log.checkpoints}
+    return [step for step in kept if step not in existing]
+
+
+def odd_sizes(run: Run) -> list[CheckpointState]:
+    """Checkpoints whose size differs from their siblings' by more than a tenth."""
+    sizes = [c.size_bytes for c in run.log.checkpoints]
+    if len(sizes) < 2:
+        return []
+    usual = float(np.median(sizes))
+    return [c for c in run.log.checkpoints if abs(c.size_bytes - usual) > run.limits["size_spread"] * usual]
+
+
+def is_tracker_stale(run: Run) -> bool:
+    steps = [c.step for c in run.log.checkpoints if c.is_complete]
+    return run.log.tracker_step is not None and bool(steps) and run.log.tracker_step != max(steps)
+
+
+def _checkpoints(run: Run) -> Iterator[Finding]:
+    if not run.log.checkpoints:
+        raise NotJudged("no checkpoint lies beside the log")
+    for state in run.log.checkpoints:
+        if not state.is_complete or state.faults:
+            yield found(
+                "fail",
+                f"The checkpoint of step {state.step} is not complete.",
+                steps=(state.step, state.step),
+                evidence=(*state.faults, str(state.path)),
+                cause="The save was cut off, or files were removed.",
+                remedy="Resume from an older one; delete this directory.",
+                suffix=f"step-{state.step}",
+            )
+    for state in odd_sizes(run):
+        yield found(
+            "fail",
+            f"The checkpoint of step {state.step} has {number(state.size_bytes / 2**30)} GiB, unlike its siblings.",
+            steps=(state.step, state.step),
+            value=float(state.size_bytes),
+            threshold=run.limits["size_spread"],
+            cause="Parts are missing or were written twice.",
+            remedy="Compare its files with those of another checkpoint.",
+            suffix=f"size-{state.step}",
+        )
+    if is_tracker_stale(run):
+        newest = max(c.step for c in run.log.checkpoints if c.is_complete)
+        yield found(
+            "fail",
+            f"latest_checkpointed_iteration.txt says {run.log.tracker_step}, the newest checkpoint is {newest}.",
+            value=float(run.log.tracker_step or 0),
+            threshold=float(newest),
+            cause="The save ended before the file was written, or checkpoints were copied.",
+            remedy=f"Write {newest} into the file, or remove what is newer than it.",
+            suffix="tracker",
+        )
+    if missing := missing_checkpoints(run):
+        yield found(
+            "fail",
+            f"No checkpoint for {listed(f'step {step}' for step in missing)}, where one was to be saved.",
+            steps=(missing[0], missing[-1]),
+            value=float(len(missing)),
+            threshold=0.0,
+            cause="Saving failed, or the checkpoints were deleted.",
+            remedy="Look for errors of saving in the log, and at the free space.",
+            suffix="missing",
+        )
+
+
+def _complete(run: Run) -> Iterator[Finding]:
+    log = run.log
+    if log.total_steps is None and log.exit_code is None:
+        raise NotJudged("the log says neither how long the run was to be nor how it ended")
+    if log.total_steps is not None and run.last_step < log.total_steps:
+        yield found(
+            "warn",
+            f"The run has {run.last_step} of {log.total_steps} steps ({percent(run.last_step / log.total_steps)}).",
+            value=float(run.last_step),
+            threshold=float(log.total_steps),
+            cause="It is still running, was stopped, or died.",
+            remedy="Start the same command again: it resumes.",
+            suffix="steps",
+        )
+    elif log.source == "fsdp-sft" and log.exit_code is None:
+        yield found(
+            "warn",
+            "All steps were trained, but no end was written: the process was killed or is still finishing.",
+            cause="The end of the run is written last.",
+            remedy="Check that the last checkpoint is complete.",
+            suffix="end",
+        )
+    if log.exit_code:
+        yield found(
+            "warn",
+            f"The last attempt ended with exit code {log.exit_code}.",
+            value=float(log.exit_code),
+            threshold=0.0,
+            evidence=tuple(f"step {e.step}: {e.message}" for e in log.events if e.level == "error")[-3:],
+            cause="See the last errors.",
+            remedy="Fix their cause and start the same command again: it resumes.",
+            suffix="exit",
+        )
+
+
+def _truncation(run: Run) -> Iterator[Finding]:
+    truncated, empty, longest = (run.find(role) for role in ("truncated", "empty_label", "total_len_max"))
+    if truncated is None and empty is None and longest is None:
+        raise NotJudged("the log has no data metrics")
+    name = remedies.option(run, "max_length")
+    if truncated is not None and (share := float(truncated.values.mean())) > run.limits["truncated"]:
+        yield found(
+            "warn",
+            f"{percent(share)} of the samples are cut at the length limit.",
+            metric=run.name("truncated"),
+            value=share,
+            threshold=run.limits["truncated"],
+            evidence=(remedies.fact(run, "max_length"),),
+            cause=f"{name} is shorter than the data: answers lose their ends.",
+            remedy=f"Raise {name}, or leave long samples out.",
+        )
+    if empty is not None and (count := float(empty.values.sum())) > 0:
+        yield found(
+            "warn",
+            f"{number(count)} samples have no label token: they teach nothing.",
+            metric=run.name("empty_label"),
+            value=count,
+            threshold=0.0,
+            cause="Empty answers, or prompts that fill the length limit.",
+            remedy=f"Remove them, or raise {name}.",
+            suffix="empty",
+        )
+    limit = remedies.value(run, "max_length")
+    if longest is not None and isinstance(limit, int | float) and (top := float(longest.values.max())) > limit:
+        yield found(
+            "warn",
+            f"A sample has {number(top)} tokens, more than {name} = {number(float(limit))}.",
+            metric=run.name("total_len_max"),
+            value=top,
+            threshold=float(limit),
+            cause="Lengths are limited elsewhere than where they are configured.",
+            remedy=f"Check {name} and the truncation.",
+            suffix="length",
+        )
+
+
+def too_little(run: Run) -> str:
+    """Why the whole run cannot be called healthy; empty where it can."""
+    if run.profile == "controller":
+        longest = max((len(s) for role in ("reward", "loss") if (s := run.find(role)) is not None), default=0)
+        limit = int(run.limits["min_epochs"])
+        return f"{longest} epochs, at least {limit} (better 30) are needed to see a trend" if longest < limit else ""
+    longest = max((len(series) for series in run.log.series.values()), default=0)
+    limit = int(run.limits["min_points"])
+    return f"{longest} points, at least {limit} are needed to judge a run" if longest < limit else ""
+
+
+def _insufficient(run: Run) -> Iterator[Finding]:
+    if reason := too_little(run):
+        yield found(
+            "info",
+            f"Too little was logged: {reason}.",
+            threshold=run.limits["min_epochs" if run.profile == "controller" else "min_points"],
+            remedy="Let it run on, or log more often.",
+        )
+
+
+def _restarts(run: Run) -> Iterator[Finding]:
+    log = run.log
+    share = log.num_lost_steps / run.last_step if run.last_step else 0.0
+    if share > run.limits["lost_steps"]:
+        yield found(
+            "note",
+            f"{log.num_lost_steps} steps ({percent(share)}) were trained twice, in {log.num_attempts} attempts.",
+            value=share,
+            threshold=run.limits["lost_steps"],
+            cause="Restarts far from the last checkpoint.",
+            remedy=f"Save more often: lower {remedies.option(run, 'save')}.",
+        )
+    goodput = run.find("goodput")
+    if goodput is not None and (last := float(goodput.values[-1])) < run.limits["goodput"]:
+        yield found(
+            "note",
+            f"Goodput {percent(last)}: the rest of the time went into restarts, saving or waiting.",
+            metric=run.name("goodput"),
+            value=last,
+            threshold=run.limits["goodput"],
+            cause="Restarts, slow saving or slow starts.",
+            remedy=f"Look at the attempts; save asynchronously; lower {remedies.option(run, 'save')}.",
+            suffix="goodput",
+        )
+    if log.num_disordered_rows:
+        yield found(
+            "note",
+            f"{log.num_disordered_rows} rows repeat a step or go back without a restart.",
+            value=float(log.num_disordered_rows),
+            threshold=0.0,
+            cause="Two processes write one log, or logs were joined.",
+            remedy="Give each run its own directory.",
+            suffix="rows",
+        )
+
+
+RULES = (
+    Rule("V27", "ckpt_complete", _checkpoints, seeds=("S3.52", "S3.53", "S3.54", "S3.57")),
+    Rule("V28", "run_complete", _complete, seeds=("S3.55", "S3.58")),
+    Rule("V29", "truncation", _truncation, seeds=("S0.21",)),
+    Rule("V42", "insufficient", _insufficient, seeds=("S1.43",)),
+    Rule("V43", "restarts", _restarts, seeds=("S3.29",)),
+)

@@ -1,0 +1,118 @@
+"""V16 to V18: the validation loss against the training loss."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.report import remedies
+from trainer.report.generalisation import generalisation, judged, train_losses_at
+from trainer.report.phrases import number, percent
+from trainer.report.result import Finding
+from trainer.report.rules import Rule, found
+from trainer.report.run import NotJudged, Run, steps_of
+from trainer.report.run_log import Series
+from trainer.report.statistics import longest_run, slope
+
+
+def _losses(run: Run) -> Series:
+    val = run.get("val_loss")
+    if len(val) < run.limits["min_evals"]:
+        raise NotJudged(f"{len(val)} validations, {int(run.limits['min_evals'])} are needed")
+    return val
+
+
+def _rising(run: Run) -> Iterator[Finding]:
+    val = _losses(run)
+    start, stop = longest_run(np.diff(val.values) > 0)
+    if (num_rises := stop - start) >= run.limits["val_rises"]:
+        is_to_the_end = stop == len(val) - 1
+        is_fail = is_to_the_end and num_rises >= run.limits["val_rises_fail"]
+        yield found(
+            "fail" if is_fail else "warn",
+            f"The validation loss rose {num_rises} times in a row, from {number(val.values[start])} to "
+            f"{number(val.values[stop])}{', up to the end' if is_to_the_end else ''}.",
+            metric=run.name("val_loss"),
+            steps=(int(val.steps[start]), int(val.steps[stop])),
+            value=float(num_rises),
+            threshold=run.limits["val_rises_fail" if is_fail else "val_rises"],
+            cause="The model learns its samples by heart, or training has become unstable.",
+            remedy=f"Stop training and take the checkpoint of step {val.steps[int(np.argmin(val.values))]}.",
+        )
+    low, high = run.limits["val_final_low"], run.limits["val_final_high"]
+    if run.profile == "sft" and not low <= (last := float(val.values[-1])) <= high:
+        yield found(
+            "note",
+            f"The validation loss ends at {number(last)}; {number(low)} to {number(high)} is usual.",
+            metric=run.name("val_loss"),
+            steps=(int(val.steps[-1]), int(val.steps[-1])),
+            value=last,
+            threshold=high if last > high else low,
+            suffix="final",
+            seeds=("S3.41",),
+        )
+
+
+def _overfit(run: Run) -> Iterator[Finding]:
+    val, train = run.get("val_loss"), run.get("loss")
+    if len(val) < run.limits["min_evals"]:
+        raise NotJudged(f"{len(val)} validations, {int(run.limits['min_evals'])} are needed")
+    judgement = judged(run)
+    result = generalisation(run)
+    if judgement.overfit is None or result is None:
+        return
+    at = judgement.overfit
+    trains = train_losses_at(val, train)
+    best_step = int(val.steps[judgement.best])
+    kept = [c for c in run.log.checkpoints if c.is_complete]
+    is_lost = bool(kept) and result.recommended_step != best_step and not run.external
+    verdicts = (f"step {step}: {verdict}" for step, verdict in result.verdicts.items() if verdict != "ok")
+    yield found(
+        "fail" if is_lost else "warn",
+        f"Overfitting from step {val.steps[at]}: validation {number(val.values[at])} against "
+        f"{number(result.best_loss)} at step {best_step}, while training fell to {number(trains[at])}.",
+        metric=run.name("val_loss"),
+        steps=(best_step, int(val.steps[-1])),
+        value=float(val.values[at] / result.best_loss - 1),
+        threshold=run.limits["overfit_sure"],
+        evidence=(*list(verdicts)[:10], result.reason),
+        cause="More passes over the samples than they can teach."
+        + (" The checkpoint of the best step no longer exists." if is_lost else ""),
+        remedy=f"Use the checkpoint of step {result.recommended_step}; next time stop there, with "
+        f"{remedies.option(run, 'epochs')} lower or more data.",
+    )
+
+
+def _disagree(run: Run) -> Iterator[Finding]:
+    val, train = _losses(run), run.get("loss")
+    trains = train_losses_at(val, train)
+    gap = float(val.values[-1] - trains[-1])
+    if np.isfinite(gap) and abs(gap) > run.limits["gap"] * abs(float(val.values[-1])):
+        yield found(
+            "note",
+            f"Validation ({number(val.values[-1])}) and training loss ({number(trains[-1])}) are {number(abs(gap))} "
+            f"apart, {percent(abs(gap / val.values[-1]))} of the validation loss.",
+            metric=run.name("val_loss"),
+            steps=(int(val.steps[-1]), int(val.steps[-1])),
+            value=abs(gap / float(val.values[-1])),
+            threshold=run.limits["gap"],
+            cause="Overfitting, or validation samples of another kind than the training samples.",
+            remedy="Trust the validation loss; compare samples of both sets.",
+        )
+    p = run.limits["trend_p"]
+    if slope(train).is_falling(p) and slope(val).is_rising(p) and int(np.argmin(val.values)) == 0:
+        yield found(
+            "note",
+            "Validation gets worse from the first evaluation on, while the training loss falls.",
+            metric=run.name("val_loss"),
+            steps=steps_of(val, 0, len(val)),
+            cause="The validation set is of another kind, or the learning rate destroys what the model knew.",
+            remedy=f"Compare samples of both sets. {remedies.lower_rate(run)}",
+            suffix="opposite",
+        )
+
+
+RULES = (
+    Rule("V16", "val_rising", _rising, ("val_loss",), seeds=("S3.41", "S3.51")),
+    Rule("V17", "overfit", _overfit, ("val_loss", "loss"), seeds=("S3.32", "S3.43")),
+    Rule("V18", "val_train_disagree", _disagree, ("val_loss", "loss"), seeds=("S1.33", "S1.44")),
+)

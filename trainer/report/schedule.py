@@ -1,0 +1,95 @@
+"""Which learning rate schedule a run followed, told from the rates alone."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from trainer.report.result import Anomaly, LearningRate
+from trainer.report.run_log import Series
+from trainer.report.statistics import Floats, bins
+
+TOLERANCE = 0.01
+"""A schedule is recognised when no point is further from it than this share of the peak."""
+MAX_STRETCH = 8
+"""A run that was stopped early is compared with cosines up to this many times as long."""
+
+
+def learning_rate(series: Series, anomalies: Iterable[Anomaly], *, high: float, total_steps: int) -> LearningRate:
+    """Schedule, peak, warm-up, and how much of the run and of its anomalies lies at `high` times the peak or above."""
+    values = series.values
+    peak = float(values.max())
+    first_peak = int(np.argmax(values >= peak * (1 - 1e-6)))
+    is_high = values >= high * peak
+    at = [a.peak_step for a in anomalies]
+    near = np.searchsorted(series.steps, at, side="right") - 1
+    share = float(is_high[near.clip(min=0)].mean()) if at else None
+    warms_up = first_peak > 0 and bool(np.all(np.diff(values[: first_peak + 1]) >= 0)) and values[0] < 0.9 * peak
+    start = first_peak if warms_up else 0
+    return LearningRate(
+        schedule=_schedule(series, start, total_steps),
+        peak=peak,
+        warmup_steps=int(series.steps[first_peak]) if warms_up else 0,
+        last=float(values[-1]),
+        high_share=float(is_high.mean()),
+        anomalies_at_high_share=share,
+    )
+
+
+def _schedule(series: Series, start: int, total_steps: int) -> str:
+    peak = float(series.values.max())
+    if peak <= 0:
+        return "unknown"
+    tail = bins(Series(series.steps[start:], series.values[start:]), 400)
+    x = (tail.steps - tail.steps[0]).astype(np.float64)
+    y = tail.values / peak
+    if len(y) < 3 or x[-1] == 0:
+        return "unknown"
+    if np.all(np.abs(y - y[0]) <= TOLERANCE):
+        return "constant"
+    if _is_line(x, y):
+        return "linear"
+    if _is_cosine(x, y, float(total_steps - tail.steps[0])):
+        return "cosine"
+    if _is_wsd(x, y):
+        return "wsd"
+    return "step" if _is_steps(series.values[start:] / peak) else "unknown"
+
+
+def _is_line(x: Floats, y: Floats) -> bool:
+    fitted = np.polyval(np.polyfit(x, y, 1), x)
+    return bool(np.abs(y - fitted).max() <= TOLERANCE and y[-1] < y[0])
+
+
+def _is_cosine(x: Floats, y: Floats, planned: float) -> bool:
+    """Half a cosine down to any floor, over the planned steps or, where the run was to be longer, over more."""
+    span = x[-1]
+    lengths = span * np.concatenate(([max(1.0, planned / span)], np.geomspace(1, MAX_STRETCH, 60)))
+    for length in lengths:
+        shape = 0.5 * (1 + np.cos(np.pi * np.minimum(x / length, 1)))
+        floor = _fitted_floor(shape, y)
+        if np.abs(floor + (1 - floor) * shape - y).max() <= TOLERANCE:
+            return True
+    return False
+
+
+def _fitted_floor(shape: Floats, y: Floats) -> float:
+    """Least squares for y = f + (1 - f) shape."""
+    rest = 1 - shape
+    weight = float(rest @ rest)
+    return float(np.clip(rest @ (y - shape) / weight, 0, 1)) if weight else 0.0
+
+
+def _is_wsd(x: Floats, y: Floats) -> bool:
+    """A plateau at the peak, then a decay that never rises."""
+    plateau = np.abs(y - 1) <= TOLERANCE
+    length = int(np.argmin(plateau))
+    rest = y[length:]
+    is_smooth = len(rest) > 2 and bool(np.abs(np.diff(rest)).max() < 0.25)
+    return length >= 0.1 * len(y) and is_smooth and bool(np.all(np.diff(rest) <= TOLERANCE))
+
+
+def _is_steps(y: Floats) -> bool:
+    """A few plateaus, each lower than the one before."""
+    falls = np.diff(y)
+    num_changes = int(np.count_nonzero(np.abs(falls) > 1e-9))
+    return 0 < num_changes <= max(1, len(y) // 10) and bool(np.all(falls <= 1e-9))

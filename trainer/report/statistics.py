@@ -1,0 +1,171 @@
+"""Robust statistics over long series. Arrays in, numbers out; nothing here knows a metric."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.report.run_log import Series
+
+Floats = NDArray[np.float64]
+NORMAL_MAD = 1.4826
+"""Standard deviation over the median absolute deviation, for a normal distribution."""
+NUM_BINS = 50
+
+
+def finite(series: Series) -> Series:
+    """The points that are numbers."""
+    mask = np.isfinite(series.values)
+    return series if mask.all() else Series(series.steps[mask], series.values[mask])
+
+
+def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
+    """Means of `num_bins` stretches of equally many points, at their mean steps; short series stay as they are."""
+    if len(series) <= num_bins:
+        return series
+    edges = np.linspace(0, len(series), num_bins + 1).astype(np.int64)
+    counts = np.diff(edges)
+    steps = np.add.reduceat(series.steps, edges[:-1]) // counts
+    return Series(steps, np.add.reduceat(series.values, edges[:-1]) / counts)
+
+
+def epoch_means(series: Series, epochs: Series | None) -> Series:
+    """Means over epochs, at the last step of each; bins where `epochs` (step -> epoch so far) has fewer than three.
+
+    `epochs` counts up from 0 with fractions, as trackers log it; a whole number belongs to the epoch that it ends.
+    """
+    if epochs is None or len(epochs) == 0 or len(series) == 0:
+        return bins(series)
+    numbers = np.ceil(np.interp(series.steps, epochs.steps, epochs.values) - 1e-9)
+    firsts = np.flatnonzero(np.diff(numbers, prepend=-1.0))
+    if len(firsts) < 3:
+        return bins(series)
+    counts = np.diff(np.append(firsts, len(series)))
+    return Series(series.steps[firsts + counts - 1], np.add.reduceat(series.values, firsts) / counts)
+
+
+def theil_sen(series: Series) -> float:
+    """Median of the slopes between all pairs of points, per step. Quadratic: for bins, not for raw series."""
+    left, right = np.triu_indices(len(series), k=1)
+    if len(left) == 0:
+        return 0.0
+    rises = series.values[right] - series.values[left]
+    return float(np.median(rises / (series.steps[right] - series.steps[left])))
+
+
+def mann_kendall(values: Floats) -> tuple[float, float]:
+    """(z, p) of the test for a monotonous trend, corrected for ties. Quadratic; fewer than 4 points prove nothing."""
+    n = len(values)
+    if n < 4:
+        return 0.0, 1.0
+    left, right = np.triu_indices(n, k=1)
+    score = float(np.sign(values[right] - values[left]).sum())
+    ties = np.unique(values, return_counts=True)[1]
+    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
+    if variance <= 0 or score == 0:
+        return 0.0, 1.0
+    z = (score - math.copysign(1, score)) / math.sqrt(variance)
+    return z, math.erfc(abs(z) / math.sqrt(2))
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A fitted trend: `change` is slope times span, `level` the median of the bins."""
+
+    per_step: float
+    p_value: float
+    change: float
+    level: float
+
+    @property
+    def relative_change(self) -> float:
+        return self.change / abs(self.level) if self.level else 0.0
+
+    def is_rising(self, p: float) -> bool:
+        return self.p_value < p and self.change > 0
+
+    def is_falling(self, p: float) -> bool:
+        return self.p_value < p and self.change < 0
+
+
+def slope(series: Series) -> Slope:
+    """Theil-Sen and Mann-Kendall of a series, on bins where it is long."""
+    points = bins(finite(series))
+    if len(points) == 0:
+        return Slope(0.0, 1.0, 0.0, 0.0)
+    per_step = theil_sen(points)
+    span = float(points.steps[-1] - points.steps[0])
+    return Slope(per_step, mann_kendall(points.values)[1], per_step * span, float(np.median(points.values)))
+
+
+def noise(series: Series) -> float:
+    """Spread of a series around its own slow course, from differences of neighbours: a standard deviation."""
+    if len(series) < 3:
+        return 0.0
+    return float(NORMAL_MAD * np.median(np.abs(np.diff(series.values))) / math.sqrt(2))
+
+
+def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
+    """(first, last + 1) of the longest stretch of true; (0, 0) without any."""
+    starts, stops = runs(mask)
+    if len(starts) == 0:
+        return 0, 0
+    best = int(np.argmax(stops - starts))
+    return int(starts[best]), int(stops[best])
+
+
+def runs(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and stops (exclusive) of all stretches of true."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return edges[::2], edges[1::2]
+
+
+def spearman(left: Floats, right: Floats) -> float:
+    """Rank correlation, ties in order of appearance: for measured numbers. NaN if one side is constant."""
+    if np.ptp(left) == 0 or np.ptp(right) == 0:
+        return math.nan
+    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (left, right)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+@dataclass(frozen=True)
+class UsualRange:
+    """Median and spread upwards and downwards of overlapping windows, and for each point the window nearest to it."""
+
+    centres: Floats
+    scales_up: Floats
+    scales_down: Floats
+    window_of: NDArray[np.int32]
+
+    @property
+    def centre(self) -> Floats:
+        return self.centres[self.window_of]
+
+    def z(self, values: Floats) -> Floats:
+        """Distance of each point from its window's median, in spreads of that side."""
+        distance = values - self.centre
+        scale = np.where(distance > 0, self.scales_up[self.window_of], self.scales_down[self.window_of])
+        return np.asarray(distance / scale)
+
+
+def usual_range(values: Floats, *, window: int, floor: float, relative_floor: float) -> UsualRange:
+    """Median and spread in half-overlapping windows of `window` points, each point by the window nearest to it.
+
+    The spread is the larger of 1.4826 MAD and the distance of the 95 % (5 %) quantile over 1.645, which absorbs
+    batches of two kinds; at least `floor` and `relative_floor` times the median. Up to 5 % outliers in a window do
+    not move it.
+    """
+    n = len(values)
+    width = min(window, n)
+    starts = np.unique(np.append(np.arange(0, n - width + 1, max(1, width // 2)), n - width))
+    ordered = np.sort(np.lib.stride_tricks.sliding_window_view(values, width)[starts], axis=1)
+    centre = np.median(ordered, axis=1)
+    mad = NORMAL_MAD * np.median(np.abs(ordered - centre[:, None]), axis=1)
+    least = np.maximum(floor, relative_floor * np.abs(centre))
+    tail = int(0.05 * (width - 1))
+    up = np.maximum(np.maximum(mad, (ordered[:, width - 1 - tail] - centre) / 1.645), least)
+    down = np.maximum(np.maximum(mad, (centre - ordered[:, tail]) / 1.645), least)
+    middles = starts + width / 2
+    nearest = np.searchsorted((middles[1:] + middles[:-1]) / 2, np.arange(n))
+    return UsualRange(centre, up, down, nearest.astype(np.int32))

@@ -1,0 +1,91 @@
+"""Where the time of a step goes, whether it grows, and what memory does."""
+
+import numpy as np
+
+from trainer.report.phrases import number, percent
+from trainer.report.result import Throughput
+from trainer.report.run import Run
+from trainer.report.run_log import Series
+from trainer.report.statistics import finite, slope
+
+PHASES = ("data", "h2d", "shard", "forward", "backward", "optimizer", "update", "rollout", "reward", "logging", "guard")
+NUM_COMPILE = 3
+_ADVICE = {
+    "data": "the loader is the bottleneck",
+    "rollout": "generation is the bottleneck",
+    "reward": "computing rewards is the bottleneck",
+    "h2d": "moving data to the device is the bottleneck",
+    "shard": "moving data to the device is the bottleneck",
+    "optimizer": "the optimizer is the bottleneck: larger batches amortise it",
+}
+
+
+def ordinary_steps(run: Run) -> Series:
+    """Step times without the first three, which compile, and without those that save or validate."""
+    times = run.get("time")
+    keep = ~run.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
+    return Series(times.steps[keep], times.values[keep]) if keep.any() else times
+
+
+def throughput(run: Run) -> Throughput | None:
+    """None where the log has no step times."""
+    if run.find("time") is None:
+        return None
+    times = ordinary_steps(run)
+    step_s = float(np.median(times.values))
+    shares = _shares(run, step_s)
+    return Throughput(
+        step_s=step_s,
+        shares=shares,
+        bottleneck=_sentence(shares),
+        tokens_per_s=_median(run, "tokens_per_s"),
+        mfu=_median(run, "mfu"),
+        drift_percent=100 * slope(times).relative_change,
+        leak_gib_per_1000_steps=_leak(run),
+        goodput=_last(run, "goodput"),
+    )
+
+
+def _shares(run: Run, step_s: float) -> dict[str, float]:
+    """Phase -> share of the median step; `update` and `shard` only where their parts are not logged."""
+    found: dict[str, float] = {}
+    for phase in PHASES:
+        series = run.log.series.get(f"time/train/{phase}_s")
+        if series is None or not len(clean := finite(series)) or step_s <= 0:
+            continue
+        if (phase == "update" and "forward" in found) or (phase == "shard" and "h2d" in found):
+            continue
+        found[phase] = float(np.median(clean.values)) / step_s
+    return found
+
+
+def _sentence(shares: dict[str, float]) -> str:
+    if not shares:
+        return "The log does not say where the time of a step goes."
+    phase, share = max(shares.items(), key=lambda item: item[1])
+    advice = _ADVICE.get(phase, "computing is the bottleneck, as it should be")
+    data = f"; waiting for data takes {percent(shares['data'])}" if "data" in shares and phase != "data" else ""
+    return f"{phase} takes {percent(share)} of a step: {advice}{data}."
+
+
+def _leak(run: Run) -> float | None:
+    """Growth of the process' memory in GiB per 1000 steps; of the device's where that is not logged."""
+    series = run.find("rss") or run.find("allocated")
+    return 1000 * slope(series).per_step if series is not None else None
+
+
+def _median(run: Run, role: str) -> float | None:
+    series = run.find(role)
+    return float(np.median(series.values)) if series is not None else None
+
+
+def _last(run: Run, role: str) -> float | None:
+    series = run.find(role)
+    return float(series.values[-1]) if series is not None else None
+
+
+def stall_note(run: Run, limit: float) -> str:
+    """The usual step time in words, with the seed's example only for what it was measured on."""
+    step_s = float(np.median(ordinary_steps(run).values))
+    reference = "; 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens" if step_s > limit else ""
+    return f"median step {number(step_s)} s{reference}"
