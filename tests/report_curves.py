@@ -29,8 +29,13 @@ for _peak, _kl, _loss, _grad in (
     _CHAIN[_peak - 10] = {"kl": 0.35 * _kl}
     _CHAIN[_peak - 5] = {"kl": 0.6 * _kl, "completions/mean_length": 370, "completions/clipped_ratio": 0.55}
     _CHAIN[_peak] = {
-        **{"kl": _kl, "train/loss": _loss, "train/grad_norm": _grad, "completions/mean_length": 410},
-        **{"completions/clipped_ratio": 0.875, "rewards/Format/mean": 0.2, "reward": 0.45},
+        "kl": _kl,
+        "train/loss": _loss,
+        "train/grad_norm": _grad,
+        "completions/mean_length": 410,
+        "completions/clipped_ratio": 0.875,
+        "rewards/Format/mean": 0.2,
+        "reward": 0.45,
     }
 _CHAIN[3145] = {**_CHAIN[3140], "train/grad_norm": 1.0e7, "rewards/Format/mean": 0.1}
 for _step, _kl, _length, _clipped, _format in (
@@ -41,8 +46,11 @@ for _step, _kl, _length, _clipped, _format in (
     (2870, 6.0, 481, 0.9, 0.025),
 ):
     _CHAIN[_step] = {
-        **{"kl": _kl, "completions/mean_length": _length, "completions/clipped_ratio": _clipped},
-        **{"rewards/Format/mean": _format, "reward": 0.4 if _format < 0.5 else 2.1},
+        "kl": _kl,
+        "completions/mean_length": _length,
+        "completions/clipped_ratio": _clipped,
+        "rewards/Format/mean": _format,
+        "reward": 0.4 if _format < 0.5 else 2.1,
     }
 _ALONE: dict[int, dict[str, float]] = {
     2715: {"completions/mean_length": 345, "completions/clipped_ratio": 0.4},
@@ -52,8 +60,13 @@ _ALONE: dict[int, dict[str, float]] = {
 }
 """What 002 also names but counts as no burst: one group of metrics alone."""
 SWIFT_CONFIG: Mapping[str, Any] = {
-    **{"learning_rate": 5e-5, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "max_completion_length": 512},
-    **{"per_device_train_batch_size": 1, "beta": 0.04, "num_generations": 8},
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.05,
+    "max_completion_length": 512,
+    "per_device_train_batch_size": 1,
+    "beta": 0.04,
+    "num_generations": 8,
 }
 
 
@@ -68,9 +81,7 @@ def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
             for key, value in values.items():
                 columns[key][step // 5 - 1] = value
     series = {key: Series(steps, values) for key, values in columns.items()}
-    return RunLog(
-        Path("output/v107-20251126-022444"), "ms-swift", series, n, config=SWIFT_CONFIG, total_steps=6000
-    )
+    return RunLog(Path("output/v107-20251126-022444"), "ms-swift", series, n, config=SWIFT_CONFIG, total_steps=6000)
 
 
 def _optimisation(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[str, Values]:
@@ -123,9 +134,16 @@ def _state(steps: NDArray[np.int64]) -> dict[str, Values]:
 
 
 OUR_CONFIG: Mapping[str, Any] = {
-    **{"optim.lr": 1e-5, "optim.clip_grad": 1.0, "optim.lr_scheduler": "cosine", "optim.lr_warmup_steps_ratio": 0.1},
-    **{"data.train_batch_size": 32, "data.max_length": 2048, "trainer.save_freq": 100, "trainer.test_freq": 100},
-    **{"trainer.max_ckpt_to_keep": 5, "trainer.total_epochs": 2},
+    "optim.lr": 1e-5,
+    "optim.clip_grad": 1.0,
+    "optim.lr_scheduler": "cosine",
+    "optim.lr_warmup_steps_ratio": 0.1,
+    "data.train_batch_size": 32,
+    "data.max_length": 2048,
+    "trainer.save_freq": 100,
+    "trainer.test_freq": 100,
+    "trainer.max_ckpt_to_keep": 5,
+    "trainer.total_epochs": 2,
 }
 
 
@@ -158,9 +176,15 @@ def sft_run(seed: int) -> RunLog:
     evals = np.arange(100, 2001, 100)
     series["val/loss"] = Series(evals, (1.0 + np.exp(-evals / 300)) * (1 + rng.normal(0, 0.003, len(evals))))
     return RunLog(
-        **{"path": Path("checkpoints/sft/healthy"), "source": "fsdp-sft", "series": series, "num_rows": n},
-        **{"config": OUR_CONFIG, "checkpoints": checkpoints(range(1600, 2001, 100)), "tracker_step": 2000},
-        **{"total_steps": 2000, "exit_code": 0},
+        path=Path("checkpoints/sft/healthy"),
+        source="fsdp-sft",
+        series=series,
+        num_rows=n,
+        config=OUR_CONFIG,
+        checkpoints=checkpoints(range(1600, 2001, 100)),
+        tracker_step=2000,
+        total_steps=2000,
+        exit_code=0,
     )
 
 
@@ -202,8 +226,12 @@ def controller_run(seed: int, *, is_good: bool = True, num_epochs: int = 30) -> 
         violation, latency = 0.7 + 0.03 * jitter[2], 310 + 4 * jitter[3]
         loss = 0.4 * jitter[4]
     columns = {
-        **{"train/loss": loss, "reward_mean": reward, "reward_std": np.full(num_epochs, 0.2)},
-        **{"accuracy_mean": accuracy.clip(0), "latency_mean": latency, "budget_violation_rate": violation.clip(0, 1)},
+        "train/loss": loss,
+        "reward_mean": reward,
+        "reward_std": np.full(num_epochs, 0.2),
+        "accuracy_mean": accuracy.clip(0),
+        "latency_mean": latency,
+        "budget_violation_rate": violation.clip(0, 1),
     }
     series = {key: Series(epochs, values) for key, values in columns.items()}
     config = {"latency_budget": 250.0}

@@ -18,6 +18,8 @@ from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, witness_group
 
 Ints = NDArray[np.int64]
 PRIMARY = ("loss", "gradient", "kl")
+LOGARITHMIC = (*PRIMARY, "length")
+"""Groups that vary by factors; shares and rewards, which may come near 0, by differences."""
 NUM_BEFORE = 16
 """A departure must also stand out against this many points before it: a steep start or a new level is none."""
 MIN_POINTS = 48
@@ -38,7 +40,7 @@ class Witness:
     """Indices into `series`."""
 
     def level(self, index: int) -> float:
-        centre = float(self.usual.centres[self.usual.window_of[index]])
+        centre = self.usual.centre_at(index)
         return math.exp(centre) if self.is_log else centre
 
 
@@ -68,10 +70,16 @@ def find_anomalies(
 
 
 def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) -> Witness:
-    is_log = bool(np.all(series.values > 0))
+    is_log = group in LOGARITHMIC and bool(np.all(series.values > 0))
     values = np.log(series.values) if is_log else series.values
     floor = (0.10 if group == "gradient" else 0.05) if is_log else max(1e-3, _range_floor(group, values))
-    usual = usual_range(values, window=int(limits["window_points"]), floor=floor, relative_floor=0 if is_log else 0.05)
+    usual = usual_range(
+        values,
+        level_window=int(limits["level_points"]),
+        spread_window=int(limits["spread_points"]),
+        floor=floor,
+        relative_floor=0 if is_log else 0.05,
+    )
     z = _against_the_points_before(values, usual, limits["onset_z"])
     flagged = _flagged(group, z, values, usual, is_log=is_log, limits=limits)
     return Witness(key, group, series, usual, is_log, z.astype(np.float32), flagged)
@@ -89,9 +97,7 @@ def _against_the_points_before(values: NDArray[np.float64], usual: UsualRange, l
     candidates = np.flatnonzero(np.abs(z) > limit)
     before = np.median(values[candidates[:, None] - np.arange(1, NUM_BEFORE + 1)], axis=1)
     sign = np.sign(z[candidates])
-    windows = usual.window_of[candidates]
-    scale = np.where(sign > 0, usual.scales_up[windows], usual.scales_down[windows])
-    again = sign * (values[candidates] - before) / scale
+    again = sign * (values[candidates] - before) / usual.scale(sign, candidates)
     z[candidates] = sign * np.clip(again, 0, np.abs(z[candidates]))
     return z
 
@@ -152,7 +158,7 @@ def _anomaly(
     margin = int(limits["merge_points"])
     low, high = int(grid[max(0, first - margin)]), int(grid[min(len(grid) - 1, last + margin)])
     moved = [(w, m) for w in witnesses if (m := _mover(w, low, high, limits)) is not None]
-    moved.sort(key=lambda pair: (pair[1].onset_step, CHAIN_GROUPS.index(pair[0].group), -abs(pair[1].z)))
+    moved.sort(key=lambda pair: (pair[1].onset_step, _place_in_chain(*pair)))
     leaders = [pair for pair in moved if pair[0].group in PRIMARY] or moved
     witness, leader = max(leaders, key=lambda pair: abs(pair[1].z))
     index = int(np.searchsorted(witness.series.steps, leader.peak_step))
@@ -185,8 +191,14 @@ def _mover(witness: Witness, low: int, high: int, limits: Mapping[str, float]) -
     return Mover(witness.key, sign, float(witness.z[peak]), int(steps[onset]), int(steps[peak]), float(values[peak]))
 
 
+def _place_in_chain(witness: Witness, mover: Mover) -> tuple[int, bool, float]:
+    """Among metrics that set in together: by known cause, the main metric of a group before its parts."""
+    is_part = not any(witness.key in ROLES[role] for role in ("kl", "mean_length", "reward"))
+    return CHAIN_GROUPS.index(witness.group), is_part, -abs(mover.z)
+
+
 def _chain(moved: list[tuple[str, str]]) -> tuple[str, ...]:
-    """The first metric of each group, in the order of their onsets; the total reward stands for its parts."""
+    """The first metric of each group, in the order of their onsets."""
     chain: dict[str, str] = {}
     for group, key in moved:
         chain.setdefault(group, key)
@@ -200,8 +212,7 @@ def _has_recovered(witness: Witness, last_step: int) -> bool:
     if len(after) < 3:
         return False
     level = float(np.median(np.log(after) if witness.is_log else after))
-    window = witness.usual.window_of[index - 1]
-    return level - float(witness.usual.centres[window]) < 3 * float(witness.usual.scales_up[window])
+    return level - witness.usual.centre_at(index - 1) < 3 * witness.usual.scale_up_at(index - 1)
 
 
 def correlations(witnesses: tuple[Witness, ...], limits: Mapping[str, float]) -> tuple[tuple[str, str, float], ...]:

@@ -82,19 +82,20 @@ def _oscillating(run: Run) -> Iterator[Finding]:
 
 def _jitter(run: Run) -> Iterator[Finding]:
     series, trend = run.get("loss"), run.slope("loss")
-    level = abs(float(np.median(series.values)))
-    size = noise(series) / level if level else 0.0
-    if size <= run.limits["jitter"]:
-        return
+    size = noise(series)
     if run.profile == "controller":
         rewards = run.find("reward")
         improves = rewards is not None and slope(rewards).is_rising(run.limits["trend_p"])
+        amount, better = number(size), "the rewards"
     else:
+        level = abs(float(np.median(series.values)))
+        size = size / level if level else 0.0
         improves = trend.is_falling(run.limits["trend_p"])
-    if improves:
+        amount, better = percent(size), "its means"
+    if improves and size > run.limits["jitter"]:
         yield found(
             "info",
-            f"The loss jitters by {percent(size)} from point to point while its means improve: that is normal.",
+            f"The loss jitters by {amount} from point to point while {better} improve: that is normal.",
             metric=run.name("loss"),
             value=size,
             threshold=run.limits["jitter"],

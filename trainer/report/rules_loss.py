@@ -119,7 +119,7 @@ def _divergence(run: Run, series: Series) -> tuple[int, int, float] | None:
     best = np.minimum.accumulate(_rolling_median(series.values, 64, stride))
     ends = np.arange(len(recent)) * stride + 32
     best_before = best[((ends - 96) // stride).clip(min=0)]
-    is_high = (recent > run.limits["diverging_ratio"] * best_before) & (ends >= 96)
+    is_high = (recent > run.limits["diverging_ratio"] * best_before) & (ends >= 96) & (best_before > 0)
     is_high &= recent - best_before > run.limits["diverging_rise"]
     start, stop = longest_run(is_high)
     if (stop - start) * stride < run.limits["diverging_points"]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,41 +132,68 @@ def spearman(left: Floats, right: Floats) -> float:
 
 @dataclass(frozen=True)
 class UsualRange:
-    """Median and spread upwards and downwards of overlapping windows, and for each point the window nearest to it."""
+    """A running median and the spread around it upwards and downwards, each constant within its windows."""
 
     centres: Floats
+    centre_of: NDArray[np.int32]
+    """Point -> index into `centres`."""
     scales_up: Floats
     scales_down: Floats
-    window_of: NDArray[np.int32]
+    scale_of: NDArray[np.int32]
 
     @property
     def centre(self) -> Floats:
-        return self.centres[self.window_of]
+        return self.centres[self.centre_of]
+
+    def centre_at(self, index: int) -> float:
+        return float(self.centres[self.centre_of[index]])
+
+    def scale_up_at(self, index: int) -> float:
+        return float(self.scales_up[self.scale_of[index]])
 
     def z(self, values: Floats) -> Floats:
-        """Distance of each point from its window's median, in spreads of that side."""
+        """Distance of each point from the running median, in spreads of that side."""
         distance = values - self.centre
-        scale = np.where(distance > 0, self.scales_up[self.window_of], self.scales_down[self.window_of])
-        return np.asarray(distance / scale)
+        return np.asarray(distance / self.scale(distance))
+
+    def scale(self, distance: Floats, at: Any = slice(None)) -> Floats:
+        """The spread on the side that each distance points to; `at` selects the points it is of."""
+        return np.where(distance > 0, self.scales_up[self.scale_of[at]], self.scales_down[self.scale_of[at]])
 
 
-def usual_range(values: Floats, *, window: int, floor: float, relative_floor: float) -> UsualRange:
-    """Median and spread in half-overlapping windows of `window` points, each point by the window nearest to it.
+def usual_range(
+    values: Floats, *, level_window: int, spread_window: int, floor: float, relative_floor: float
+) -> UsualRange:
+    """Median of half-overlapping windows of `level_window` points; the spread of what is left, of `spread_window`.
 
-    The spread is the larger of 1.4826 MAD and the distance of the 95 % (5 %) quantile over 1.645, which absorbs
-    batches of two kinds; at least `floor` and `relative_floor` times the median. Up to 5 % outliers in a window do
-    not move it.
+    The level follows a new level within half its window, so that one does not widen the spread. The spread is the
+    larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches of two kinds; at least `floor`
+    and `relative_floor` times the level. Up to 5 % outliers in a window do not move it.
     """
-    n = len(values)
-    width = min(window, n)
-    starts = np.unique(np.append(np.arange(0, n - width + 1, max(1, width // 2)), n - width))
-    ordered = np.sort(np.lib.stride_tricks.sliding_window_view(values, width)[starts], axis=1)
-    centre = np.median(ordered, axis=1)
-    mad = NORMAL_MAD * np.median(np.abs(ordered - centre[:, None]), axis=1)
-    least = np.maximum(floor, relative_floor * np.abs(centre))
+    windows, centre_of = _windows(len(values), level_window)
+    centres = np.median(_gathered(values, windows), axis=1)
+    rest = values - centres[centre_of]
+    windows, scale_of = _windows(len(values), spread_window)
+    ordered = np.sort(_gathered(rest, windows), axis=1)
+    width = ordered.shape[1]
     tail = int(0.05 * (width - 1))
-    up = np.maximum(np.maximum(mad, (ordered[:, width - 1 - tail] - centre) / 1.645), least)
-    down = np.maximum(np.maximum(mad, (centre - ordered[:, tail]) / 1.645), least)
+    mad = NORMAL_MAD * np.median(np.abs(ordered), axis=1)
+    levels = np.median(np.abs(_gathered(centres[centre_of], windows)), axis=1) if relative_floor else 0.0
+    least = np.maximum(np.maximum(mad, floor), relative_floor * levels)
+    up = np.maximum(least, ordered[:, width - 1 - tail] / 1.645)
+    down = np.maximum(least, -ordered[:, tail] / 1.645)
+    return UsualRange(centres, centre_of, up, down, scale_of)
+
+
+def _windows(n: int, width: int) -> tuple[tuple[NDArray[np.int64], int], NDArray[np.int32]]:
+    """((starts, width) of half-overlapping windows that cover n points, for each point the window nearest to it)."""
+    width = min(width, n)
+    starts = np.unique(np.append(np.arange(0, n - width + 1, max(1, width // 2)), n - width))
     middles = starts + width / 2
     nearest = np.searchsorted((middles[1:] + middles[:-1]) / 2, np.arange(n))
-    return UsualRange(centre, up, down, nearest.astype(np.int32))
+    return (starts, width), nearest.astype(np.int32)
+
+
+def _gathered(values: Floats, windows: tuple[NDArray[np.int64], int]) -> Floats:
+    starts, width = windows
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(values, width)[starts])

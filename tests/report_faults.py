@@ -1,0 +1,149 @@
+"""One log for each rule that must make it fire: a healthy run with one thing wrong."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from report_curves import changed, controller_run, grpo_run, sft_run
+
+from trainer.report.run_log import LogEvent, RunLog, Series
+
+SEED = 11
+RNG = np.random.default_rng(SEED)
+
+
+def healthy(kind: str) -> RunLog:
+    return {"sft": sft_run, "grpo": grpo_run, "controller": controller_run}[kind](SEED)
+
+
+def column(log: RunLog, key: str) -> NDArray[np.float64]:
+    return log.series[key].values.copy()
+
+
+def put(key: str, where: slice | int, values: Any, *, kind: str = "sft") -> Callable[[], RunLog]:
+    """A healthy run in which some points of a metric are replaced."""
+
+    def build() -> RunLog:
+        log = healthy(kind)
+        new = column(log, key)
+        new[where] = values
+        return changed(log, **{key: new})
+
+    return build
+
+
+def times(key: str, factors: Any, *, kind: str = "sft") -> Callable[[], RunLog]:
+    """A healthy run in which a metric is multiplied."""
+
+    def build() -> RunLog:
+        log = healthy(kind)
+        return changed(log, **{key: column(log, key) * factors})
+
+    return build
+
+
+def but(kind: str = "sft", **fields: Any) -> Callable[[], RunLog]:
+    """A healthy run with other facts around it."""
+    return lambda: replace(healthy(kind), **fields)
+
+
+def _val(losses: NDArray[np.float64]) -> Callable[[], RunLog]:
+    def build() -> RunLog:
+        log = healthy("sft")
+        steps = log.series["val/loss"].steps
+        return replace(log, series={**log.series, "val/loss": Series(steps, losses)})
+
+    return build
+
+
+def _unclipped() -> RunLog:
+    log = put("train/grad_norm", slice(1000, 1002), 40.0)()
+    return replace(log, config={key: value for key, value in log.config.items() if key != "optim.clip_grad"})
+
+
+def _unstable_at_high_rate() -> RunLog:
+    log = healthy("sft")
+    norms = column(log, "train/grad_norm")
+    norms[[300, 400, 500]] = 40.0
+    return changed(log, **{"train/grad_norm": norms})
+
+
+def _reward_drop() -> RunLog:
+    log = healthy("grpo")
+    kl, rewards = column(log, "kl"), column(log, "reward")
+    kl[600:603], rewards[601:603] = 9.0, 0.3
+    return changed(log, kl=kl, reward=rewards)
+
+
+def _format_hacking() -> RunLog:
+    log = healthy("grpo")
+    n = log.num_rows
+    flat = 0.4 + RNG.normal(0, 0.05, n)
+    forms = np.linspace(0.3, 0.95, n) + RNG.normal(0, 0.01, n)
+    return changed(log, **{"rewards/Format/mean": forms, "rewards/AnswerMatchCosine/mean": flat})
+
+
+def _constant() -> RunLog:
+    log = healthy("sft")
+    return changed(log, **{"train/loss": 1.2, "train/grad_norm": 0.5, "val/loss": 1.2})
+
+
+def _too_short() -> RunLog:
+    log = healthy("sft")
+    series = {key: Series(s.steps[:40], s.values[:40]) for key, s in log.series.items() if len(s) > 40}
+    return replace(log, series=series, num_rows=40, total_steps=40, checkpoints=(), tracker_step=None)
+
+
+STEPS = np.arange(1, 2001)
+EVALS = np.linspace(1.6, 1.0, 20)
+FLAT = 1.2 * np.exp(RNG.normal(0, 0.05, 2000))
+NCCL = (LogEvent(700, "error", "NCCL timeout on rank 3", "error"),)
+
+FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
+    ("V01", "sft", put("train/loss", 500, np.nan)),
+    ("V02", "sft", put("train/loss", slice(900, 920), 0.0)),
+    ("V03", "sft", put("train/loss", slice(0, 10), 6.0)),
+    ("V04", "sft", put("train/loss", slice(None), FLAT)),
+    ("V05", "sft", times("train/loss", 1 + 0.002 * (STEPS - 1500).clip(0))),
+    ("V06", "sft", put("train/loss", slice(None), 1.2 * np.exp(RNG.normal(0, 0.9, 2000)))),
+    ("V07", "sft", put("train/loss", 1000, 5.0)),
+    ("V08", "sft", times("train/loss", 0.05)),
+    ("V09", "sft", times("train/loss", np.exp(RNG.normal(0, 0.25, 2000)))),
+    ("V10", "sft", times("train/grad_norm", 40.0)),
+    ("V11", "sft", put("train/grad_norm", slice(1000, 1015), 200.0)),
+    ("V12", "sft", put("train/grad_norm", slice(1000, 1050), 1e-4)),
+    ("V13", "sft", _unclipped),
+    ("V14", "sft", put("train/lr", slice(None), 1e-5)),
+    ("V15", "sft", _unstable_at_high_rate),
+    ("V16", "sft", _val(np.concatenate([EVALS[:16], [1.2, 1.3, 1.35, 1.4]]))),
+    ("V17", "sft", _val(np.concatenate([np.linspace(1.6, 1.1, 10), np.linspace(1.12, 1.6, 10)]))),
+    ("V18", "sft", _val(EVALS + 2)),
+    ("V19", "sft", times("train/time(s)", np.linspace(1, 1.4, 2000))),
+    ("V20", "sft", put("train/time(s)", slice(505, 507), 60.0)),
+    ("V21", "sft", put("train/time(s)", slice(99, None, 100), 9.0)),
+    ("V22", "sft", put("time/train/data_s", slice(None), 0.5)),
+    ("V23", "sft", put("train/time(s)", 0, 30.0)),
+    ("V24", "sft", times("system/gpu_util", 0.6)),
+    ("V25", "sft", but(events=NCCL)),
+    ("V26", "sft", times("memory/cpu/rss_gib", np.linspace(1, 1.5, 2000))),
+    ("V27", "sft", but(tracker_step=1900)),
+    ("V28", "sft", but(total_steps=3000)),
+    ("V29", "sft", put("data/truncated_frac", slice(None), 0.1)),
+    ("V30", "grpo", put("completions/mean_length", slice(600, 640), 400.0, kind="grpo")),
+    ("V31", "grpo", put("kl", slice(600, 603), 14.0, kind="grpo")),
+    ("V32", "grpo", put("completions/clipped_ratio", slice(600, 603), 0.6, kind="grpo")),
+    ("V33", "grpo", times("clip_ratio/region_mean", 3.0, kind="grpo")),
+    ("V34", "grpo", _reward_drop),
+    ("V35", "controller", times("reward_mean", np.linspace(1, -8, 30), kind="controller")),
+    ("V36", "grpo", _format_hacking),
+    ("V37", "grpo", put("train/adv_std", slice(None), 0.01, kind="grpo")),
+    ("V38", "grpo", times("train/entropy", np.linspace(1, 0.05, 1200), kind="grpo")),
+    ("V39", "controller", times("accuracy_mean", 0.0, kind="controller")),
+    ("V40", "controller", put("budget_violation_rate", slice(None), 0.7, kind="controller")),
+    ("V41", "grpo", put("critic/reward_clip_frac", slice(None), 0.4, kind="grpo")),
+    ("V42", "sft", _too_short),
+    ("V43", "sft", but(num_lost_steps=300, num_attempts=4)),
+    ("V44", "sft", _constant),
+)

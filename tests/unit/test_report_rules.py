@@ -1,0 +1,123 @@
+"""Each of the 44 rules fires on a log made for it and stays silent on a healthy one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from report_curves import changed, controller_run, sft_run, swift_run
+from report_faults import FAULTS, SEED, healthy, put
+
+from trainer.report.analyse import analyse
+from trainer.report.result import LEVELS, VERDICTS, Finding, Report
+from trainer.report.rule_table import RULES
+from trainer.report.run_log import RunLog
+
+LEVEL_OF = {"V03": "warn", "V08": "warn", "V10": "note", "V25": "fail", "V31": "fail", "V32": "fail", "V44": "fail"}
+LEVEL_OF |= {"V01": "fail", "V02": "fail", "V05": "fail", "V27": "fail", "V22": "warn", "V09": "info", "V21": "info"}
+LEVEL_OF |= {"V23": "info", "V42": "info", "V17": "fail", "V18": "note", "V33": "note", "V41": "note", "V43": "note"}
+
+
+@cache
+def healthy_report(kind: str) -> Report:
+    return analyse(healthy(kind))
+
+
+def of_rule(report: Report, rule: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.rule == rule]
+
+
+def test_there_are_exactly_the_44_rules_of_the_table() -> None:
+    assert [rule.id for rule in RULES] == [f"V{number:02d}" for number in range(1, 45)]
+    assert len({rule.name for rule in RULES}) == 44
+    assert [rule for rule, _, _ in FAULTS] == [rule.id for rule in RULES]
+
+
+@pytest.mark.covers("S0.14", "S0.16", "S0.18", "S0.21", "S0.26", "S1.12", "S1.13", "S1.14", "S1.20", "S1.23", "S1.35")
+@pytest.mark.covers("S1.36", "S1.37", "S2.11", "S2.17", "S2.18", "S2.19", "S2.26", "S2.27", "S2.41", "S3.32", "S3.34")
+@pytest.mark.covers("S3.35", "S3.36", "S3.39", "S3.40", "S3.41", "S3.42", "S4.19")
+@pytest.mark.parametrize(("rule", "kind", "build"), FAULTS, ids=[rule for rule, _, _ in FAULTS])
+def test_a_rule_fires_on_its_fault_and_not_on_a_healthy_run(rule: str, kind: str, build: Callable[[], RunLog]) -> None:
+    findings = of_rule(analyse(build()), rule)
+    assert findings, f"{rule} is silent on its fault (seed {SEED})"
+    worst = min(findings, key=lambda finding: LEVELS.index(finding.level))
+    assert worst.level == LEVEL_OF.get(rule, "warn"), worst
+    silent = {"V09", "V40"} if kind == "controller" else set()
+    if rule not in silent:  # a healthy controller jitters and still misses some budgets: told, not complained about
+        assert not of_rule(healthy_report(kind), rule), f"{rule} fires on a healthy {kind} run (seed {SEED})"
+
+
+@pytest.mark.parametrize(("rule", "kind", "build"), FAULTS, ids=[rule for rule, _, _ in FAULTS])
+def test_a_finding_says_what_why_and_what_to_do(rule: str, kind: str, build: Callable[[], RunLog]) -> None:
+    report = analyse(build())
+    ids = [finding.id for finding in report.findings]
+    assert len(ids) == len(set(ids)), "ids tell findings apart"
+    for finding in report.findings:
+        assert finding.title.endswith(".") and finding.seeds, finding
+        assert finding.level in ("info", "note") or (finding.cause and finding.remedy), finding
+        assert "nan" not in finding.title.replace("finance", "").lower().split(), finding
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_fine_tuning_is_ok_without_any_warning(seed: int) -> None:
+    report = analyse(sft_run(seed))
+    assert (report.profile, report.verdict) == ("sft", "OK"), report.findings
+    assert not [f for f in report.findings if f.level in ("warn", "fail")], f"seed {seed}"
+    assert not report.anomalies and not report.top
+    assert report.headline.startswith("Normal")
+
+
+@pytest.mark.covers("S2.44", "S1.15")
+def test_a_policy_loss_near_zero_or_negative_is_no_fault() -> None:
+    log = swift_run(0, has_bursts=False)
+    log = changed(log, **{"train/loss": log.series["train/loss"].values - 2e-3})
+    rules = {finding.rule for finding in analyse(log).findings}
+    assert not rules & {"V02", "V03", "V04", "V05", "V06", "V08"}
+
+
+@pytest.mark.covers("S1.12")
+def test_losses_of_exactly_zero_are_a_fault_in_fine_tuning_only() -> None:
+    log = put("train/loss", slice(0, 40), 0.0)()
+    assert of_rule(analyse(log), "V02")
+    assert not of_rule(analyse(log, profile="grpo"), "V02")
+
+
+@pytest.mark.covers("S2.9")
+def test_gradient_norms_are_judged_against_the_runs_own_level() -> None:
+    """Norms of 30 000 all along are usual for that run; a thousand times its own level is not."""
+    calm, wild = analyse(swift_run(1, has_bursts=False)), analyse(swift_run(1))
+    assert not of_rule(calm, "V11") and not of_rule(calm, "V10")
+    explosion = of_rule(wild, "V11")[0]
+    assert explosion.value is not None and explosion.value > 1000 and "30," in explosion.title or "29," in explosion.title
+
+
+@pytest.mark.covers("S1.43")
+def test_nothing_is_called_healthy_before_enough_was_seen() -> None:
+    report = analyse(controller_run(3, num_epochs=12))
+    assert report.verdict == "INSUFFICIENT" and "12 epochs" in report.headline
+    assert of_rule(report, "V42")
+
+
+def test_a_rule_that_lacks_its_metric_says_so() -> None:
+    reasons = dict(analyse(sft_run(0)).insufficient)
+    assert reasons["V31 kl"] == "the log has no kl"
+    assert reasons["V35 reward_trend"] == "applies to grpo and controller runs"
+
+
+def test_an_empty_log_is_insufficient_and_no_crash() -> None:
+    log = sft_run(0)
+    report = analyse(replace(log, series={}, num_rows=0, total_steps=None, checkpoints=(), tracker_step=None))
+    assert report.verdict == "INSUFFICIENT" and report.verdict in VERDICTS
+    assert report.metrics == report.trends == report.anomalies == ()
+
+
+def test_an_unknown_profile_or_limit_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown profile 'rlhf'"):
+        analyse(sft_run(0), profile="rlhf")
+    with pytest.raises(ValueError, match="did you mean loss_ratio"):
+        analyse(sft_run(0), thresholds={"loss_ratoi": 2.0})
+
+
+def test_a_limit_that_is_overridden_counts_and_is_named() -> None:
+    report = analyse(sft_run(0), thresholds={"gpu_util": 99.0})
+    assert of_rule(report, "V24") and report.overridden == ("gpu_util",) and report.thresholds["gpu_util"] == 99.0
