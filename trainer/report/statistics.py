@@ -168,7 +168,7 @@ def usual_range(
 
     The level follows a new level within half its window, so that one does not widen the spread. The spread is the
     larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches of two kinds; at least `floor`
-    and `relative_floor` times the level. Up to 5 % outliers in a window do not move it.
+    and `relative_floor` times the level. Up to 5 % outliers in most windows do not move it.
     """
     windows, centre_of = _windows(len(values), level_window)
     centres = np.median(_gathered(values, windows), axis=1)
@@ -180,9 +180,14 @@ def usual_range(
     mad = NORMAL_MAD * np.median(np.abs(ordered), axis=1)
     levels = np.median(np.abs(_gathered(centres[centre_of], windows)), axis=1) if relative_floor else 0.0
     least = np.maximum(np.maximum(mad, floor), relative_floor * levels)
-    up = np.maximum(least, ordered[:, width - 1 - tail] / 1.645)
-    down = np.maximum(least, -ordered[:, tail] / 1.645)
+    up = np.maximum(least, _capped(ordered[:, width - 1 - tail] / 1.645))
+    down = np.maximum(least, _capped(-ordered[:, tail] / 1.645))
     return UsualRange(centres, centre_of, up, down, scale_of)
+
+
+def _capped(tails: Floats) -> Floats:
+    """Tails at most twice as heavy as in the run's usual window: what is heavier is a burst, not the usual spread."""
+    return np.minimum(tails, 2 * np.median(tails))
 
 
 def _windows(n: int, width: int) -> tuple[tuple[NDArray[np.int64], int], NDArray[np.int32]]:

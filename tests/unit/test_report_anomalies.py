@@ -1,0 +1,224 @@
+"""The run of analysis 002: seven intervals, what moved along, in which order, why, and what to do about it."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from report_curves import BURSTS, PERCENTS, SWIFT_CONFIG, sft_run, swift_run
+
+from trainer.report.analyse import analyse
+from trainer.report.causes import chain_of
+from trainer.report.result import Anomaly, Finding, Report
+from trainer.report.run_log import RunLog, Series
+
+SEEDS = range(8)
+STORY = ("kl", "length", "reward")
+
+
+@cache
+def report_of(seed: int) -> Report:
+    return analyse(swift_run(seed))
+
+
+def story_of(anomaly: Anomaly) -> tuple[str, ...]:
+    return tuple(name for name in chain_of(anomaly) if name in STORY)
+
+
+def finding(report: Report, rule: str) -> Finding:
+    return next(f for f in report.findings if f.rule == rule)
+
+
+@pytest.mark.covers("S2.1", "S2.8", "S2.21", "S2.22")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_seven_intervals_are_found_and_no_eighth(seed: int) -> None:
+    anomalies = report_of(seed).anomalies
+    assert len(anomalies) == 7, f"seed {seed}: {[a.steps for a in anomalies]}"
+    for anomaly, (first, last), percent in zip(anomalies, BURSTS, PERCENTS, strict=True):
+        assert anomaly.steps[0] <= first and last <= anomaly.steps[1], f"seed {seed}: {anomaly.steps}"
+        assert anomaly.steps[0] >= first - 10 and anomaly.steps[1] <= last + 5, f"seed {seed}: {anomaly.steps}"
+        assert abs(anomaly.percent - percent) < 1
+        assert anomaly.has_recovered
+
+
+@pytest.mark.covers("S2.22")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_calm_run_of_6000_steps_has_no_interval(seed: int) -> None:
+    report = analyse(swift_run(seed, has_bursts=False))
+    assert report.anomalies == (), f"seed {seed}: {[(a.steps, a.metric) for a in report.anomalies]}"
+
+
+@pytest.mark.covers("S2.22")
+def test_neighbouring_points_merge_and_neighbouring_bursts_do_not() -> None:
+    first, second = report_of(0).anomalies[:2]
+    assert first.steps[1] == 2800 and second.steps[0] >= 2850 and second.steps[1] == 2870
+
+
+@pytest.mark.covers("S2.21", "S2.23")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_format_and_reward_are_named_as_moving_in_phase(seed: int) -> None:
+    for anomaly in report_of(seed).anomalies:
+        moved = {mover.metric: mover for mover in anomaly.movers}
+        for key in ("rewards/Format/mean", "reward"):
+            assert moved[key].sign == -1 and abs(moved[key].peak_step - anomaly.steps[1]) <= 10, f"seed {seed}"
+        assert moved["completions/clipped_ratio"].sign == 1
+    dropped = finding(report_of(seed), "V34")
+    assert "in phase with kl" in dropped.evidence[0] and "rewards/Format/mean down to" in dropped.evidence[0]
+
+
+@pytest.mark.covers("S2.21")
+def test_the_peaks_are_those_of_the_table() -> None:
+    by_step = {a.peak_step: {m.metric: m.peak_value for m in a.movers} for a in report_of(0).anomalies}
+    assert by_step[2800]["train/loss"] == 0.78 and by_step[2800]["kl"] == 19.6
+    assert by_step[2800]["train/grad_norm"] == 4.7e6 and by_step[2800]["completions/clipped_ratio"] == 0.875
+    assert by_step[5145]["train/grad_norm"] == 5.5e7 and by_step[5145]["kl"] == 6.3
+
+
+@pytest.mark.covers("S2.45")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kl_leads_length_and_length_leads_reward_again_and_again(seed: int) -> None:
+    report = report_of(seed)
+    chains = [story_of(anomaly) for anomaly in report.anomalies]
+    assert chains.count(STORY) >= 6, f"seed {seed}: {chains}"
+    assert "kl → length → reward recurs" in finding(report, "V31").evidence[0]
+    assert "no single accident" in report.closing
+
+
+@pytest.mark.covers("S2.45")
+def test_the_order_of_a_chain_comes_from_the_log() -> None:
+    """With the rewards breaking first the chain says so: it is measured, not recited."""
+    log = swift_run(0)
+    series = dict(log.series)
+    for key in ("reward", "rewards/Format/mean"):
+        values = series[key].values.copy()
+        for first, _ in BURSTS:
+            values[first // 5 - 5 : first // 5] = 0.01
+        series[key] = Series(series[key].steps, values)
+    chains = [story_of(anomaly) for anomaly in analyse(replace(log, series=series)).anomalies]
+    assert all(chain[0] == "reward" for chain in chains), chains
+
+
+@pytest.mark.covers("S2.24", "S2.25", "S2.26", "S2.27", "S2.28", "S2.29")
+def test_the_four_causes_why_it_passed_and_how_common_it_is() -> None:
+    report = report_of(0)
+    assert "moved far from its reference" in finding(report, "V31").cause
+    assert "unclipped update" in finding(report, "V11").cause
+    assert "distribution of lengths has moved" in finding(report, "V32").cause
+    assert "unstable signal" in finding(report, "V34").cause
+    told = finding(report, "V31").cause
+    assert "passed by themselves" in told and "KL penalty" in told and "learning rate falls late" in told
+    assert "gradient clipping" not in told, "no max_grad_norm was set: it cannot have helped"
+    assert "PPO, GRPO, DPO" in told
+
+
+@pytest.mark.covers("S2.30", "S2.31", "S2.32", "S2.33", "S2.34", "S2.35", "S2.36", "S2.37", "S2.39", "S2.40", "S2.41")
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("V31", "Raise beta from 0.04 to 0.1 to 0.2 and adapt it"),
+        ("V31", "epsilon and epsilon_high at 0.1"),
+        ("V31", "kl > 10 or completions/clipped_ratio > 0.3: snapshot, rollback"),
+        ("V31", "eval_steps=100 and save_steps=100"),
+        ("V13", "Set max_grad_norm to 1.0, or 0.5"),
+        ("V13", "skip the optimizer step"),
+        ("V15", "learning_rate from 5e-5 to 5e-6 and set warmup_ratio to 0.1"),
+        ("V15", "lr_scheduler_type=cosine or linear"),
+        ("V07", "per_device_train_batch_size to 4 or gradient_accumulation_steps to 8"),
+        ("V32", "max_completion_length from 512 to 256"),
+        ("V32", "truncated answers reward 0, and set stop words or the end-of-text token"),
+    ],
+)
+def test_each_remedy_names_the_option_and_the_value(rule: str, words: str) -> None:
+    assert words in finding(report_of(0), rule).remedy
+
+
+@pytest.mark.covers("S2.42")
+def test_the_configuration_is_quoted_as_evidence() -> None:
+    assert "max_grad_norm is not set" in finding(report_of(0), "V13").title
+    clipped = replace(swift_run(0), config={**SWIFT_CONFIG, "max_grad_norm": 1e6})
+    assert not [f for f in analyse(clipped).findings if f.rule == "V13"]
+
+
+@pytest.mark.covers("S2.10")
+def test_the_schedule_is_recognised_and_the_rate_called_too_high() -> None:
+    report = report_of(0)
+    rate = report.learning_rate
+    assert rate is not None and (rate.schedule, rate.peak, rate.warmup_steps) == ("cosine", 5e-5, 300)
+    assert rate.anomalies_at_high_share == 1.0
+    observation = next(m.observation for m in report.metrics if m.key == "train/lr")
+    assert "within 5 % of the peak until step 3" in observation and "unstable intervals" in observation
+    assert "too high" in finding(report, "V15").title
+
+
+@pytest.mark.covers("S2.2", "S2.7", "S2.20")
+def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() -> None:
+    report = report_of(0)
+    groups = {metric.key: metric.group for metric in report.metrics}
+    assert len(groups) == 31 and report.facts["metrics"].startswith("31: ")
+    assert groups["kl"] == groups["clip_ratio/region_mean"] == groups["train/lr"] == "optimisation"
+    assert groups["reward_std"] == groups["rewards/Format/std"] == "reward"
+    assert groups["completions/clipped_ratio"] == "length" and groups["progress/epoch"] == "state"
+    assert all(metric.observation and metric.meaning for metric in report.metrics)
+    kl = next(metric for metric in report.metrics if metric.key == "kl")
+    assert kl.observation.endswith("rises to 6.3 to 19.6 near 2800, 2860, 3140, 3695, 4155, 4655 and 5145.")
+    assert next(m for m in report.metrics if m.key == "progress/epoch").last == 2.0
+
+
+@pytest.mark.covers("S2.13", "S2.14", "S2.15", "S2.16", "S2.17", "S2.12")
+def test_length_and_reward_rules_read_the_runs_metrics() -> None:
+    report = report_of(0)
+    assert "grows by" in finding(report, "V30").title
+    assert finding(report, "V34").metric in ("rewards/Format/mean", "reward")
+    directions = {metric.key: metric.direction for metric in report.metrics}
+    assert directions["reward"] == directions["rewards/PlaneMatchString/mean"] == "up"
+    assert directions["completions/clipped_ratio"] == "down"
+
+
+@pytest.mark.covers("S2.43")
+def test_it_closes_with_a_summary_and_next_steps() -> None:
+    report = report_of(0)
+    assert report.verdict == "FAIL" and len(report.top) == 3
+    assert [f.rule for f in report.top] == ["V31", "V32", "V13"]
+    assert "1) Raise beta" in report.closing and "3) Set max_grad_norm" in report.closing
+
+
+@pytest.mark.covers("S1.22")
+def test_single_spikes_in_a_fine_tuning_are_found_with_their_gradient() -> None:
+    log = sft_run(4)
+    steps, series = log.series["train/loss"].steps, dict(log.series)
+    for key, factor in (("train/loss", 4.0), ("train/grad_norm", 40.0)):
+        values = series[key].values.copy()
+        values[[600, 1400]] *= factor
+        series[key] = Series(steps, values)
+    anomalies = analyse(replace(log, series=series)).anomalies
+    assert [a.steps for a in anomalies] == [(601, 601), (1401, 1401)]
+    assert all({m.metric for m in a.movers} == {"train/loss", "train/grad_norm"} for a in anomalies)
+
+
+def test_a_steep_start_and_a_new_level_are_no_spikes() -> None:
+    rng = np.random.default_rng(5)
+    steps = np.arange(1, 1001)
+    start = 2 + 9 * np.exp(-steps / 12)
+    level = np.where(steps < 500, 1.0, 1.3)
+    for values in (start, level):
+        series = {"train/loss": Series(steps, values * np.exp(rng.normal(0, 0.02, 1000)))}
+        log = RunLog(sft_run(0).path, "jsonl", series, 1000)
+        assert analyse(log).anomalies == (), "seed 5"
+
+
+def test_a_burst_that_stays_is_called_lingering() -> None:
+    log = sft_run(6)
+    values = log.series["train/loss"].values.copy()
+    values[1985:] *= 4
+    series = {**log.series, "train/loss": Series(log.series["train/loss"].steps, values)}
+    assert [a.has_recovered for a in analyse(replace(log, series=series)).anomalies] == [False]
+
+
+def test_metrics_that_move_together_are_named() -> None:
+    log = sft_run(7)
+    loss = log.series["train/loss"]
+    ripple = loss.values / np.median(loss.values)
+    series = {**log.series, "train/grad_norm": Series(loss.steps, 0.5 * ripple**3)}
+    left, right, rho = analyse(replace(log, series=series)).correlations[0]
+    assert {left, right} == {"train/loss", "train/grad_norm"} and rho > 0.9
+    assert analyse(log).correlations == ()
