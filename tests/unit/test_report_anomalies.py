@@ -160,7 +160,7 @@ def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows() ->
     assert groups["completions/clipped_ratio"] == "length" and groups["progress/epoch"] == "state"
     assert all(metric.observation and metric.meaning for metric in report.metrics)
     kl = next(metric for metric in report.metrics if metric.key == "kl")
-    assert kl.observation.endswith("rises to 6.3 to 19.6 near 2800, 2860, 3140, 3695, 4155, 4655 and 5145.")
+    assert "; rises to 6.3 to 19.6 near 2800, 2860, 3140, 3695, 4155, 4655 and 5145." in kl.observation
     assert next(m for m in report.metrics if m.key == "progress/epoch").last == 2.0
 
 
@@ -172,6 +172,10 @@ def test_length_and_reward_rules_read_the_runs_metrics() -> None:
     directions = {metric.key: metric.direction for metric in report.metrics}
     assert directions["reward"] == directions["rewards/PlaneMatchString/mean"] == "up"
     assert directions["completions/clipped_ratio"] == "down"
+    by_key = {metric.key: metric for metric in report.metrics}
+    assert "Apart from that rising, from 1.77 early to 2.1" in by_key["reward"].observation
+    assert (by_key["completions/min_length"].maximum, by_key["completions/min_length"].maximum_step) == (379, 2825)
+    assert by_key["completions/mean_length"].maximum == 481 and by_key["completions/max_length"].maximum > 500
 
 
 @pytest.mark.covers("S2.43")

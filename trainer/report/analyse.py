@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from trainer.report import remedies
 from trainer.report.anomalies import correlations, find_anomalies, observe
 from trainer.report.causes import how_common, story
 from trainer.report.checklist import checklist
 from trainer.report.generalisation import generalisation
 from trainer.report.inventory import group_counts, inventory
-from trainer.report.phrases import counted, listed
+from trainer.report.phrases import counted, listed, number
 from trainer.report.result import LEVELS, Finding, LearningRate, MetricSummary, Report
 from trainer.report.rule_table import RULES
 from trainer.report.rules import judge
@@ -26,6 +28,7 @@ MAIN_RULES = ("V01", "V44", "V05", "V25", "V31", "V17", "V02", "V32", "V13", "V1
 """Of two findings of one level the one that comes first here matters more."""
 
 
+@np.errstate(all="ignore")  # logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
 def analyse(
     log: RunLog,
     *,
@@ -140,6 +143,9 @@ def _facts(run: Run, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
         facts["attempts"] = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
     if log.num_unparsed:
         facts["rows skipped"] = str(log.num_unparsed)
+    if log.checkpoints:
+        total = sum(state.size_bytes for state in log.checkpoints) / 2**30
+        facts["checkpoints"] = f"{len(log.checkpoints)}, {number(total)} GiB in all"
     if log.exit_code is not None:
         facts["exit code"] = str(log.exit_code)
     if log.config:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
 from trainer.report.statistics import UsualRange, finite, runs, spearman, usual_range
-from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, witness_group
+from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_group
 
 Ints = NDArray[np.int64]
 PRIMARY = ("loss", "gradient", "kl")
@@ -72,7 +72,7 @@ def find_anomalies(
 def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) -> Witness:
     is_log = group in LOGARITHMIC and bool(np.all(series.values > 0))
     values = np.log(series.values) if is_log else series.values
-    floor = (0.10 if group == "gradient" else 0.05) if is_log else max(1e-3, _range_floor(group, values))
+    floor = (0.10 if group == "gradient" else 0.05) if is_log else _least_spread(key, group, values)
     usual = usual_range(
         values,
         level_window=int(limits["level_points"]),
@@ -85,9 +85,11 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
     return Witness(key, group, series, usual, is_log, z.astype(np.float32), flagged)
 
 
-def _range_floor(group: str, values: NDArray[np.float64]) -> float:
-    """Rewards and shares may lie still for long: a move below 2 % of all they ever did is none."""
-    return 0.0 if group in PRIMARY else 0.02 * float(np.ptp(values))
+def _least_spread(key: str, group: str, values: NDArray[np.float64]) -> float:
+    """Rewards and shares may lie still for long: steps of 2 % of all they ever did, or of a share, are no spread."""
+    if group in PRIMARY:
+        return 1e-3
+    return max(1e-3, 0.02 * float(np.ptp(values)), 0.02 if meaning(key).unit == "share" else 0.0)
 
 
 def _against_the_points_before(values: NDArray[np.float64], usual: UsualRange, limit: float) -> NDArray[np.float64]:

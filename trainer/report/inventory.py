@@ -36,7 +36,7 @@ def _summary(run: Run, key: str, series: Series, trend: Trend | None, rate: Lear
         )
     low, high = int(np.argmin(points.values)), int(np.argmax(points.values))
     course = direction(trend, run.limits)
-    is_rate = rate is not None and key == run.key("lr")
+    is_rate = rate is not None and rate.peak > 0 and key == run.key("lr")
     return MetricSummary(
         key=key,
         group=entry.group,
@@ -62,7 +62,7 @@ def _observation(run: Run, key: str, points: Series, trend: Trend | None, course
     if np.ptp(points.values) == 0:
         return f"Constant at {number(float(points.values[0]))}.{lost}"
     if movers := [m for a in run.anomalies for m in a.movers if m.metric == key]:
-        return _of_bursts(points, movers) + lost
+        return _of_bursts(points, movers) + _apart_from_bursts(trend, course) + lost
     if trend is not None and course in ("rising", "falling"):
         good = {"rising": "up", "falling": "down"}[course]
         wanted = meaning(key).direction
@@ -85,6 +85,12 @@ def _of_bursts(points: Series, movers: list[Mover]) -> str:
         f"{number(float(low))} to {number(float(high))} until step {first}; {verb} to {reach} near "
         f"{listed(str(m.peak_step) for m in movers)}."
     )
+
+
+def _apart_from_bursts(trend: Trend | None, course: str) -> str:
+    if trend is None or course not in ("rising", "falling"):
+        return ""
+    return f" Apart from that {course}, from {number(trend.early)} early to {number(trend.late)} late."
 
 
 def _of_rate(points: Series, rate: LearningRate) -> str:

@@ -14,6 +14,8 @@ from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.schedule import learning_rate
 from trainer.report.statistics import longest_run
 
+CERTAIN_WARMUP = 0.9
+"""Frameworks differ by a step or two in where a warm-up ends."""
 MIN_OVERLAPS = 2
 """One anomaly at a high rate is chance."""
 
@@ -183,7 +185,7 @@ def _broken_warmup(run: Run) -> int | None:
     steps = run.config("warmup_steps")
     length = int(steps) if steps else int(float(ratio or 0) * run.total_steps)
     series = run.get("lr")
-    inside = series.values[series.steps <= length]
+    inside = series.values[series.steps <= CERTAIN_WARMUP * length]
     return length if len(inside) >= 3 and not np.all(np.diff(inside) > 0) else None
 
 

@@ -85,15 +85,16 @@ def _overfit(run: Run) -> Iterator[Finding]:
 def _disagree(run: Run) -> Iterator[Finding]:
     val, train = _losses(run), run.get("loss")
     trains = train_losses_at(val, train)
-    gap = float(val.values[-1] - trains[-1])
-    if np.isfinite(gap) and abs(gap) > run.limits["gap"] * abs(float(val.values[-1])):
+    last = float(val.values[-1])
+    gap = abs(last - float(trains[-1]))
+    if last and np.isfinite(gap) and gap > run.limits["gap"] * abs(last):
         yield found(
             "note",
-            f"Validation ({number(val.values[-1])}) and training loss ({number(trains[-1])}) are {number(abs(gap))} "
-            f"apart, {percent(abs(gap / val.values[-1]))} of the validation loss.",
+            f"Validation ({number(last)}) and training loss ({number(trains[-1])}) are {number(gap)} apart, "
+            f"{percent(gap / abs(last))} of the validation loss.",
             metric=run.name("val_loss"),
             steps=(int(val.steps[-1]), int(val.steps[-1])),
-            value=abs(gap / float(val.values[-1])),
+            value=gap / abs(last),
             threshold=run.limits["gap"],
             cause="Overfitting, or validation samples of another kind than the training samples.",
             remedy="Trust the validation loss; compare samples of both sets.",

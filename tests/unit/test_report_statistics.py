@@ -1,0 +1,173 @@
+"""The statistics below the rules, the schedules, the overfitting rule and the file of limits."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.report.generalisation import train_losses_at
+from trainer.report.overfit import judge
+from trainer.report.phrases import listed, number
+from trainer.report.run_log import Series
+from trainer.report.schedule import learning_rate
+from trainer.report.statistics import (
+    bins,
+    epoch_means,
+    longest_run,
+    mann_kendall,
+    slope,
+    spearman,
+    theil_sen,
+    usual_range,
+)
+from trainer.report.thresholds import merged, read_thresholds
+
+STEPS = np.arange(1, 1001)
+
+
+def series(values: np.ndarray) -> Series:
+    return Series(np.arange(1, len(values) + 1), np.asarray(values, dtype=np.float64))
+
+
+def test_theil_sen_ignores_a_fifth_of_wild_points() -> None:
+    values = 0.5 * np.arange(40.0)
+    values[::5] = 1000
+    assert theil_sen(series(values)) == pytest.approx(0.5, abs=0.05)
+
+
+def test_mann_kendall_agrees_with_the_textbook() -> None:
+    """Ten rising points: S = 45, variance 125, z = 44 / sqrt(125)."""
+    z, p = mann_kendall(np.arange(10.0))
+    assert z == pytest.approx(44 / math.sqrt(125)) and p == pytest.approx(8.3e-5, rel=0.01)
+    assert mann_kendall(np.full(10, 3.0)) == (0.0, 1.0)
+    assert mann_kendall(np.arange(3.0)) == (0.0, 1.0), "three points prove nothing"
+
+
+def test_false_trends_are_as_rare_as_their_level_says() -> None:
+    rng = np.random.default_rng(1)
+    found = sum(slope(series(rng.normal(1, 0.1, 500))).p_value < 0.05 for _ in range(200))
+    assert found <= 20, "5 % of 200, seed 1"
+
+
+def test_bins_keep_the_mean_and_short_series() -> None:
+    long = series(np.arange(1000.0))
+    assert len(bins(long)) == 50 and bins(long).values.mean() == pytest.approx(long.values.mean())
+    assert bins(series(np.arange(7.0))).values.tolist() == list(range(7))
+
+
+def test_epoch_means_end_at_whole_epochs() -> None:
+    epochs = Series(STEPS, STEPS / 100)
+    means = epoch_means(Series(STEPS, STEPS / 1.0), epochs)
+    assert means.steps.tolist() == list(range(100, 1001, 100)) and means.values[0] == pytest.approx(50.5)
+    assert len(epoch_means(series(np.arange(1000.0)), Series(STEPS, STEPS / 1000))) == 50, "one epoch: bins"
+
+
+def test_the_longest_run_is_found() -> None:
+    assert longest_run(np.array([True, False, True, True, False])) == (2, 4)
+    assert longest_run(np.array([False, False])) == (0, 0)
+
+
+def test_spearman_sees_order_and_not_shape() -> None:
+    x = np.random.default_rng(2).normal(0, 1, 300)
+    assert spearman(x, np.exp(x)) == pytest.approx(1.0) and spearman(x, -(x**3)) == pytest.approx(-1.0)
+    assert math.isnan(spearman(x, np.ones(300)))
+
+
+def test_bursts_do_not_hide_behind_each_other() -> None:
+    rng = np.random.default_rng(3)
+    values = rng.normal(0, 1, 2000)
+    for first in (600, 640, 680, 720):
+        values[first : first + 6] = 20
+    usual = usual_range(values, level_window=64, spread_window=256, floor=1e-3, relative_floor=0)
+    assert usual.z(values)[600:606].min() > 6 and np.abs(usual.z(values)[1000:]).max() < 6, "seed 3"
+
+
+def test_batches_of_two_kinds_are_usual() -> None:
+    rng = np.random.default_rng(4)
+    values = np.where(rng.random(4000) < 0.1, 1.8, 1.0) * np.exp(rng.normal(0, 0.03, 4000))
+    usual = usual_range(np.log(values), level_window=64, spread_window=256, floor=0.05, relative_floor=0)
+    assert (usual.z(np.log(values)) > 8).mean() < 0.01, "seed 4"
+
+
+T = np.arange(1, 2001)
+UP = np.minimum(T / 100, 1)
+SCHEDULES = {
+    "constant": np.full(2000, 1.0),
+    "linear": UP * (1 - (T - 100).clip(0) / 1900),
+    "cosine": UP * 0.5 * (1 + np.cos(np.pi * (T - 100).clip(0) / 1900)),
+    "cosine to a tenth": UP * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (T - 100).clip(0) / 1900))),
+    "cosine cut off": UP * 0.5 * (1 + np.cos(np.pi * (T - 100).clip(0) / 7000)),
+    "wsd": UP * np.clip((2000 - T) / 300, 0, 1),
+    "step": np.select([T < 800, T < 1500], [1.0, 0.1], 0.01),
+    "unknown": UP * np.where((T // 150) % 2, 1.0, 0.4),
+}
+
+
+@pytest.mark.covers("S2.10", "S3.33")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_recognised(name: str) -> None:
+    told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), high=0.8, total_steps=2000)
+    assert told.schedule == name.split()[0] and told.peak == pytest.approx(3e-5)
+    if name not in ("constant", "step", "unknown"):
+        assert told.warmup_steps == 100
+
+
+LIMITS = merged(None)
+
+
+@pytest.mark.covers("S3.43")
+def test_the_overfitting_rule_on_the_example() -> None:
+    judgement = judge(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.5, 0.3]), LIMITS)
+    assert judgement.verdicts == ("ok", "ok", "note", "overfit") and (judgement.best, judgement.overfit) == (1, 3)
+
+
+def test_a_rise_with_a_training_loss_that_does_not_fall_is_no_overfitting() -> None:
+    judgement = judge(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.8, 0.9]), LIMITS)
+    assert judgement.verdicts == ("ok", "ok", "note", "note")
+
+
+def test_noisy_plateaus_are_seldom_called_overfitting() -> None:
+    rng = np.random.default_rng(6)
+    train = np.linspace(1.2, 0.9, 20)
+    false = sum(
+        judge(1.0 + 0.6 * np.exp(-np.arange(20) / 4) + rng.normal(0, 0.005, 20), train, LIMITS).overfit is not None
+        for _ in range(200)
+    )
+    assert false <= 4, f"{false} of 200, seed 6"
+
+
+def test_training_losses_are_taken_from_before_each_validation() -> None:
+    val = Series(np.array([10, 20]), np.zeros(2))
+    train = Series(np.arange(1, 31), np.arange(1, 31).astype(np.float64))
+    assert train_losses_at(val, train).tolist() == [5.5, 15.5]
+    assert np.isnan(train_losses_at(val, None)).all()
+
+
+def test_the_file_of_limits_names_line_and_near_name_of_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "limits.yaml"
+    path.write_text("# mine\nloss_ratio: 3\n\nkl_high: 8  # nat\n")
+    assert read_thresholds(path) == {"loss_ratio": 3.0, "kl_high": 8.0}
+    assert merged(read_thresholds(path))["kl_high"] == 8.0 and merged(None)["kl_high"] == 5.0
+    path.write_text("loss_ratio: high\n")
+    with pytest.raises(ValueError, match="line 1: 'loss_ratio: high' is not"):
+        read_thresholds(path)
+    path.write_text("kl_hihg: 3\n")
+    with pytest.raises(ValueError, match="did you mean kl_high"):
+        read_thresholds(path)
+
+
+def test_every_limit_has_a_reader() -> None:
+    """A limit that no rule reads is a dead flag."""
+    import trainer.report as package
+
+    source = "".join(p.read_text() for p in Path(package.__path__[0]).glob("*.py"))
+    made = {"loss_start_": "loss_start_", "loss_final_": "loss_final_", "adv_std_": "adv_std_"}
+    unread = [name for name in LIMITS if f'"{name}"' not in source and not any(name.startswith(p) for p in made)]
+    assert unread == []
+
+
+def test_numbers_are_written_as_on_the_pages() -> None:
+    written = [number(value) for value in (0.78, 5.5e7, 1.2e-5, 12345.0, 512.0, 0.0)]
+    assert written == ["0.78", "5.5e7", "1.2e-5", "12,345", "512", "0"]
+    assert listed([]) == "" and listed(["a"]) == "a" and listed("abc") == "a, b and c"

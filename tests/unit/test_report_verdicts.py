@@ -1,0 +1,280 @@
+"""What the report says of whole runs: controllers by epoch, overfitting, the checklists, time and memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_curves import changed, checkpoints, controller_run, overfitting_example, sft_run
+from report_faults import healthy, put, times
+
+from trainer.report.analyse import analyse
+from trainer.report.result import CheckItem, Finding, Report
+from trainer.report.run_log import LogEvent, RunLog, Series
+
+
+def ids(report: Report) -> set[str]:
+    return {finding.id for finding in report.findings}
+
+
+def of(report: Report, identity: str) -> Finding:
+    return next(finding for finding in report.findings if finding.id == identity)
+
+
+@pytest.mark.covers("S1.26", "S1.28", "S1.42", "S1.20")
+@pytest.mark.parametrize("seed", range(6))
+def test_a_controller_within_the_reference_bands_is_normal(seed: int) -> None:
+    report = analyse(controller_run(seed))
+    assert (report.profile, report.verdict) == ("controller", "OK"), (seed, report.findings)
+    assert report.headline == "Normal: reward_mean, accuracy_mean and budget_violation_rate improve."
+    assert "accuracy:bands" not in ids(report)
+
+
+@pytest.mark.covers("S1.29", "S1.36", "S1.37", "S1.17", "S1.18", "S1.19", "S1.41")
+@pytest.mark.parametrize("seed", range(6))
+def test_a_controller_that_learns_nothing_is_bad(seed: int) -> None:
+    report = analyse(controller_run(seed, is_good=False))
+    assert report.verdict == "FAIL" and report.headline.startswith("Bad run"), seed
+    expected = {"accuracy:zero", "budget:stuck", "reward_trend:negative", "budget:latency", "not_learning:bad"}
+    assert expected <= ids(report)
+    assert "answers field" in of(report, "accuracy:zero").remedy
+
+
+@pytest.mark.covers("S1.28")
+def test_below_the_bands_is_noted() -> None:
+    log = controller_run(0)
+    low = replace(log, series={**log.series, "accuracy_mean": Series(np.arange(1, 31), np.linspace(0.0, 0.12, 30))})
+    assert "accuracy_mean 0.0" in of(analyse(low), "accuracy:bands").title
+
+
+@pytest.mark.covers("S1.17", "S1.40", "S1.44")
+def test_a_negative_reward_that_rises_is_fine() -> None:
+    log = controller_run(0)
+    rewards = Series(np.arange(1, 31), np.linspace(-1.0, -0.05, 30))
+    report = analyse(replace(log, series={**log.series, "reward_mean": rewards}))
+    assert of(report, "reward_trend:negative").level == "info" and report.verdict == "OK"
+
+
+@pytest.mark.covers("S1.14", "S1.34", "S1.24")
+def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run() -> None:
+    log = controller_run(0)
+    losses = np.concatenate([np.full(18, 0.1), 0.1 + 0.08 * np.arange(12)]) + 0.01 * np.sin(np.arange(30))
+    report = analyse(changed(log, **{"train/loss": losses}))
+    assert of(report, "loss_diverging:epochs").level == "fail"
+    assert "stop or change course" in of(report, "loss_diverging:epochs").title
+    shorter = np.concatenate([np.full(24, 0.1), 0.1 + 0.08 * np.arange(6)]) + 0.01 * np.sin(np.arange(30))
+    assert "loss_diverging:epochs" not in ids(analyse(changed(log, **{"train/loss": shorter})))
+
+
+@pytest.mark.covers("S1.35")
+def test_a_reward_falling_for_more_than_ten_epochs_is_told() -> None:
+    log = controller_run(0)
+    rewards = np.concatenate([np.linspace(-0.6, 0.4, 18), np.linspace(0.4, -0.3, 12)])
+    report = analyse(changed(log, reward_mean=rewards))
+    assert "more than 10 epochs" in of(report, "reward_trend:falling").title
+    assert "step 18" in of(report, "reward_trend:falling").remedy
+
+
+@pytest.mark.covers("S1.21", "S1.22", "S1.38", "S1.39")
+def test_normal_jitter_is_explained_and_not_warned_about() -> None:
+    finding = of(analyse(controller_run(0)), "jitter_normal")
+    assert finding.level == "info" and "normal" in finding.title
+    assert all(words in finding.cause for words in ("sampled groups", "small batches", "unlike difficulty"))
+    assert "to 8 or 10" in finding.remedy and "decay" in finding.remedy and "train longer" in finding.remedy
+
+
+@pytest.mark.covers("S1.11", "S1.44")
+def test_phases_and_trends_are_told_by_thirds_and_significance() -> None:
+    log = times("train/loss", np.exp(np.random.default_rng(3).normal(0, 0.3, 2000)))()
+    report = analyse(log)
+    trend = next(trend for trend in report.trends if trend.key == "train/loss")
+    assert trend.early > trend.middle > trend.late and trend.slope_per_step < 0 and trend.p_value < 1e-6
+    evidence = of(report, "jitter_normal").evidence[0]
+    assert evidence.startswith("early ") and "jitter shrinking" in evidence
+
+
+@pytest.mark.covers("S1.31")
+def test_the_last_ten_epochs_are_kept_for_each_metric() -> None:
+    log = controller_run(0)
+    trend = next(trend for trend in analyse(log).trends if trend.key == "reward_mean")
+    assert trend.last_means == tuple(log.series["reward_mean"].values[-10:])
+
+
+@pytest.mark.covers("S3.43", "S3.32")
+def test_the_example_of_overfitting_recommends_checkpoint_1000() -> None:
+    report = analyse(overfitting_example())
+    result = report.generalisation
+    assert result is not None and dict(result.verdicts) == {500: "ok", 1000: "ok", 1500: "note", 2000: "overfit"}
+    assert (result.best_step, result.overfit_step, result.recommended_step) == (1000, 2000, 1000)
+    assert str(result.recommended_path) == "run/global_step_1000" and result.expected_gain == pytest.approx(0.3)
+    assert "checkpoint of step 1000" in of(report, "overfit").remedy
+    assert of(report, "overfit").level == "warn" and report.verdict == "ATTENTION"
+
+
+@pytest.mark.covers("S3.43")
+def test_a_best_checkpoint_that_was_deleted_is_told_and_the_next_best_taken() -> None:
+    report = analyse(overfitting_example(kept=(1500, 2000)))
+    assert report.generalisation is not None and report.generalisation.recommended_step == 1500
+    assert "no longer exists" in of(report, "overfit").cause and of(report, "overfit").level == "fail"
+
+
+@pytest.mark.covers("S3.44")
+def test_an_external_result_outranks_the_validation_loss() -> None:
+    result = analyse(overfitting_example(), external={500: 0.31, 1500: 0.44, 1700: 0.9}).generalisation
+    assert result is not None and result.recommended_step == 1500, "1700 has no checkpoint"
+    assert "outranks" in result.reason
+
+
+@pytest.mark.covers("S3.41", "S3.51")
+def test_a_validation_loss_that_keeps_rising_to_the_end_fails() -> None:
+    log = healthy("sft")
+    values = np.concatenate([np.linspace(1.6, 1.0, 14), np.linspace(1.02, 1.3, 6)])
+    report = analyse(replace(log, series={**log.series, "val/loss": Series(log.series["val/loss"].steps, values)}))
+    assert of(report, "val_rising").level == "fail" and "up to the end" in of(report, "val_rising").title
+    assert item(report, "S3.51").status == "fail"
+
+
+@pytest.mark.covers("S1.33")
+def test_validation_and_training_that_disagree_from_the_start_are_noted() -> None:
+    log = healthy("sft")
+    values = Series(log.series["val/loss"].steps, np.linspace(1.0, 1.4, 20))
+    assert "val_train_disagree:opposite" in ids(analyse(replace(log, series={**log.series, "val/loss": values})))
+
+
+def item(report: Report, seed: str) -> CheckItem:
+    return next(item for item in report.checklist if item.seed == seed)
+
+
+def with_events(log: RunLog, *messages: str) -> RunLog:
+    start = LogEvent(0, "start", "first attempt")
+    return replace(log, events=(start, *(LogEvent(50, "error", message, "error") for message in messages)))
+
+
+@pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.51", "S3.55", "S3.56", "S3.57")
+def test_a_healthy_run_passes_all_lines_of_the_checklists() -> None:
+    report = analyse(with_events(sft_run(2)))
+    assert [item.seed for item in report.checklist] == [f"S3.{number}" for number in range(45, 59)]
+    assert {item.status for item in report.checklist} == {"pass"}, report.checklist
+    assert [item.phase for item in report.checklist] == ["start"] * 6 + ["checkpoint"] * 4 + ["end"] * 4
+
+
+CHECKLIST_FAULTS: tuple[tuple[str, Callable[[], RunLog]], ...] = (
+    ("S3.45", put("train/loss", slice(0, 100), np.linspace(1.5, 2.4, 100))),
+    ("S3.46", put("train/lr", slice(50, 100), 1e-8)),
+    ("S3.47", times("train/grad_norm", 100.0)),
+    ("S3.48", put("train/time(s)", slice(0, 100), np.linspace(2, 4, 100))),
+    ("S3.49", times("system/gpu_util", 0.5)),
+    ("S3.50", lambda: with_events(sft_run(2), "CUDA out of memory")),
+    ("S3.52", lambda: replace(sft_run(2), checkpoints=(replace(checkpoints([2000])[0], is_complete=False),))),
+    ("S3.53", lambda: _with_small_checkpoint()),
+    ("S3.54", lambda: replace(sft_run(2), tracker_step=1800)),
+    ("S3.55", lambda: replace(sft_run(2), total_steps=2500)),
+    ("S3.56", times("train/loss", 0.05)),
+    ("S3.57", lambda: replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000]))),
+    ("S3.58", lambda: replace(sft_run(2), exit_code=76)),
+)
+
+
+def _with_small_checkpoint() -> RunLog:
+    *others, last = checkpoints(range(1600, 2001, 100))
+    return replace(sft_run(2), checkpoints=(*others, replace(last, size_bytes=20 << 30)))
+
+
+@pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.55", "S3.56", "S3.57")
+@pytest.mark.parametrize(("seed", "build"), CHECKLIST_FAULTS, ids=[seed for seed, _ in CHECKLIST_FAULTS])
+def test_each_line_of_the_checklists_can_fail(seed: str, build: Callable[[], RunLog]) -> None:
+    found = item(analyse(build()), seed)
+    assert found.status == "fail" and any(c.isalnum() for c in found.detail), found
+
+
+def test_what_a_log_does_not_tell_is_unknown_and_not_passed() -> None:
+    report = analyse(overfitting_example())
+    unknown = {item.seed for item in report.checklist if item.status == "unknown"}
+    assert {"S3.46", "S3.47", "S3.48", "S3.49", "S3.50", "S3.55", "S3.58"} <= unknown
+    assert all(item.detail for item in report.checklist)
+
+
+@pytest.mark.covers("S3.33", "S3.46")
+def test_warmup_peak_and_decay_are_confirmed() -> None:
+    rate = analyse(sft_run(0)).learning_rate
+    assert rate is not None and (rate.schedule, rate.warmup_steps, rate.peak) == ("cosine", 200, 1e-5)
+    assert "lr_schedule:warmup" in ids(analyse(put("train/lr", slice(50, 100), 1e-8)()))
+
+
+@pytest.mark.covers("S3.38")
+def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not() -> None:
+    at_saves = analyse(put("train/time(s)", slice(99, None, 100), 40.0)())
+    assert of(at_saves, "time_periodic").level == "info" and at_saves.verdict == "OK"
+    elsewhere = analyse(put("train/time(s)", [333, 777, 1460], 40.0)())
+    assert "time_high:stalls" in ids(elsewhere) and "time_periodic" not in ids(elsewhere)
+
+
+@pytest.mark.covers("S3.37", "S3.42")
+def test_slow_steps_are_put_into_proportion() -> None:
+    slow = analyse(times("train/time(s)", 20.0)())
+    assert "2 to 5 s is usual for 7B on 8 A100 at 4096 tokens" in of(slow, "time_high").evidence[0]
+
+
+@pytest.mark.covers("S0.26")
+def test_the_bottleneck_is_named_and_compilation_left_out() -> None:
+    log = put("train/time(s)", slice(0, 2), 90.0)()
+    report = analyse(log)
+    assert report.throughput is not None and report.throughput.step_s == pytest.approx(2.5, abs=0.05)
+    assert report.throughput.bottleneck.startswith("backward takes 59.9 % of a step: computing")
+    assert of(report, "compile_first").level == "info" and report.verdict == "OK"
+    waiting = analyse(put("time/train/data_s", slice(None), 1.9)())
+    assert waiting.throughput is not None and "the loader is the bottleneck" in waiting.throughput.bottleneck
+    assert of(waiting, "data_bound").level == "fail"
+
+
+def test_memory_that_grows_is_measured_per_1000_steps() -> None:
+    report = analyse(put("memory/cpu/rss_gib", slice(None), np.linspace(12, 16, 2000))())
+    assert report.throughput is not None and report.throughput.leak_gib_per_1000_steps == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.covers("S1.14")
+def test_hidden_nans_are_hinted_at_where_the_framework_hides_them() -> None:
+    log = replace(put("train/grad_norm", 700, np.nan)(), source="transformers")
+    finding = of(analyse(log), "loss_nonfinite")
+    assert "running mean in place of a NaN" in finding.evidence[1] and finding.metric == "train/grad_norm"
+
+
+@pytest.mark.covers("S1.32")
+def test_a_trend_that_is_not_good_comes_with_a_change_of_hyperparameters() -> None:
+    flat = analyse(changed(controller_run(0), reward_mean=0.1 + 0.05 * np.sin(np.arange(30))))
+    assert "num_generations to 8 or 10" in of(flat, "reward_trend:flat").remedy
+    stuck = analyse(changed(controller_run(0), accuracy_mean=0.1 + 0.01 * np.sin(np.arange(30))))
+    assert "change learning_rate" in of(stuck, "accuracy:flat").remedy
+
+
+@pytest.mark.covers("S1.24", "S1.44")
+def test_epoch_means_decide_and_not_batches() -> None:
+    """Batches that swing eight times as far as the reward rises in 40 epochs of 50 points."""
+    rng = np.random.default_rng(8)
+    steps = np.arange(1, 2001)
+    reward = np.linspace(0, 0.5, 2000) + rng.normal(0, 1.0, 2000)
+    series = {"reward": Series(steps, reward), "progress/epoch": Series(steps, steps / 50)}
+    rising = analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo")
+    assert not any(finding.rule == "V35" for finding in rising.findings), "seed 8"
+    assert len(next(t for t in rising.trends if t.key == "reward").last_means) == 10
+    series["reward"] = Series(steps, reward - np.linspace(0, 0.5, 2000))
+    assert "reward_trend:flat" in ids(analyse(RunLog(Path("run"), "jsonl", series, 2000), profile="grpo"))
+
+
+@pytest.mark.covers("S3.25")
+def test_the_disk_space_of_the_checkpoints_is_told() -> None:
+    assert analyse(sft_run(0)).facts["checkpoints"] == "5, 210 GiB in all"
+
+
+@pytest.mark.covers("S2.17")
+def test_answers_that_reach_the_limit_again_and_again_are_told() -> None:
+    report = analyse(put("completions/max_length", slice(0, None, 3), 511.0, kind="grpo")())
+    assert "limit of 512 tokens at 33." in of(report, "clipped_ratio:cap").title
+
+
+def test_every_remedy_of_our_own_runs_names_our_own_keys() -> None:
+    report = analyse(put("train/loss", 1000, 6.0)())
+    remedy = of(report, "loss_spike").remedy
+    assert "optim.clip_grad from 1 to 0.5" in remedy and "trainer.save_freq" in remedy
+    assert "max_grad_norm" not in remedy
