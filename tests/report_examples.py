@@ -191,7 +191,7 @@ def sft_report(log: RunLog) -> Report:
         correlations=(),
         generalisation=Generalisation(
             1000, 1.30, 1.60, 1.27, verdicts, 1500, 1000, Path("runs/sft-7b/global_step_1000"),
-            "the lowest validation loss of all that exist", 0.30,
+            "The lowest validation loss of all that exist.", 0.30,
         ),
         learning_rate=LearningRate("cosine", 2e-5, 100, 0.0, 0.29, 0.0),
         throughput=Throughput(

@@ -102,8 +102,9 @@ def _validation(report: Report, log: RunLog) -> Section | None:
     notes = []
     if found.recommended_step is not None:
         where = f" ({clean(str(found.recommended_path))})" if found.recommended_path else ""
-        gain = f"; it gains {number(found.expected_gain)} over the last" if found.expected_gain > 0 else ""
-        notes.append(f"Use the checkpoint of step {step(found.recommended_step)}{where}: {clean(found.reason)}{gain}.")
+        gain = f" It gains {number(found.expected_gain)} over the last." if found.expected_gain > 0 else ""
+        reason = clean(found.reason).rstrip(".")
+        notes.append(f"Use the checkpoint of step {step(found.recommended_step)}{where}. {reason}.{gain}")
     header, words = "step, val loss, verdict, mark", "verdict, mark"
     return Section("validation", "Generalisation", lead, table(header, rows, words=words), tuple(notes))
 

@@ -1,0 +1,37 @@
+"""Runs side by side: results, speed, loss at the same steps, configuration (floor 5).
+
+`compare_runs.py` asks something else: whether two runs are equal in every bit. Exit codes as those of `report`.
+"""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer.cli.arguments import Parser
+from trainer.cli.run_reports import add_options, answer, load
+from trainer.config import ConfigError
+from trainer.protocols import EXIT_DONE
+from trainer.report.side_by_side import side_by_side
+from trainer.report.text import print_section
+
+
+def main(argv: list[str]) -> int:
+    return answer(lambda: _compare(argv))
+
+
+def _compare(argv: list[str]) -> int:
+    parser = Parser(prog="python -m trainer.cli.compare", description="Runs side by side.")
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="run directories or log files, two or more")
+    add_options(parser)
+    arguments = parser.parse_args(argv)
+    if len(arguments.paths) < 2:
+        raise ConfigError("one run has nothing to be compared with: give two PATHs or more")
+    console = Console()
+    for section in side_by_side([load(path, arguments) for path in arguments.paths]):
+        print_section(console, section)
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

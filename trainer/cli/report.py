@@ -1,0 +1,74 @@
+"""What happened in a training run, from its log alone: on the terminal, as one HTML page, as JSON (floor 5).
+
+Exit codes: 0 reported, whatever the verdict (`diagnose` tells that by its code), 2 wrong usage, 4 a log cannot be
+read, 73 a file cannot be written, 130 interrupted.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer.cli.arguments import Parser
+from trainer.cli.run_reports import add_options, answer, load, load_log
+from trainer.config import ConfigError
+from trainer.protocols import EXIT_DONE, CannotWriteError
+from trainer.report.around import around
+from trainer.report.as_json import as_json
+from trainer.report.page import as_page
+from trainer.report.text import print_report, print_section
+from trainer.tracking.files import atomic_write
+
+DEFAULT_WINDOW = 20
+
+
+def main(argv: list[str]) -> int:
+    return answer(lambda: _report(argv))
+
+
+def _report(argv: list[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    console = Console()
+    if arguments.around is not None:
+        if arguments.html or arguments.json:
+            raise ConfigError("--around prints rows only: leave out --html and --json")
+        for path in arguments.paths:
+            print_section(console, around(load_log(path), step=arguments.around, window=arguments.window))
+        return EXIT_DONE
+    runs = [load(path, arguments) for path in arguments.paths]
+    for report, log in runs:
+        print_report(console, report, log)
+        console.print()
+    if arguments.html:
+        _write(arguments.html, as_page(runs))
+    if arguments.json:
+        trees = [as_json(report) for report, _ in runs]
+        _write(arguments.json, json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False) + "\n")
+    return EXIT_DONE
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m trainer.cli.report", description="What happened in training runs, from their logs.")
+    where = "a run directory or a log file, ours or another framework's"
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help=where)
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
+    about = "write the report for programs: an object, for several PATHs an array"
+    parser.add_argument("--json", metavar="FILE", type=Path, help=about)
+    parser.add_argument("--around", metavar="STEP", type=int, help="only print the rows around a step, of what moved")
+    about = "steps on each side of --around (default: %(default)s)"
+    parser.add_argument("--window", metavar="N", type=int, default=DEFAULT_WINDOW, help=about)
+    add_options(parser)
+    return parser
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        atomic_write(path, text)
+    except OSError as error:
+        raise CannotWriteError(f"cannot write {path}: {error}; choose another place") from error
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""What the report commands share: options, reading and analysing runs, and how errors end (floor 5).
+
+Exit code 4: a log cannot be read. The readers are imported when they are needed: help and usage errors come at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.cli.arguments import EXIT_INTERRUPTED
+from trainer.config import ConfigError
+from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
+from trainer.report.result import Report
+from trainer.report.run_log import RunLog
+
+EXIT_UNREADABLE = 4
+PROFILES = ("auto", "sft", "grpo", "controller", "generic")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that decide how a run is judged."""
+    about = "which absolute limits apply (default: what the log looks like)"
+    parser.add_argument("--profile", choices=PROFILES, default="auto", help=about)
+    about = "limits of your own, one `name: number` a line; the report's last section names all"
+    parser.add_argument("--config", metavar="FILE", type=Path, help=about)
+    about = "a result from outside, higher is better: it decides which checkpoint is best (repeatable)"
+    parser.add_argument("--external", metavar="STEP=VALUE", type=_external, action="append", default=[], help=about)
+
+
+def load(path: Path, options: argparse.Namespace) -> tuple[Report, RunLog]:
+    """The run at `path` with its report, judged after `options` of `add_options`.
+
+    Raises `UnreadableLogError` for a log, `ConfigError` for limits that cannot be read.
+    """
+    from trainer.report.analyse import analyse
+    from trainer.report.thresholds import read_thresholds
+
+    try:
+        thresholds = read_thresholds(options.config) if options.config else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {options.config}: {error}") from error
+    log = load_log(path)
+    return analyse(log, profile=options.profile, thresholds=thresholds, external=dict(options.external) or None), log
+
+
+def load_log(path: Path) -> RunLog:
+    from trainer.report.read import read_run
+
+    return read_run(path)
+
+
+def answer(command: Callable[[], int], *, usage_code: int = EXIT_USAGE) -> int:
+    """The exit code of `command`; what it raises goes to stderr as one message."""
+    try:
+        return command()
+    except ConfigError as error:
+        code, message = usage_code, str(error)
+    except CannotWriteError as error:
+        code, message = EXIT_CANNOT_WRITE, str(error)
+    except KeyboardInterrupt:
+        code, message = EXIT_INTERRUPTED, "interrupted"
+    except (ValueError, OSError) as error:
+        from trainer.report.read import UnreadableLogError
+
+        if not isinstance(error, UnreadableLogError | OSError):
+            raise
+        code, message = EXIT_UNREADABLE, str(error)
+    print(f"ERROR: {message}", file=sys.stderr)
+    return code
+
+
+def _external(text: str) -> tuple[int, float]:
+    step, _, value = text.partition("=")
+    try:
+        return int(step), float(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be STEP=VALUE, such as 1000=0.72, got '{text}'") from error
