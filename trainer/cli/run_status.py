@@ -19,6 +19,7 @@ SILENT_BEATS = 3
 REWINDS = ("start", "rollback")
 """Rows that say from which step on a run continues: what stood after it no longer counts."""
 NUM_ROWS = 20
+BY_EPOCH = ("loss", "reward_mean", "accuracy_mean")
 
 Row = Mapping[str, Any]
 
@@ -33,12 +34,12 @@ class SilentRank:
 
 @dataclass(frozen=True)
 class Status:
-    """`rows`: the newest training rows, at most `NUM_ROWS`. `epochs`: mean loss of each finished epoch."""
+    """`rows`: the newest training rows, at most `NUM_ROWS`. `epochs`: of each of `BY_EPOCH` the means of the epochs."""
 
     run_dir: Path
     rows: tuple[Row, ...]
     validations: Mapping[int, float]
-    epochs: tuple[float, ...]
+    epochs: Mapping[str, tuple[float, ...]]
     alerts: tuple[Row, ...]
     """Warnings and errors of the newest attempt, in the order they came."""
     exit_code: int | None
@@ -68,7 +69,7 @@ class RunFollower:
             run_dir=self._run_dir,
             rows=tuple(self._rows),
             validations=dict(self._validations),
-            epochs=_epoch_losses(self._run_dir / HISTORY),
+            epochs=_epoch_means(self._run_dir / HISTORY),
             alerts=tuple(self._alerts),
             exit_code=self._exit_code,
             checkpoints=read_run(self._run_dir) if is_run(fsio.list_dir(self._run_dir)) else None,
@@ -122,14 +123,14 @@ class Tail:
                         yield row | {key: float(value) for key, value in row.get("nonfinite", {}).items()}
 
 
-def _epoch_losses(path: Path) -> tuple[float, ...]:
-    losses = []
-    with suppress(FileNotFoundError), path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            with suppress(KeyError, TypeError, ValueError):
-                int(row["epoch"])
-                losses.append(float(row["loss"]))
-    return tuple(losses)
+def _epoch_means(path: Path) -> dict[str, tuple[float, ...]]:
+    """Of the columns that are there; a value that was not finite is left out, as the file leaves it out."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("epoch")]
+    means = {name: tuple(float(row[name]) for row in rows if row.get(name)) for name in BY_EPOCH}
+    return {name: values for name, values in means.items() if values}
 
 
 def _silent_ranks(directory: Path, now_s: float) -> tuple[SilentRank, ...]:

@@ -7,6 +7,7 @@ Exit codes: 0, 2 wrong usage.
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -36,7 +37,7 @@ def _watch(argv: list[str]) -> int:
     parser = Parser(prog="python -m trainer.cli.watch", description="How a run stands, while it trains or after it.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--once", action="store_true", help="print once, also on a terminal")
-    about = f"also print the last {NUM_ROWS} rows, and the loss of the last {MAX_EPOCHS} epochs"
+    about = f"also print the last {NUM_ROWS} rows"
     parser.add_argument("--rows", action="store_true", help=about)
     arguments = parser.parse_args(argv)
     require_dir(arguments.run_dir)
@@ -62,13 +63,11 @@ def _lines(status: Status, *, has_rows: bool) -> Iterator[RenderableType]:
     now_s = time.time()
     yield Text(f"{clean(str(status.run_dir))}  {_state(status, now_s)}", style="bold")
     for rank in status.silent:
-        words = f"rank {rank.rank} is silent for {duration(rank.silent_s)}, in {clean(rank.phase)} at step {step(rank.step)}"
-        yield Text(words, style=STYLES["error"])
+        where = f"in {clean(rank.phase)} at step {step(rank.step)}"
+        yield Text(f"rank {rank.rank} is silent for {duration(rank.silent_s)}, {where}", style=STYLES["error"])
     for alert in status.alerts[-MAX_ALERTS:]:
-        level = str(alert["level"])
-        yield Text.assemble(
-            (f"{level} ", STYLES[level]), f"step {alert.get('step')}: {clean(str(alert.get('message')))}"
-        )
+        words = f"step {alert.get('step')}: {clean(str(alert.get('message')))}"
+        yield Text.assemble((f"{alert['level']} ", STYLES[alert["level"]]), words)
     if len(status.alerts) > MAX_ALERTS:
         yield Text(f"… and {len(status.alerts) - MAX_ALERTS} earlier alerts of this attempt", style="dim")
     facts = Table.grid(padding=(0, 2, 0, 0))
@@ -101,20 +100,20 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
         newest, best = max(status.validations), min(status.validations, key=lambda at: status.validations[at])
         words = f"{number(status.validations[newest])} at step {step(newest)}"
         yield "validation", f"{words}; best {number(status.validations[best])} at step {step(best)}"
-    if status.epochs:
-        shown = status.epochs[-MAX_EPOCHS:]
-        yield "epoch losses", f"{' '.join(map(number, shown))}  {_trend(shown)}"
+    for name, values in status.epochs.items():
+        shown = values[-MAX_EPOCHS:]
+        mean = number(sum(shown) / len(shown))
+        yield f"{name} by epoch", f"{' '.join(map(number, shown))} (mean {mean}{_trend(shown)})"
     if status.checkpoints is not None:
         steps = ", ".join(step(info.step) for info in status.checkpoints.checkpoints) or "none yet"
         resume = status.checkpoints.resume_step
         yield "checkpoints", steps if resume is None else f"{steps}; a resume takes {step(resume)}"
 
 
-def _trend(losses: tuple[float, ...]) -> str:
-    if len(losses) < 2:
-        return ""
-    num_falls = sum(b < a for a, b in zip(losses, losses[1:], strict=False))
-    return f"(falling in {num_falls} of {len(losses) - 1})"
+def _trend(values: tuple[float, ...]) -> str:
+    """How often it fell from one epoch to the next: single batches say little."""
+    num_falls = sum(after < before for before, after in pairwise(values))
+    return f", fell {num_falls} of {len(values) - 1} times" if len(values) > 1 else ""
 
 
 def _rows(status: Status) -> Table:
