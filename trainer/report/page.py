@@ -109,7 +109,7 @@ def _finding(finding: Finding) -> str:
     ]
     if finding.evidence:
         parts.append(f"<ul>{''.join(f'<li>{escape(clean(line))}</li>' for line in finding.evidence)}</ul>")
-    return f'<div class="finding {finding.level}" id="{escape(finding.id)}">{"".join(parts)}</div>'
+    return f'<div class="finding {finding.level}">{"".join(parts)}</div>'
 
 
 def _section(section: Section, rows: Iterable[Row]) -> str:

@@ -137,14 +137,14 @@ def _throughput(found: Throughput | None) -> Section | None:
         "memory grows by": f"{number(found.leak_gib_per_1000_steps)} GiB per 1000 steps",
         "goodput": share(found.goodput),
     }
-    notes = tuple(f"{name[0].upper() + name[1:]}: {value}." for name, value in facts.items() if MISSING not in value)
+    known = "; ".join(f"{name} {value}" for name, value in facts.items() if MISSING not in value)
     lead = f"A step takes {number(found.step_s)} s. {clean(found.bottleneck)}"
     return Section(
         "throughput",
         "Speed and memory",
         lead,
         table("phase, share, seconds", rows, words="phase") if rows else None,
-        notes,
+        (f"{known[0].upper()}{known[1:]}.",) if known else (),
     )
 
 

@@ -26,6 +26,8 @@ MIN_LABEL_GAP_PX = 15
 MARGIN = 0.04
 MAX_SHOWN, MIN_LOG = 1e150, 1e-150
 """Beyond these an axis would overflow."""
+NARROW = 1e-9
+"""Relative width below which values count as one: labels could not tell them apart."""
 SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -50,10 +52,10 @@ class Scale:
 
 
 def scale_of(values: Iterable[float], *, is_log: bool = False, has_margin: bool = True) -> Scale:
-    """A scale over finite values; one value alone, or none, gets room around it."""
+    """A scale over finite values; values that are all alike, or none, get room around them."""
     known = [min(max(v, -MAX_SHOWN), MAX_SHOWN) for v in values if math.isfinite(v) and not (is_log and v <= MIN_LOG)]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
-    if low == high:
+    if high - low <= NARROW * max(abs(low), abs(high)):
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room
     if is_log:
@@ -65,7 +67,7 @@ def scale_of(values: Iterable[float], *, is_log: bool = False, has_margin: bool 
 
 def _linear_ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / NUM_TICKS
-    unit = 10 ** math.floor(math.log10(rough))
+    unit = 10.0 ** math.floor(math.log10(rough))
     size = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
     first, last = math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9)
     return [round(index * size, 12) if size > 1e-9 else index * size for index in range(first, last + 1)]

@@ -13,7 +13,7 @@ from trainer.report.sections import Section, Table, sections
 from trainer.report.wording import clean, place
 
 MAX_WIDTH = 120
-MAX_ROWS = {"anomalies": 10, "validation": 10, "throughput": 6, "metrics": 12, "checklist": 8, "limits": 0}
+MAX_ROWS = {"anomalies": 10, "validation": 10, "throughput": 6, "metrics": 10, "checklist": 8, "limits": 0}
 """What a table may take of the screen; page and JSON have it all."""
 LEFT_OUT = {
     "metrics": ("group", "min", "median", "better", "meaning"),
