@@ -46,7 +46,7 @@ def _watch(argv: list[str]) -> int:
     if not status.rows and status.checkpoints is None and not status.alerts:
         raise ConfigError(f"'{arguments.run_dir}' is no run directory, or its first step is still to come")
     if arguments.once or not console.is_terminal:
-        console.print(*_lines(status, has_rows=arguments.rows), sep="\n", highlight=False, markup=False)
+        console.print(*_lines(status, has_rows=arguments.rows), sep="\n", highlight=False, markup=False, soft_wrap=True)
         return EXIT_DONE
     with Live(console=console, auto_refresh=False) as live:
         try:

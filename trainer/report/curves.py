@@ -1,7 +1,7 @@
 """Curves made small enough to draw without losing what matters: decimation, smoothing, bins. Nothing here draws."""
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from trainer.report.run_log import Series
 
 SMOOTHINGS = (0.6, 0.9)
 """Weights of the exponential mean, as TensorBoard's slider counts them."""
+NEGLIGIBLE = 1e-17
 
 
 def finite(series: Series) -> Series:
@@ -23,11 +24,16 @@ def within(series: Series, first: int, last: int) -> Series:
 
 
 def smooth(series: Series, weight: float) -> Series:
-    """Exponential mean of the finite values, corrected for its start."""
+    """Exponential mean of the finite values, corrected for its start.
+
+    Sums over 1, 2, 4, ... values, each from two of the half length, until older ones no longer count.
+    """
     known = finite(series)
-    mixed = accumulate(known.values.tolist(), lambda mean, value: weight * mean + (1 - weight) * value, initial=0.0)
-    means = np.fromiter(mixed, np.float64, len(known) + 1)[1:]
-    return Series(known.steps, means / (1 - weight ** np.arange(1, len(known) + 1)))
+    means, reach = (1 - weight) * known.values, 1
+    while reach < len(known) and weight**reach > NEGLIGIBLE:
+        means[reach:] += weight**reach * means[:-reach]
+        reach *= 2
+    return Series(known.steps, means / (1 - weight ** np.arange(1.0, len(known) + 1)))
 
 
 def decimate(series: Series, num_columns: int) -> Series:

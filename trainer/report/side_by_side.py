@@ -81,7 +81,7 @@ def _same_steps(runs: Sequence[Run], names: list[str]) -> Section | None:
         (step(at), *map(number, row), *(_gap(loss, row[0]) for loss in row[1:]))
         for at, row in zip(steps, losses, strict=True)
     )
-    header = ("step", *names, *(f"{name.split(':')[0]} to 1" for name in names[1:]))
+    header = ("step", *names, *(f"{name.split(':')[0]} vs 1" for name in names[1:]))
     lead = "Training loss at the same steps, smoothed."
     return Section("same-steps", "Loss", lead, Table(header, rows, frozenset()))
 

@@ -95,13 +95,13 @@ def _section(section: Section, *, max_rows: int | None, left_out: tuple[str, ...
 
 
 def _table(table: Table, *, max_rows: int | None, left_out: tuple[str, ...]) -> RichTable:
+    """Words and headings wrap where they must, numbers never."""
     shown = [index for index, name in enumerate(table.header) if name not in left_out]
     rich = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for index in shown:
-        is_word = table.header[index] in table.words
-        rich.add_column(
-            Text(table.header[index]), justify="left" if is_word else "right", no_wrap=not is_word, overflow="fold"
-        )
+        name, is_word = table.header[index], table.header[index] in table.words
+        width = None if is_word else max((len(row[index]) for row in table.rows[:max_rows]), default=0)
+        rich.add_column(Text(name), justify="left" if is_word else "right", min_width=width, overflow="fold")
     for row in table.rows[:max_rows]:
         rich.add_row(*(Text(row[index], style=STYLES.get(row[index], "")) for index in shown))
     return rich
