@@ -15,7 +15,7 @@ class Page(HTMLParser):
         super().__init__()
         self.words, self.tags = "", list[tuple[str, dict[str, str | None]]]()
         self._open: list[str] = []
-        self.feed(html)
+        self.feed(html.replace("<wbr>", ""))
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

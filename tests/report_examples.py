@@ -29,6 +29,23 @@ MOVERS = (("kl", 1, 2), ("completions/mean_length", 1, 1), ("rewards/Format/mean
 """Metric, sign, rows before the peak."""
 DIRECTIONS = {"train/loss": "down", "val/loss": "down", "reward": "up", "kl": "middle", "train/mfu": "up"}
 
+SFT_GROUPS = {
+    "train": "optimisation",
+    "val": "validation",
+    "memory": "memory",
+    "data": "data",
+    "throughput": "timing",
+    "time": "timing",
+}
+GRPO_GROUPS = {"kl": "optimisation", "train": "optimisation", "completions": "length", "memory(GiB)": "memory"}
+CHECKLIST = (
+    CheckItem("S3.45", "start", "training loss falls in the first 100 steps", "pass", "2.15 to 1.88"),
+    CheckItem("S3.46", "start", "learning rate rises in warm-up", "pass", "0 to 2e-5 in 100 steps"),
+    CheckItem("S3.49", "start", "GPU utilisation above 80 %", "unknown", "system/gpu_util was not logged"),
+    CheckItem("S3.51", "checkpoint", "validation loss does not rise", "fail", "rises since step 1250"),
+    CheckItem("S3.55", "end", "all steps were done", "pass", "2000 of 2000"),
+)
+
 
 def series(steps: NDArray[np.int64], values: NDArray[np.float64]) -> Series:
     return Series(steps.astype(np.int64), values.astype(np.float64))
@@ -54,6 +71,11 @@ def summary(key: str, one: Series, *, group: str, unit: str = "", meaning: str =
         trend="falling" if last < 0.9 * first else "rising" if last > 1.1 * first else "flat",
         observation=f"It goes from {first:.3g} to {last:.3g}.",
     )
+
+
+def summaries(log: RunLog, groups: dict[str, str]) -> tuple[MetricSummary, ...]:
+    """`groups`: first part of a key -> group; other keys are rewards."""
+    return tuple(summary(key, one, group=groups.get(key.split("/")[0], "reward")) for key, one in log.series.items())
 
 
 def trend(key: str, one: Series) -> Trend:
@@ -160,11 +182,6 @@ def sft_report(log: RunLog) -> Report:
         (1380, 1383), "train/loss", 1380, 1.45, 13.2, 3.1, 69.0, True,
         (Mover("train/grad_norm", 1, 9.8, 1380, 1380, 31.0),), ("train/grad_norm", "train/loss"),
     )  # fmt: skip
-    groups = {"train": "optimisation", "val": "validation", "memory": "memory", "data": "data", "throughput": "timing"}
-    metrics = tuple(
-        summary(key, one, group="timing" if key.startswith("time") else groups.get(key.split("/")[0], "other"))
-        for key, one in log.series.items()
-    )
     verdicts = {
         250: "ok",
         500: "ok",
@@ -185,7 +202,7 @@ def sft_report(log: RunLog) -> Report:
         facts={"steps": "2000 of 2000", "time": "1:33:20", "attempts": "1", "rows skipped": "0"},
         top=findings[:3],
         findings=findings,
-        metrics=metrics,
+        metrics=summaries(log, SFT_GROUPS),
         trends=(trend("train/loss", log.series["train/loss"]), trend("val/loss", log.series["val/loss"])),
         anomalies=(spike,),
         correlations=(),
@@ -198,13 +215,7 @@ def sft_report(log: RunLog) -> Report:
             2.9, {"forward": 0.27, "backward": 0.52, "optimizer": 0.07, "data": 0.107, "h2d": 0.01, "other": 0.023},
             "Waiting for data grows and is the only phase worth changing.", 38_540.0, 0.41, 8.6, 0.11, 0.97,
         ),
-        checklist=(
-            CheckItem("S3.45", "start", "training loss falls in the first 100 steps", "pass", "2.15 to 1.88"),
-            CheckItem("S3.46", "start", "learning rate rises in warm-up", "pass", "0 to 2e-5 in 100 steps"),
-            CheckItem("S3.49", "start", "GPU utilisation above 80 %", "unknown", "system/gpu_util was not logged"),
-            CheckItem("S3.51", "checkpoint", "validation loss does not rise", "fail", "rises since step 1250"),
-            CheckItem("S3.55", "end", "all steps were done", "pass", "2000 of 2000"),
-        ),
+        checklist=CHECKLIST,
         thresholds={"loss_high": 5.0, "data_share_warn": 0.1, "overfit_margin": 0.02},
         overridden=("data_share_warn",),
         insufficient=(("V24", "system/gpu_util was not logged"),),
@@ -254,7 +265,6 @@ def grpo_anomaly(log: RunLog, at: int) -> Anomaly:
 
 
 def grpo_report(log: RunLog) -> Report:
-    groups = {"kl": "optimisation", "train": "optimisation", "completions": "length", "memory(GiB)": "memory"}
     anomalies = tuple(grpo_anomaly(log, at) for at in BURSTS)
     evidence = (
         "peaks of 10 to 17 at seven places",
@@ -285,9 +295,7 @@ def grpo_report(log: RunLog) -> Report:
         facts={"steps": "6000 of 6000", "rows": "1200", "rows skipped": "1"},
         top=(finding,),
         findings=(finding,),
-        metrics=tuple(
-            summary(key, one, group=groups.get(key.split("/")[0], "reward")) for key, one in log.series.items()
-        ),
+        metrics=summaries(log, GRPO_GROUPS),
         trends=(trend("reward", log.series["reward"]),),
         anomalies=anomalies,
         correlations=(("kl", "completions/mean_length", 0.81),),

@@ -11,6 +11,8 @@ from trainer.report.run_log import Series
 SMOOTHINGS = (0.6, 0.9)
 """Weights of the exponential mean, as TensorBoard's slider counts them."""
 NEGLIGIBLE = 1e-17
+NOTHING = Series(np.empty(0, np.int64), np.empty(0))
+"""Stands for a metric that was not logged."""
 
 
 def finite(series: Series) -> Series:

@@ -1,9 +1,10 @@
 """The report as one HTML page that needs nothing else: no script, no font, no address outside of itself."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from trainer.report.curves import SMOOTHINGS, smooth
+from trainer.report.curves import NOTHING, SMOOTHINGS, smooth
 from trainer.report.plots import Figure, Row, figures
 from trainer.report.result import Finding, Report
 from trainer.report.run_log import RunLog
@@ -52,13 +53,13 @@ def _blocks(report: Report, log: RunLog, plots: Mapping[str, tuple[Row, ...]]) -
         yield "top", ("What matters", "".join(map(_finding, report.top)) + closing)
     if plots["loss"]:
         yield "loss", ("Loss", _rows(plots["loss"]))
+    rest = [finding for finding in report.findings if finding not in report.top]
+    if rest:
+        yield "findings", ("Also found", "".join(map(_finding, rest)))
     for section in sections(report, log):
         if section.id == "metrics" and plots["curves"]:
             yield "curves", ("All curves", _rows(plots["curves"]))
         yield section.id, (section.title, _section(section, plots.get(section.id, ())))
-    rest = [finding for finding in report.findings if finding not in report.top]
-    if rest:
-        yield "findings", ("All other findings", "".join(map(_finding, rest)))
 
 
 def _head(report: Report) -> str:
@@ -74,9 +75,9 @@ def _head(report: Report) -> str:
 
 def _tiles(report: Report, log: RunLog) -> str:
     tiles = []
-    if (train := log.series.get("train/loss")) is not None and len(smoothed := smooth(train, SMOOTHINGS[-1])):
-        first = f"from {number(float(smoothed.values[0]))}, smoothed"
-        tiles.append(("Training loss", number(float(smoothed.values[-1])), first))
+    for key, name in (("train/loss", "Training loss"), ("reward", "Reward")):
+        if len(curve := smooth(log.series.get(key, NOTHING), SMOOTHINGS[-1]).values):
+            tiles.append((name, number(float(curve[-1])), f"from {number(float(curve[0]))}, smoothed"))
     if (found := report.generalisation) is not None:
         tiles.append(("Best validation", number(found.best_loss), f"at step {step(found.best_step)}"))
     if report.anomalies:
@@ -161,7 +162,8 @@ def _figure(figure: Figure) -> str:
     unit = f' <span class="unit">{escape(figure.unit)}</span>' if figure.unit else ""
     signs = "".join(f'<span class="{css}">{_swatch(css)}{escape(words)}</span>' for css, words in figure.key)
     key = f'<div class="key">{signs}</div>' if signs else ""
-    caption = f"<figcaption>{escape(figure.title)}{unit}</figcaption>" if figure.title or unit else ""
+    title = re.sub("([/_])", r"\1<wbr>", escape(figure.title))
+    caption = f"<figcaption>{title}{unit}</figcaption>" if figure.title or unit else ""
     return f'<figure>{caption}{key}<div class="plot">{figure.svg}</div></figure>'
 
 

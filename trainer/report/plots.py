@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.report.curves import SMOOTHINGS, bin_means, finite, smooth, within
+from trainer.report.curves import NOTHING, SMOOTHINGS, bin_means, finite, smooth, within
 from trainer.report.result import Anomaly, MetricSummary, Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.svg import Panel, Scale, scale_of
@@ -15,8 +15,8 @@ from trainer.report.wording import clean, companions, interval, number, percent,
 PHASE = re.compile(r"time/train/(?!step|update|shard|checkpoint|eval)(\w+)_s")
 MAX_PHASES = 5
 NUM_TIME_BINS = 120
-LOG_RATIO = 50.0
-"""Highest over lowest value from which a curve gets a log axis."""
+LOG_RATIO = 20.0
+"""Highest value over the median from which a curve gets a log axis."""
 MAX_ZOOMS, MAX_MOVERS = 12, 5
 ZOOM_POINTS = 20
 """Points shown on each side of an anomaly."""
@@ -196,7 +196,7 @@ class Plots:
         return Figure(clean(title), svg, unit or clean(self._units.get(key, "")), signs)
 
     def _series(self, key: str) -> Series:
-        return self._log.series.get(key, Series(np.empty(0, np.int64), np.empty(0)))
+        return self._log.series.get(key, NOTHING)
 
 
 def figures(report: Report, log: RunLog) -> Mapping[str, tuple[Row, ...]]:
@@ -222,9 +222,9 @@ def _ends(values: np.ndarray, is_log: bool) -> tuple[float, float]:
 
 
 def _is_wide(series: Series) -> bool:
-    """Spread over so many powers of ten that only a log axis shows the usual level beside the peaks."""
+    """Peaks so high that only a log axis shows the usual level beside them."""
     values = finite(series).values
-    return bool(len(values)) and bool(values.min() > 0) and bool(values.max() / values.min() > LOG_RATIO)
+    return bool(len(values)) and bool(values.min() > 0) and bool(values.max() > LOG_RATIO * np.median(values))
 
 
 def _anomaly_title(anomaly: Anomaly) -> str:

@@ -39,9 +39,9 @@ def sections(report: Report, log: RunLog) -> tuple[Section, ...]:
         _validation(report, log),
         _learning_rate(report),
         _throughput(report.throughput),
-        _trends(report),
-        _metrics(report),
         _checklist(report),
+        _metrics(report),
+        _trends(report),
         _appendix(report),
     )
     return tuple(section for section in found if section is not None)

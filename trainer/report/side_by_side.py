@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.report.curves import SMOOTHINGS, finite, smooth
+from trainer.report.curves import NOTHING, SMOOTHINGS, finite, smooth
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
@@ -13,7 +13,6 @@ from trainer.report.wording import MISSING, clean, number, percent, share, step
 NUM_STEPS = 8
 PEAK_MEMORY = ("memory/max_reserved_gib", "memory/max_allocated_gib", "memory(GiB)")
 
-NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 
 Run = tuple[Report, RunLog]
 

@@ -28,8 +28,9 @@ margin:0 0 14px}
 .fail{--level:var(--fail);--back:var(--fail-back)}.warn{--level:var(--warn);--back:var(--warn-back)}
 .note{--level:var(--note);--back:var(--note-back)}.ok{--level:var(--ok);--back:var(--ok-back)}
 .info{--level:var(--info);--back:var(--info-back)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:0 0 14px}
-.tile{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:10px 14px}
+.tiles{display:flex;flex-wrap:wrap;gap:10px;margin:0 0 14px}
+.tile{flex:1 1 150px;max-width:240px;
+background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:10px 14px}
 .tile span{display:block;color:var(--soft);font-size:13px}.tile b{font-size:20px;font-weight:650}
 .tile small{color:var(--soft);font-size:13px;display:block}
 nav{display:flex;flex-wrap:wrap;gap:4px 16px;margin:0 0 14px;font-size:14px}
@@ -48,12 +49,13 @@ th{text-align:left;color:var(--soft);font-weight:600;white-space:nowrap;border-b
 td{border-bottom:1px solid var(--grid);vertical-align:top;overflow-wrap:break-word}
 th,td{padding:5px 26px 5px 0}th:last-child,td:last-child{padding-right:0}
 th.n,td.n{text-align:right;white-space:nowrap}
-td.w{min-width:86px;max-width:340px}td.long{min-width:230px}
+td.w{min-width:86px;max-width:340px}td.long{min-width:320px;max-width:420px}
 td.pass{color:var(--ok);font-weight:650}td.unknown{color:var(--soft)}td.fail{color:var(--fail);font-weight:650}
 .row{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:6px 26px}
-.groups{display:flex;flex-wrap:wrap;gap:0 20px}.group{flex:0 1 calc(var(--n)*200px);min-width:0}
+.groups{display:flex;flex-wrap:wrap;gap:0 20px}.group{flex:0 1 calc(var(--n)*200px);min-width:0;display:flex;flex-direction:column}
+.group>.row{margin-top:auto}
 .row.small{grid-template-columns:repeat(auto-fill,minmax(180px,1fr));gap:4px 20px}
-figure{margin:14px 0 0;min-width:0}
+figure{margin:14px 0 0;min-width:0;display:flex;flex-direction:column;justify-content:flex-end}
 figcaption{font-weight:650;font-size:14px;overflow-wrap:anywhere}
 .small figcaption{font-size:13px;font-weight:600}
 figcaption .unit,.key{color:var(--soft);font-weight:400;font-size:13px}
@@ -89,7 +91,7 @@ footer{color:var(--soft);font-size:13px}
 .group{flex-basis:100%}.verdict{display:block}.verdict b{display:block}
 .row.small{grid-template-columns:1fr 1fr;gap:4px 10px}.plot{padding:22px 92px 26px 40px}
 .small .plot{padding-left:36px}.pair .plot{padding-right:14px}
-.wide{display:none}.tiles{grid-template-columns:1fr 1fr}text.end{font-size:11px}}
+.wide{display:none}.tile{flex-basis:40%}text.end{font-size:11px}}
 @media print{body{background:#fff}section,.verdict,.tile{break-inside:avoid;border-color:#ccc}nav{display:none}
 .scroll{overflow:visible}table{font-size:10px}
 details::details-content{content-visibility:visible;display:block;height:auto}
