@@ -47,7 +47,7 @@ class Analysis:
 def analysis(monkeypatch: Patch) -> Analysis:
     fake = Analysis()
     for name, content in {
-        "read": {"read_run": fake.read_run, "UnreadableLogError": UnreadableLogError},
+        "readers": {"read_run": fake.read_run, "UnreadableLogError": UnreadableLogError},
         "analyse": {"analyse": fake.analyse},
         "thresholds": {"read_thresholds": _read_thresholds},
     }.items():

@@ -180,6 +180,13 @@ def test_the_loss_plot_has_raw_smoothed_and_validation_curves_with_what_happened
     assert "val 1.6</text>" in loss
 
 
+def test_an_anomaly_of_a_single_step_can_be_seen() -> None:
+    report, log = examples()["sft"]
+    html = as_page([(replace(report, anomalies=(replace(report.anomalies[0], steps=(1380, 1380)),)), log)])
+    widths = re.findall(r'class="band" x="[\d.]+%" width="([\d.]+)%"', html)
+    assert widths and all(float(width) > 0 for width in widths)
+
+
 @pytest.mark.covers("S1.25")
 def test_rewards_accuracy_and_violations_are_drawn_by_epoch() -> None:
     report, log = examples()["grpo"]

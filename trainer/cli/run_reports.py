@@ -45,7 +45,7 @@ def load(path: Path, options: argparse.Namespace) -> tuple[Report, RunLog]:
 
 
 def load_log(path: Path) -> RunLog:
-    from trainer.report.read import read_run
+    from trainer.report.readers import read_run
 
     return read_run(path)
 
@@ -61,7 +61,7 @@ def answer(command: Callable[[], int], *, usage_code: int = EXIT_USAGE) -> int:
     except KeyboardInterrupt:
         code, message = EXIT_INTERRUPTED, "interrupted"
     except (ValueError, OSError) as error:
-        from trainer.report.read import UnreadableLogError
+        from trainer.report.readers import UnreadableLogError
 
         if not isinstance(error, UnreadableLogError | OSError):
             raise

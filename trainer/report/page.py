@@ -10,7 +10,7 @@ from trainer.report.result import Finding, Report
 from trainer.report.run_log import RunLog
 from trainer.report.sections import STATUSES, Section, Table, sections
 from trainer.report.style import STYLE
-from trainer.report.wording import clean, number, place, share, step
+from trainer.report.wording import clean, facts, number, place, share, step
 
 VERDICT_LEVELS = {"FAIL": "fail", "ATTENTION": "warn", "OK": "ok", "INSUFFICIENT": "info"}
 FOLDED = ("metrics", "trends", "limits")
@@ -64,11 +64,12 @@ def _blocks(report: Report, log: RunLog, plots: Mapping[str, tuple[Row, ...]]) -
 
 def _head(report: Report) -> str:
     level = VERDICT_LEVELS[report.verdict]
-    facts = " · ".join(f"{escape(clean(name))} {escape(clean(value))}" for name, value in report.facts.items())
+    short, long = facts(report)
+    said = "".join(f'<p class="said">{escape(line)}</p>' for line in long)
     return (
         f"<header><h1>{escape(clean(report.title))}</h1>"
         f'<p class="source">{escape(clean(report.source))} log, profile {escape(report.profile)} · '
-        f"<code>{escape(clean(str(report.path)))}</code><br>{facts}</p></header>"
+        f"<code>{escape(clean(str(report.path)))}</code><br>{escape(short)}</p>{said}</header>"
         f'<div class="verdict {level}"><b>{report.verdict}</b><span>{escape(clean(report.headline))}</span></div>'
     )
 

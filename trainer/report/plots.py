@@ -17,7 +17,7 @@ MAX_PHASES = 5
 NUM_TIME_BINS = 120
 LOG_RATIO = 20.0
 """Highest value over the median from which a curve gets a log axis."""
-MAX_ZOOMS, MAX_MOVERS = 12, 5
+MAX_ZOOMS, MAX_MOVERS = 12, 4
 ZOOM_POINTS = 20
 """Points shown on each side of an anomaly."""
 MAX_SMALL = 30

@@ -9,6 +9,7 @@ from trainer.report.run_log import RunLog
 from trainer.report.wording import ARROWS, MISSING, clean, companions, interval, number, percent, share, step
 
 GROUPS = ("optimisation", "validation", "reward", "length", "state", "timing", "memory", "data", "other")
+MAX_CHAINS = 3
 STATUSES = ("fail", "unknown", "pass")
 
 
@@ -70,9 +71,10 @@ def _anomalies(report: Report) -> Section | None:
     ]
     count = len(report.anomalies)
     lead = f"{count} interval{'s' * (count > 1)} in which metrics left their usual range."
-    chains = dict.fromkeys(" → ".join(map(clean, a.chain)) for a in report.anomalies if len(a.chain) > 1)
-    notes = [f"Moved with them: {_moved_with(report.anomalies)}."] if any(a.movers for a in report.anomalies) else []
-    notes += [f"Order of onset: {chain}." for chain in chains]
+    chains = Counter(" → ".join(map(clean, a.chain)) for a in report.anomalies if len(a.chain) > 1)
+    together = _moved_with(report.anomalies)
+    notes = [f"Moved with them: {together}."] if together else []
+    notes += [f"Order of onset in {times} of {count}: {chain}." for chain, times in chains.most_common(MAX_CHAINS)]
     notes += [f"{clean(a)} and {clean(b)} move together (rho {number(rho)})." for a, b, rho in report.correlations]
     header = "steps, place, metric, peak, z, to usual, recovered, together with"
     words = "metric, together with"
@@ -80,7 +82,8 @@ def _anomalies(report: Report) -> Section | None:
 
 
 def _moved_with(anomalies: Sequence[Anomaly]) -> str:
-    counts = Counter(f"{clean(mover.metric)} {ARROWS[mover.sign]}" for anomaly in anomalies for mover in anomaly.movers)
+    others = (mover for anomaly in anomalies for mover in anomaly.movers if mover.metric != anomaly.metric)
+    counts = Counter(f"{clean(mover.metric)} {ARROWS[mover.sign]}" for mover in others)
     return ", ".join(f"{name} in {count}" for name, count in counts.most_common())
 
 
@@ -201,6 +204,9 @@ def _appendix(report: Report) -> Section | None:
         for name, value in report.thresholds.items()
     ]
     notes = tuple(f"{clean(rule)} was not judged: {clean(reason)}." for rule, reason in report.insufficient)
-    lead = f"Limits in use: {len(rows)}, overridden: {len(report.overridden)}."
+    lead = (
+        f"Limits in use: {len(rows)}, overridden: {len(report.overridden)}. "
+        f"Rules that could not be judged: {len(report.insufficient)}."
+    )
     header, words = "limit, value, overridden", "limit, overridden"
     return Section("limits", "Limits", lead, table(header, rows, words=words), notes) if rows or notes else None

@@ -20,7 +20,8 @@ h3{font-size:14px;margin:20px 0 4px}
 p{margin:0 0 8px}
 a{color:var(--s1)}
 code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
-.source{color:var(--soft);margin:4px 0 16px;overflow-wrap:anywhere}
+.source,.said{color:var(--soft);margin:4px 0;overflow-wrap:anywhere}
+header{margin-bottom:14px}.said{font-size:13px}
 section,.verdict{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:18px 20px;
 margin:0 0 14px}
 .verdict{display:flex;gap:16px;align-items:center;border-left:6px solid var(--level);background:var(--back)}
@@ -52,7 +53,8 @@ th.n,td.n{text-align:right;white-space:nowrap}
 td.w{min-width:86px;max-width:340px}td.long{min-width:320px;max-width:420px}
 td.pass{color:var(--ok);font-weight:650}td.unknown{color:var(--soft)}td.fail{color:var(--fail);font-weight:650}
 .row{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:6px 26px}
-.groups{display:flex;flex-wrap:wrap;gap:0 20px}.group{flex:0 1 calc(var(--n)*200px);min-width:0;display:flex;flex-direction:column}
+.groups{display:flex;flex-wrap:wrap;gap:0 20px}.group{flex:0 1 calc(var(--n)*200px);min-width:0;
+display:flex;flex-direction:column}
 .group>.row{margin-top:auto}
 .row.small{grid-template-columns:repeat(auto-fill,minmax(180px,1fr));gap:4px 20px}
 figure{margin:14px 0 0;min-width:0;display:flex;flex-direction:column;justify-content:flex-end}

@@ -23,6 +23,7 @@ NUM_COLUMNS = 400
 NUM_HOVER_COLUMNS = 60
 NUM_TICKS = 5
 MIN_LABEL_GAP_PX = 15
+MIN_BAND_PERCENT = 0.2
 MARGIN = 0.04
 MAX_SHOWN, MIN_LOG = 1e150, 1e-150
 """Beyond these an axis would overflow."""
@@ -140,10 +141,11 @@ class Panel:
 
     def band(self, steps: tuple[int, int], title: str) -> None:
         """A stretch of steps behind the curves."""
-        first, last = (float(self.x.place(np.array([at], np.float64))[0]) for at in steps)
+        first, last = (100 * float(self.x.place(np.array([at], np.float64))[0]) for at in steps)
+        width = max(last - first, MIN_BAND_PERCENT)  # a rectangle without width is not drawn at all
+        start = (first + last - width) / 2
         self._back.append(
-            f'<rect class="band" x="{100 * first:.2f}%" width="{100 * (last - first):.2f}%" y="0" height="100%">'
-            f"{_title(title)}</rect>"
+            f'<rect class="band" x="{start:.2f}%" width="{width:.2f}%" y="0" height="100%">{_title(title)}</rect>'
         )
 
     def mark(self, at: int, *, title: str, css: str, sign: str, is_above: bool = False) -> None:

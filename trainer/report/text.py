@@ -1,6 +1,7 @@
 """The report for a terminal of 80 to 120 columns: verdict, what to do, then sections that have something to say."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -10,7 +11,7 @@ from rich.text import Text
 from trainer.report.result import Finding, Report
 from trainer.report.run_log import RunLog
 from trainer.report.sections import Section, Table, sections
-from trainer.report.wording import clean, place
+from trainer.report.wording import clean, facts, place
 
 MAX_WIDTH = 120
 MAX_ROWS = {"anomalies": 10, "validation": 10, "throughput": 6, "metrics": 10, "checklist": 8, "limits": 0}
@@ -20,7 +21,7 @@ LEFT_OUT = {
     "anomalies": ("z", "together with"),
     "checklist": ("line", "phase"),
 }
-"""Columns that page and JSON have alone, as they have the trends."""
+"""Columns that page and JSON have alone, as they have the trends, and the checks that did not fail."""
 MAX_OTHERS, MAX_NOTES = 8, 6
 STYLES = {
     "FAIL": "bold red",
@@ -47,9 +48,9 @@ def print_section(console: Console, section: Section) -> None:
 
 
 def _parts(report: Report, log: RunLog) -> Iterator[RenderableType]:
-    facts = ", ".join(f"{clean(name)} {clean(value)}" for name, value in report.facts.items())
+    short, long = facts(report)
     yield Text(f"{clean(report.title)}  ({clean(report.source)} log, profile {report.profile})", style="bold")
-    yield Text(facts, style="dim")
+    yield from (Text(line, style="dim") for line in (short, *long) if line)
     yield Text.assemble((report.verdict, STYLES[report.verdict]), f"  {clean(report.headline)}")
     for finding in report.top:
         yield from _top(finding)
@@ -59,10 +60,13 @@ def _parts(report: Report, log: RunLog) -> Iterator[RenderableType]:
         yield from (_line(finding) for finding in others[:MAX_OTHERS])
         yield from _more(len(others) - MAX_OTHERS)
     for section in sections(report, log):
+        if section.id == "checklist" and section.table is not None:
+            failed = tuple(row for row in section.table.rows if row[0] == "fail")
+            section = replace(section, table=replace(section.table, rows=failed))
         if section.id != "trends":
             yield from _section(section, max_rows=MAX_ROWS.get(section.id), left_out=LEFT_OUT.get(section.id, ()))
     if report.closing:
-        yield Text(f"\n{clean(report.closing)}", style="bold")
+        yield Text(f"\n{clean(report.closing)}")
 
 
 def _top(finding: Finding) -> Iterator[RenderableType]:
@@ -89,9 +93,8 @@ def _section(section: Section, *, max_rows: int | None, left_out: tuple[str, ...
     if section.table is not None and max_rows != 0:
         yield _table(section.table, max_rows=max_rows, left_out=left_out)
         yield from _more(len(section.table.rows) - len(section.table.rows[:max_rows]))
-    shown = section.notes if max_rows is None else section.notes[:MAX_NOTES]
+    shown = section.notes if max_rows is None else section.notes[: MAX_NOTES if max_rows else 0]
     yield from (Padding(Text(note), (0, 0, 0, 2)) for note in shown)
-    yield from _more(len(section.notes) - len(shown))
 
 
 def _table(table: Table, *, max_rows: int | None, left_out: tuple[str, ...]) -> RichTable:

@@ -3,10 +3,11 @@
 import math
 from datetime import timedelta
 
-from trainer.report.result import Anomaly, Finding
+from trainer.report.result import Anomaly, Finding, Report
 
 MISSING = "–"
 NUM_DIGITS = 4
+LONG_FACT = 60
 ARROWS = {1: "↑", -1: "↓"}
 
 
@@ -68,6 +69,13 @@ def place(finding: Finding) -> str:
     return ", ".join(clean(part) for part in (finding.metric or "", interval(finding.steps), measured(finding)) if part)
 
 
+def facts(report: Report) -> tuple[str, tuple[str, ...]]:
+    """The header's facts: short ones as one line, long ones each as its own."""
+    words = [f"{clean(name)} {clean(value)}" for name, value in report.facts.items()]
+    return " · ".join(w for w in words if len(w) <= LONG_FACT), tuple(w for w in words if len(w) > LONG_FACT)
+
+
 def companions(anomaly: Anomaly) -> str:
-    """The metrics that moved with an anomaly, with direction and peak."""
-    return ", ".join(f"{clean(m.metric)} {ARROWS[m.sign]} {number(m.peak_value)}" for m in anomaly.movers)
+    """The other metrics that moved with an anomaly, with direction and peak."""
+    others = (mover for mover in anomaly.movers if mover.metric != anomaly.metric)
+    return ", ".join(f"{clean(mover.metric)} {ARROWS[mover.sign]} {number(mover.peak_value)}" for mover in others)
