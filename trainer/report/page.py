@@ -41,16 +41,14 @@ def _article(report: Report, log: RunLog, prefix: str) -> str:
     parts += [
         f'<section id="{prefix}{id_}"><h2>{escape(title)}</h2>{body}</section>' for id_, (title, body) in blocks.items()
     ]
-    return f"<article>{''.join(parts)}</article>"
+    said = "".join(f"<p>{escape(line)}</p>" for line in facts(report)[1])
+    return f"<article>{''.join(parts)}<footer>{said}</footer></article>"
 
 
 def _blocks(report: Report, log: RunLog, plots: Mapping[str, tuple[Row, ...]]) -> Iterator[tuple[str, tuple[str, str]]]:
     """(id, (title, body)) in reading order: what matters, the loss, the sections, then all there is."""
     if report.top:
-        closing = (
-            f'<p class="lead" style="margin-top:14px">{escape(clean(report.closing))}</p>' if report.closing else ""
-        )
-        yield "top", ("What matters", "".join(map(_finding, report.top)) + closing)
+        yield "top", ("What matters", "".join(map(_finding, report.top)))
     if plots["loss"]:
         yield "loss", ("Loss", _rows(plots["loss"]))
     rest = [finding for finding in report.findings if finding not in report.top]
@@ -60,16 +58,17 @@ def _blocks(report: Report, log: RunLog, plots: Mapping[str, tuple[Row, ...]]) -
         if section.id == "metrics" and plots["curves"]:
             yield "curves", ("All curves", _rows(plots["curves"]))
         yield section.id, (section.title, _section(section, plots.get(section.id, ())))
+    if report.closing:
+        yield "next", ("What next", f"<p>{escape(clean(report.closing))}</p>")
 
 
 def _head(report: Report) -> str:
     level = VERDICT_LEVELS[report.verdict]
-    short, long = facts(report)
-    said = "".join(f'<p class="said">{escape(line)}</p>' for line in long)
+    short, _ = facts(report)
     return (
         f"<header><h1>{escape(clean(report.title))}</h1>"
         f'<p class="source">{escape(clean(report.source))} log, profile {escape(report.profile)} · '
-        f"<code>{escape(clean(str(report.path)))}</code><br>{escape(short)}</p>{said}</header>"
+        f"<code>{escape(clean(str(report.path)))}</code><br>{escape(short)}</p></header>"
         f'<div class="verdict {level}"><b>{report.verdict}</b><span>{escape(clean(report.headline))}</span></div>'
     )
 
@@ -100,17 +99,19 @@ def _tiles(report: Report, log: RunLog) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    """With its action in bold, then the cause; the evidence is a list."""
-    where = place(finding)
-    about = " · ".join(part for part in (where, finding.rule, *finding.seeds) if part)
+    """What is the matter and what to do at once; why, on demand."""
+    about = " · ".join(part for part in (place(finding), finding.rule, *finding.seeds) if part)
+    evidence = "".join(f"<li>{escape(clean(line))}</li>" for line in finding.evidence)
+    why = (f"<p>{escape(clean(finding.cause))}</p>" if finding.cause else "") + (
+        f"<ul>{evidence}</ul>" if evidence else ""
+    )
     parts = [
         f'<h3><span class="badge">{escape(finding.level)}</span>{escape(clean(finding.title))}</h3>',
         f'<p class="do"><b>Do:</b> {escape(clean(finding.remedy))}</p>' if finding.remedy else "",
-        f"<p>{escape(clean(finding.cause))}</p>" if finding.cause else "",
-        f'<p class="where">{escape(about)}</p>',
+        f"<details><summary>Why: {escape(about)}</summary>{why}</details>"
+        if why
+        else f'<p class="where">{escape(about)}</p>',
     ]
-    if finding.evidence:
-        parts.append(f"<ul>{''.join(f'<li>{escape(clean(line))}</li>' for line in finding.evidence)}</ul>")
     return f'<div class="finding {finding.level}">{"".join(parts)}</div>'
 
 
@@ -160,11 +161,12 @@ def _row(row: Row) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    unit = f' <span class="unit">{escape(figure.unit)}</span>' if figure.unit else ""
-    signs = "".join(f'<span class="{css}">{_swatch(css)}{escape(words)}</span>' for css, words in figure.key)
-    key = f'<div class="key">{signs}</div>' if signs else ""
+    """Without a title, below the heading of its section, the unit begins the key."""
+    unit = f'<span class="unit">{escape(figure.unit)}</span>' if figure.unit else ""
     title = re.sub("([/_])", r"\1<wbr>", escape(figure.title))
-    caption = f"<figcaption>{title}{unit}</figcaption>" if figure.title or unit else ""
+    caption = f"<figcaption>{title} {unit}</figcaption>" if title else ""
+    signs = "".join(f'<span class="{css}">{_swatch(css)}{escape(words)}</span>' for css, words in figure.key)
+    key = f'<div class="key">{"" if title else unit}{signs}</div>' if figure.key else ""
     return f'<figure>{caption}{key}<div class="plot">{figure.svg}</div></figure>'
 
 

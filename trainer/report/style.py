@@ -20,8 +20,8 @@ h3{font-size:14px;margin:20px 0 4px}
 p{margin:0 0 8px}
 a{color:var(--s1)}
 code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
-.source,.said{color:var(--soft);margin:4px 0;overflow-wrap:anywhere}
-header{margin-bottom:14px}.said{font-size:13px}
+.source{color:var(--soft);margin:4px 0;overflow-wrap:anywhere}
+header{margin-bottom:14px}
 section,.verdict{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:18px 20px;
 margin:0 0 14px}
 .verdict{display:flex;gap:16px;align-items:center;border-left:6px solid var(--level);background:var(--back)}
@@ -39,6 +39,7 @@ nav{display:flex;flex-wrap:wrap;gap:4px 16px;margin:0 0 14px;font-size:14px}
 .finding h3{margin:0;font-size:16px;line-height:1.35}
 .badge{display:inline-block;font-size:12px;font-weight:700;color:var(--level);background:var(--back);border-radius:5px;
 padding:0 7px;margin-right:8px;text-transform:uppercase;letter-spacing:.03em}
+.finding details{margin:2px 0 0}.finding summary{font-weight:400;overflow-wrap:anywhere}
 .finding p{margin:3px 0 0}.finding ul{margin:4px 0 0;padding-left:18px;color:var(--soft)}
 .where,.lead,.notes{color:var(--soft)}
 .do b{color:var(--level)}

@@ -50,7 +50,8 @@ def print_section(console: Console, section: Section) -> None:
 def _parts(report: Report, log: RunLog) -> Iterator[RenderableType]:
     short, long = facts(report)
     yield Text(f"{clean(report.title)}  ({clean(report.source)} log, profile {report.profile})", style="bold")
-    yield from (Text(line, style="dim") for line in (short, *long) if line)
+    if short:
+        yield Text(short, style="dim")
     yield Text.assemble((report.verdict, STYLES[report.verdict]), f"  {clean(report.headline)}")
     for finding in report.top:
         yield from _top(finding)
@@ -65,6 +66,8 @@ def _parts(report: Report, log: RunLog) -> Iterator[RenderableType]:
             section = replace(section, table=replace(section.table, rows=failed))
         if section.id != "trends":
             yield from _section(section, max_rows=MAX_ROWS.get(section.id), left_out=LEFT_OUT.get(section.id, ()))
+    if long:
+        yield Text("\n" + "\n".join(long), style="dim")
     if report.closing:
         yield Text(f"\n{clean(report.closing)}")
 
