@@ -141,7 +141,7 @@ def sft_findings() -> tuple[Finding, ...]:
                 "3.1 epochs were seen",
             ),
             "The model has begun to learn its training samples by heart: more passes over the same data do not help.",
-            "Use the checkpoint of step 1000; next time trainer.total_epochs=2 and early_stop.patience=3.",
+            "Use the checkpoint of step 1000; next time set trainer.total_epochs=2.",
             ("S3.32", "S3.43"),
         ),
         Finding(
@@ -155,7 +155,7 @@ def sft_findings() -> tuple[Finding, ...]:
             0.1,
             ("0.09 s at the start, 0.31 s at the end",),
             "The loader does not keep up; its time grows, as with a file system whose cache runs full.",
-            "data.num_workers=4, and keep the token cache on a local disk.",
+            "Set data.num_workers=4, and keep the token cache on a local disk.",
             ("S0.26",),
         ),
         Finding(
