@@ -5,7 +5,8 @@ STYLE = """
 --s1:#0b66b2;--s2:#c8520a;--s3:#7a4fb0;--s4:#0a7d5e;--s5:#b0305f;--s6:#8a94a1;--band:#f2b70540;--edge:#d99c00;
 --fail:#b3261e;--warn:#9a5b00;--note:#0b66b2;--ok:#0a7d5e;--info:#5b6675;
 --fail-back:#fdecea;--warn-back:#fff3dc;--note-back:#e8f2fb;--ok-back:#e3f5ee;--info-back:#eef1f4}
-@media screen and (prefers-color-scheme:dark){:root{--page:#11151b;--card:#191f27;--ink:#e6eaf0;--soft:#9aa6b5;--rule:#2b333e;
+@media screen and (prefers-color-scheme:dark){
+:root{--page:#11151b;--card:#191f27;--ink:#e6eaf0;--soft:#9aa6b5;--rule:#2b333e;
 --grid:#252c36;--s1:#62b0f0;--s2:#f79a55;--s3:#b99be8;--s4:#4fcba3;--s5:#f084ab;--s6:#8390a0;--band:#f2c94c30;--edge:#d9a93a;
 --fail:#ff8a80;--warn:#f5b95f;--note:#7cbcf5;--ok:#5fd3a9;--info:#9aa6b5;
 --fail-back:#3a1f1f;--warn-back:#35290f;--note-back:#16293b;--ok-back:#12301f;--info-back:#232a33}}
