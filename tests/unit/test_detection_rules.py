@@ -101,6 +101,11 @@ def test_for_counts_steps_in_a_row() -> None:
     assert acted("kl > 3: warn", "kl", series) == [(0, ("warn",))]
 
 
+def test_a_rule_written_twice_counts_once() -> None:
+    detector = Detector(rules=[parse_rule("kl > 3 for 2: warn")] * 2)
+    assert [len(detector.observe(step, STEP | {"kl": 5.0})) for step in range(3)] == [0, 1, 0]
+
+
 def test_a_rule_that_has_acted_rests_for_50_steps() -> None:
     assert [step for step, _ in acted("kl > 3: rollback", "kl", [5.0] * 120)] == [0, 51, 102]
 

@@ -28,8 +28,8 @@ def levels(*steps: tuple[float, float]) -> list[tuple[int, str]]:
 
 
 def test_a_loss_half_as_high_again_is_a_warning() -> None:
-    assert levels((2 * 1.52, 1.0)) == [(0, "warn")]
-    assert levels((2 * 1.48, 1.0)) == [], "z 7.8, ratio 1.48"
+    assert levels((2 * 1.505, 1.0)) == [(0, "warn")]
+    assert levels((2 * 1.495, 1.0)) == [], "z 8.04 alone is not enough"
 
 
 def test_a_warning_says_what_is_usual() -> None:
@@ -79,6 +79,12 @@ def test_limits_before_a_step_say_what_will_be_severe() -> None:
     limits = detector.limits()
     assert limits.loss_with_grad == pytest.approx(4.0) and limits.grad_with_loss == pytest.approx(math.exp(0.6))
     assert (limits.loss_alone, limits.grad_alone) == (math.inf, pytest.approx(50.0))
+
+
+def test_a_gradient_of_zero_does_not_change_what_is_usual() -> None:
+    detector = Detector()
+    watch(flat((2.0, 0.0)), detector=detector)
+    assert detector.limits().grad_with_loss == pytest.approx(math.exp(0.6))
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, "signed"])

@@ -141,6 +141,12 @@ def test_blocks_of_any_size_give_the_same_rows(
     assert (found, faults.num_unparsed) == ([1, 3, 5, 6], 3)
 
 
+def test_torn_lines_that_make_one_object_together_are_no_row(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 2\n"x": 3}\n')
+    log = read_run(tmp_path / "log.jsonl")
+    assert (set(log.series), log.num_rows, log.num_unparsed) == ({"train/loss"}, 1, 2)
+
+
 def test_a_database_of_something_else_is_refused_with_its_tables(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "shop.db")
     connection.execute("CREATE TABLE metrics (name TEXT)")

@@ -16,7 +16,8 @@ def logged(run_dir: Path, backend: str, *, steps: range, exit_code: int = 0) -> 
     """One attempt of a run through our facade."""
     tracking = Tracking("project", "exp", backend, {"optim": {"lr": 1e-4}}, run_dir=run_dir, total_steps=8)
     for step in steps:
-        tracking.log({"train/loss": step / 128, "train/lr(1e-3)": 0.125}, step=step)
+        share = step / 4 if step != 3 else float("nan")
+        tracking.log({"train/loss": step / 128, "train/lr(1e-3)": 0.125, "data/share(%)": share}, step=step)
         if step % 2 == 0:
             tracking.log({"val/loss": float(step)}, step=step)
     tracking.finish(exit_code)
@@ -39,6 +40,7 @@ def test_our_backends_read_like_the_file_that_is_the_source_of_truth(
     assert (truth.source, log.source) == ("fsdp-sft", backend)
     for key in ("train/loss", "train/lr", "val/loss"):
         assert values(log, key) == values(truth, key), key
+    np.testing.assert_array_equal(log.series["data/share(%)"].values, [0.25, 0.5, np.nan, 1, 1.25, 1.5, 1.75, 2])
     assert log.num_attempts == (2 if backend == "tensorboard" else 1)
     if backend == "mlflow":
         assert (log.config["optim.lr"], log.exit_code) == ("0.0001", 0)

@@ -11,6 +11,7 @@ from report_faults import FAULTS, SEED, healthy, put
 from trainer.report.analyse import analyse
 from trainer.report.result import LEVELS, VERDICTS, Finding, Report
 from trainer.report.rule_table import RULES
+from trainer.report.run import recognise_profile
 from trainer.report.run_log import RunLog
 
 LEVEL_OF = {"V03": "warn", "V08": "warn", "V10": "note", "V25": "fail", "V31": "fail", "V32": "fail", "V44": "fail"}
@@ -67,6 +68,13 @@ def test_a_healthy_fine_tuning_is_ok_without_any_warning(seed: int) -> None:
     assert report.headline.startswith("Normal")
 
 
+def test_the_profile_is_recognised_by_what_is_logged() -> None:
+    kinds = {"sft": sft_run(0), "grpo": swift_run(0), "controller": controller_run(0)}
+    assert {kind: recognise_profile(log) for kind, log in kinds.items()} == {kind: kind for kind in kinds}
+    assert recognise_profile(changed(sft_run(0), **{"rewards/margins": 0.3})) == "grpo", "preference training"
+    assert recognise_profile(replace(sft_run(0), series={})) == "generic"
+
+
 @pytest.mark.covers("S2.44", "S1.15")
 def test_a_policy_loss_near_zero_or_negative_is_no_fault() -> None:
     log = swift_run(0, has_bursts=False)
@@ -90,6 +98,11 @@ def test_gradient_norms_are_judged_against_the_runs_own_level() -> None:
     explosion = of_rule(wild, "V11")[0]
     assert explosion.value is not None and explosion.value > 1000
     assert "times the usual 30," in explosion.title or "times the usual 29," in explosion.title
+
+
+def test_violent_noise_without_a_trend_is_not_called_divergence() -> None:
+    build = next(build for rule, _, build in FAULTS if rule == "V06")
+    assert not of_rule(analyse(build()), "V05"), f"seed {SEED}"
 
 
 @pytest.mark.covers("S1.43")

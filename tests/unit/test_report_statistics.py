@@ -92,6 +92,7 @@ def test_batches_of_two_kinds_are_usual() -> None:
 
 T = np.arange(1, 2001)
 UP = np.minimum(T / 100, 1)
+LIMITS = merged(None)
 SCHEDULES = {
     "constant": np.full(2000, 1.0),
     "linear": UP * (1 - (T - 100).clip(0) / 1900),
@@ -107,13 +108,10 @@ SCHEDULES = {
 @pytest.mark.covers("S2.10", "S3.33")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_recognised(name: str) -> None:
-    told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), high=0.8, total_steps=2000)
+    told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), limits=LIMITS, total_steps=2000)
     assert told.schedule == name.split()[0] and told.peak == pytest.approx(3e-5)
     if name not in ("constant", "step", "unknown"):
         assert told.warmup_steps == 100
-
-
-LIMITS = merged(None)
 
 
 @pytest.mark.covers("S3.43")

@@ -119,6 +119,14 @@ def test_a_best_checkpoint_that_was_deleted_is_told_and_the_next_best_taken() ->
     assert "no longer exists" in of(report, "overfit").cause and of(report, "overfit").level == "fail"
 
 
+def test_checkpoints_that_were_never_validated_are_not_recommended() -> None:
+    result = analyse(overfitting_example(kept=(700, 1500))).generalisation
+    assert result is not None and result.recommended_step == 1500
+    none = analyse(overfitting_example(kept=(700,))).generalisation
+    assert none is not None and none.recommended_step == 1000 and none.recommended_path is None
+    assert "no complete checkpoint was validated" in none.reason
+
+
 @pytest.mark.covers("S3.44")
 def test_an_external_result_outranks_the_validation_loss() -> None:
     result = analyse(overfitting_example(), external={500: 0.31, 1500: 0.44, 1700: 0.9}).generalisation
@@ -200,6 +208,14 @@ def test_warmup_peak_and_decay_are_confirmed() -> None:
     rate = analyse(sft_run(0)).learning_rate
     assert rate is not None and (rate.schedule, rate.warmup_steps, rate.peak) == ("cosine", 200, 1e-5)
     assert "lr_schedule:warmup" in ids(analyse(put("train/lr", slice(50, 100), 1e-8)()))
+
+
+def test_a_rate_that_jumps_is_told_and_an_unusual_smooth_one_is_not() -> None:
+    back = analyse(put("train/lr", slice(900, 1000), 1e-5)())
+    assert "jumps at step 901" in of(back, "lr_schedule:jumps").title
+    steps = np.arange(1, 2001)
+    smooth = analyse(put("train/lr", slice(None), 1e-5 * np.minimum(steps / 200, np.sqrt(200 / steps)))())
+    assert smooth.verdict == "OK", "inverse square root"
 
 
 @pytest.mark.covers("S3.38")

@@ -104,7 +104,7 @@ class Detector:
 
     def _advisory(self, step: int) -> Event:
         count = self._ledger.num_singles
-        message = f"heavy-tailed batches ({count} single steps stood out lately): look at loss_by/source"
+        message = f"heavy-tailed batches ({count} single steps stood out lately): look at the samples of one, by a rule"
         return Event(step, Level.ADVISORY, LOSS, message, value=float(count))
 
     def _diverging(self, step: int) -> Event:

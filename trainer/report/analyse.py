@@ -22,10 +22,14 @@ from trainer.report.statistics import slope
 from trainer.report.thresholds import merged
 from trainer.report.throughput import throughput
 from trainer.report.trends import trends
+from trainer.report.wording import duration
 
 NUM_TOP = 3
-MAIN_RULES = ("V01", "V44", "V05", "V25", "V31", "V17", "V02", "V32", "V13", "V15", "V16", "V11", "V07", "V34")
-"""Of two findings of one level the one that comes first here matters more."""
+MAIN_RULES = (
+    *("V01", "V44", "lr_schedule:raised", "V05", "V25", "V31", "V17", "V02", "V32", "V13"),
+    *("V15", "V16", "V11", "V07", "V34"),
+)
+"""Rules, or single findings, of which the one that comes first matters more than another of its level."""
 
 
 @np.errstate(all="ignore")  # logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
@@ -84,7 +88,7 @@ def _rate(run: Run) -> LearningRate | None:
     series = run.find("lr")
     if series is None:
         return None
-    return learning_rate(series, run.anomalies, high=run.limits["lr_high"], total_steps=run.total_steps)
+    return learning_rate(series, run.anomalies, limits=run.limits, total_steps=run.total_steps)
 
 
 def _verdict(run: Run, findings: tuple[Finding, ...]) -> str:
@@ -100,7 +104,7 @@ def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The worst three that ask for something to be done."""
     rank = {rule: place for place, rule in enumerate(MAIN_RULES)}
     serious = [finding for finding in findings if finding.level != "info"]
-    serious.sort(key=lambda f: (LEVELS.index(f.level), rank.get(f.rule, len(rank)), f.rule))
+    serious.sort(key=lambda f: (LEVELS.index(f.level), rank.get(f.id, rank.get(f.rule, len(rank))), f.rule))
     return tuple(serious[:NUM_TOP])
 
 
@@ -138,7 +142,7 @@ def _facts(run: Run, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
     steps = f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step)
     facts = {"steps": steps, "metrics": group_counts(metrics), "rows": str(log.num_rows)}
     if log.span_s is not None:
-        facts["time span"] = f"{log.span_s / 3600:.1f} h"
+        facts["time span"] = duration(log.span_s)
     if log.num_attempts > 1:
         facts["attempts"] = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
     if log.num_unparsed:
@@ -148,7 +152,7 @@ def _facts(run: Run, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
         facts["checkpoints"] = f"{len(log.checkpoints)}, {number(total)} GiB in all"
     if log.exit_code is not None:
         facts["exit code"] = str(log.exit_code)
-    if log.config:
+    if remedies.is_known(run):
         facts["configuration"] = listed(remedies.fact(run, purpose) for purpose in ("lr", "clip", "batch"))
     if log.notes:
         facts["notes"] = " ".join(log.notes)
@@ -162,6 +166,6 @@ def _closing(run: Run, verdict: str, findings: tuple[Finding, ...]) -> str:
     if verdict == "INSUFFICIENT":
         return "Let it run on and ask again; what is there shows no fault."
     actions = [finding.remedy for finding in _top(findings) if finding.remedy]
-    told = f"{story(run.anomalies)} {how_common(run)} " if run.anomalies else ""
+    told = " ".join(filter(None, (story(run.anomalies), how_common(run)))) if run.anomalies else ""
     numbered = " ".join(f"{place}) {action}" for place, action in enumerate(actions, 1))
-    return f"{told}Next: {numbered}".strip()
+    return f"{told} Next: {numbered}".strip()

@@ -1,7 +1,7 @@
 """Intervals in which a run left its usual range: departures of single metrics, merged, with what moved along.
 
-A loss, a gradient norm or a KL that rises far is an anomaly by itself. Lengths, rewards and policy statistics jump
-alone now and then; they make one only where two of these groups jump together.
+A loss, a gradient norm or a KL that rises far is an anomaly by itself, and so is a learning rate that jumps. Lengths,
+rewards and policy statistics jump alone now and then; they make one only where two of these groups jump together.
 """
 
 import math
@@ -11,17 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.report.raised_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import UsualRange, finite, runs, spearman, usual_range
+from trainer.report.statistics import NORMAL_MAD, UsualRange, finite, runs, spearman, usual_range
 from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_group
 
 Ints = NDArray[np.int64]
-PRIMARY = ("loss", "gradient", "kl")
-LOGARITHMIC = (*PRIMARY, "length")
+EFFECTS = ("loss", "gradient", "kl")
+PRIMARY = ("rate", *EFFECTS)
+LOGARITHMIC = (*EFFECTS, "length")
 """Groups that vary by factors; shares and rewards, which may come near 0, by differences."""
 NUM_BEFORE = 16
 """A departure must also stand out against this many points before it: a steep start or a new level is none."""
+RATE_SPREAD = 0.05
+"""Of the logarithm of a learning rate, which has no noise of its own."""
+NUM_EARLIER, LEAST_RISE = 32, math.log(1.2)
+"""Points whose middle and spread a rise that stays is held against, and how far it and what follows lie above."""
 MIN_POINTS = 48
 MAX_SAMPLES = 5000
 
@@ -36,23 +42,27 @@ class Witness:
     usual: UsualRange
     is_log: bool
     z: NDArray[np.float32]
+    levels: NDArray[np.float64]
+    """What was to be expected at each point, in logarithms where `is_log`."""
     flagged: Ints
-    """Indices into `series`."""
+    """Indices into `series` of points that make an anomaly by themselves or with others."""
+    moved: Ints
+    """Indices of points that count as moving where there is one."""
 
-    def level(self, index: int) -> float:
-        centre = self.usual.centre_at(index)
-        return math.exp(centre) if self.is_log else centre
+    def level(self, mover: Mover) -> float:
+        """What was to be expected where it moved; a loss that stays up soon is expected to."""
+        onset, peak = np.searchsorted(self.series.steps, [mover.onset_step, mover.peak_step]).tolist()
+        return float(self.levels[min(onset, peak) : peak + 1].min() if self.group in EFFECTS else self.levels[peak])
 
 
 def observe(log: RunLog, limits: Mapping[str, float], *, is_generating: bool) -> tuple[Witness, ...]:
-    """The metrics of a log that can testify: those with 48 points that do not leave their range all the time."""
+    """The metrics of a log that can testify: those with at least 48 finite points."""
     found = []
     for key, series in log.series.items():
         group = witness_group(key, is_generating=is_generating)
         if group and len(series) >= MIN_POINTS and len(clean := finite(series)) >= MIN_POINTS:
-            witness = _witness(key, group, clean, limits)
-            if group in PRIMARY or len(witness.flagged) <= limits["restless"] * len(clean):
-                found.append(witness)
+            is_rate = group == "rate"
+            found.append(_of_rate(key, clean, limits) if is_rate else _witness(key, group, clean, limits))
     return tuple(found)
 
 
@@ -81,8 +91,29 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
         relative_floor=0 if is_log else 0.05,
     )
     z = _against_the_points_before(values, usual, limits["onset_z"])
-    flagged = _flagged(group, z, values, usual, is_log=is_log, limits=limits)
-    return Witness(key, group, series, usual, is_log, z.astype(np.float32), flagged)
+    levels = usual.centre
+    if group in ("loss", "gradient") and is_log:
+        _judge_rises_that_stay(z, levels, values, usual, floor=floor)
+    flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
+    moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else flagged
+    return Witness(key, group, series, usual, is_log, z.astype(np.float32), levels, flagged, moved)
+
+
+def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
+    """A rate's usual range is its own schedule: it leaves that only where it was raised, or where it stays up."""
+    stretches = raised_rates(series, jump=limits["lr_jump"])
+    centres = np.log(np.maximum(series.values, np.finfo(float).tiny))
+    z = np.zeros(len(series))
+    flagged: list[int] = []
+    for stretch in stretches:
+        inside = np.flatnonzero(is_raised(series, (stretch,)))
+        rise = centres[inside] - math.log(stretch.level)
+        z[inside], centres[inside] = rise / RATE_SPREAD, math.log(stretch.level)
+        flagged += inside.tolist() if stretch.is_over else inside[:1].tolist()
+    spread = np.array([RATE_SPREAD])
+    usual = UsualRange(centres, np.arange(len(series), dtype=np.int32), spread, spread, np.zeros(len(series), np.int32))
+    indices = np.array(flagged, dtype=np.int64)
+    return Witness(key, "rate", series, usual, True, z.astype(np.float32), centres, indices, indices)
 
 
 def _least_spread(key: str, group: str, values: NDArray[np.float64]) -> float:
@@ -108,28 +139,49 @@ def _flagged(
     group: str,
     z: NDArray[np.float64],
     values: NDArray[np.float64],
-    usual: UsualRange,
+    levels: NDArray[np.float64],
     *,
     is_log: bool,
     limits: Mapping[str, float],
 ) -> Ints:
     """Where a metric counts: primary ones only upwards, and by a factor as well as by their score."""
-    rise = values - usual.centre
+    rise = values - levels
     if group == "loss":
-        mask = (z > limits["loss_z"]) & (_rise_in_nat(values, usual, is_log=is_log) > limits["loss_rise"])
+        mask = (z > limits["loss_z"]) & (_rise_in_nat(values, levels, is_log=is_log) > limits["loss_rise"])
         mask &= (rise > math.log(limits["loss_ratio"])) if is_log else True
     elif group == "gradient":
         mask = (z > limits["metric_z"]) & ((rise > math.log(limits["grad_ratio"])) if is_log else True)
     elif group == "kl":
-        mask = (z > limits["metric_z"]) & (_rise_in_nat(values, usual, is_log=is_log) > limits["kl_rise"])
+        mask = (z > limits["metric_z"]) & (_rise_in_nat(values, levels, is_log=is_log) > limits["kl_rise"])
         mask &= (rise > math.log(limits["kl_ratio"])) if is_log else True
     else:
         mask = np.abs(z) > limits["metric_z"]
     return np.flatnonzero(mask)
 
 
-def _rise_in_nat(values: NDArray[np.float64], usual: UsualRange, *, is_log: bool) -> NDArray[np.float64]:
-    return np.exp(values) - np.exp(usual.centre) if is_log else values - usual.centre
+def _judge_rises_that_stay(
+    z: NDArray[np.float64], levels: NDArray[np.float64], values: NDArray[np.float64], usual: UsualRange, *, floor: float
+) -> None:
+    """Raise the scores, and lower the levels, of points far above those before them, which are all that the guard sees.
+
+    A loss that jumps and stays up soon is the middle of the window around it, and no point of it stands out there.
+    """
+    rise = values[NUM_EARLIER:] - usual.centre[:-NUM_EARLIER]
+    at = np.flatnonzero(rise > LEAST_RISE) + NUM_EARLIER
+    past = np.sort(values[at[:, None] - np.arange(1, NUM_EARLIER + 1)], axis=1)
+    centre = np.median(past, axis=1)
+    mad = NORMAL_MAD * np.median(np.abs(past - centre[:, None]), axis=1)
+    tail = (past[:, int(0.9 * NUM_EARLIER)] - centre) / 1.282
+    just_before = np.median(values[at[:, None] - np.arange(1, NUM_BEFORE + 1)], axis=1)
+    expected = np.maximum(centre, just_before)
+    scores = (values[at] - expected) / np.maximum(np.maximum(mad, tail), floor)
+    after = np.median(values[(at[:, None] + np.arange(NUM_BEFORE)).clip(max=len(values) - 1)], axis=1)
+    is_higher = (scores > z[at]) & (after - expected > LEAST_RISE)
+    z[at[is_higher]], levels[at[is_higher]] = scores[is_higher], expected[is_higher]
+
+
+def _rise_in_nat(values: NDArray[np.float64], levels: NDArray[np.float64], *, is_log: bool) -> NDArray[np.float64]:
+    return np.exp(values) - np.exp(levels) if is_log else values - levels
 
 
 def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:
@@ -161,10 +213,9 @@ def _anomaly(
     low, high = int(grid[max(0, first - margin)]), int(grid[min(len(grid) - 1, last + margin)])
     moved = [(w, m) for w in witnesses if (m := _mover(w, low, high, limits)) is not None]
     moved.sort(key=lambda pair: (pair[1].onset_step, _place_in_chain(*pair)))
-    leaders = [pair for pair in moved if pair[0].group in PRIMARY] or moved
-    witness, leader = max(leaders, key=lambda pair: abs(pair[1].z))
-    index = int(np.searchsorted(witness.series.steps, leader.peak_step))
-    level = witness.level(index)
+    effects = [pair for pair in moved if pair[0].group in EFFECTS]
+    witness, leader = max(effects or moved, key=lambda pair: abs(pair[1].z))
+    level = math.exp(witness.level(leader)) if witness.is_log else witness.level(leader)
     return Anomaly(
         steps=(int(grid[first]), int(grid[last])),
         metric=leader.metric,
@@ -173,7 +224,7 @@ def _anomaly(
         z=leader.z,
         ratio=leader.peak_value / level if level * leader.peak_value > 0 else math.nan,
         percent=100 * leader.peak_step / last_step,
-        has_recovered=_has_recovered(witness, int(grid[last])),
+        has_recovered=all(_has_recovered(*pair, int(grid[last])) for pair in effects or [(witness, leader)]),
         movers=tuple(mover for _, mover in moved),
         chain=_chain([(pair[0].group, pair[1].metric) for pair in moved]),
     )
@@ -182,15 +233,17 @@ def _anomaly(
 def _mover(witness: Witness, low: int, high: int, limits: Mapping[str, float]) -> Mover | None:
     """How a metric moved between two steps; None where it stayed in its range."""
     start, stop = np.searchsorted(witness.series.steps, [low, high + 1])
-    inside = witness.flagged[(witness.flagged >= start) & (witness.flagged < stop)]
+    inside = witness.moved[(witness.moved >= start) & (witness.moved < stop)]
     if len(inside) == 0:
         return None
-    peak = int(inside[np.argmax(np.abs(witness.z[inside]))])
-    sign = 1 if witness.z[peak] > 0 else -1
+    outermost = int(inside[np.argmax(np.abs(witness.z[inside]))])
+    z = float(witness.z[outermost])
+    sign = 1 if z > 0 else -1
+    peak = int(start + np.argmax(witness.series.values[start:stop])) if witness.group in EFFECTS else outermost
     starts, stops = runs(sign * witness.z[start:stop] > limits["onset_z"])
     onset = next(int(a) for a, b in zip(starts + start, stops + start, strict=True) if b > inside[0])
     steps, values = witness.series.steps, witness.series.values
-    return Mover(witness.key, sign, float(witness.z[peak]), int(steps[onset]), int(steps[peak]), float(values[peak]))
+    return Mover(witness.key, sign, z, int(steps[onset]), int(steps[peak]), float(values[peak]))
 
 
 def _place_in_chain(witness: Witness, mover: Mover) -> tuple[int, bool, float]:
@@ -207,20 +260,23 @@ def _chain(moved: list[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(chain.values())
 
 
-def _has_recovered(witness: Witness, last_step: int) -> bool:
-    """Whether the points after the interval lie where those before it lay, within 3 spreads."""
+def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
+    """Whether what follows lies where the metric was expected at its peak: within 3 spreads, a loss within 20 %."""
     index = int(np.searchsorted(witness.series.steps, last_step, side="right"))
     after = witness.series.values[index : index + NUM_BEFORE]
     if len(after) < 3:
         return False
     level = float(np.median(np.log(after) if witness.is_log else after))
-    return level - witness.usual.centre_at(index - 1) < 3 * witness.usual.scale_up_at(index - 1)
+    peak = int(np.searchsorted(witness.series.steps, mover.peak_step))
+    tolerance = 3 * witness.usual.scale_up_at(peak)
+    is_log_loss = witness.group == "loss" and witness.is_log
+    return level - witness.level(mover) < (min(tolerance, LEAST_RISE) if is_log_loss else tolerance)
 
 
 def correlations(witnesses: tuple[Witness, ...], limits: Mapping[str, float]) -> tuple[tuple[str, str, float], ...]:
     """Pairs of metrics whose deviations from their own course go together, strongest first."""
     residuals = {}
-    for witness in witnesses:
+    for witness in (w for w in witnesses if w.group != "rate"):
         values = np.log(witness.series.values) if witness.is_log else witness.series.values
         stride = -(-len(values) // MAX_SAMPLES)
         residuals[witness.key] = (witness.series.steps[::stride], (values - witness.usual.centre)[::stride])

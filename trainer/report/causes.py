@@ -8,7 +8,14 @@ from trainer.report.phrases import listed, number
 from trainer.report.result import Anomaly
 from trainer.report.run import Run
 
-GROUP_NAMES = {"gradient": "gradient", "loss": "loss", "kl": "kl", "length": "length", "reward": "reward"}
+GROUP_NAMES = {
+    "gradient": "gradient",
+    "loss": "loss",
+    "rate": "learning rate",
+    "kl": "kl",
+    "length": "length",
+    "reward": "reward",
+}
 STORY = ("kl", "length", "reward")
 """The chain of reinforcement learning: the policy leaves its reference, texts grow, rewards break."""
 
@@ -18,8 +25,18 @@ def chain_of(anomaly: Anomaly) -> tuple[str, ...]:
     return tuple(GROUP_NAMES.get(group_of(key) or "", key) for key in anomaly.chain)
 
 
+def is_led_by_rate(anomaly: Anomaly) -> bool:
+    """Whether a jump of the learning rate came first and other metrics followed."""
+    chain = chain_of(anomaly)
+    return len(chain) > 1 and chain[0] == GROUP_NAMES["rate"]
+
+
 def story(anomalies: tuple[Anomaly, ...]) -> str:
-    """The order in which metrics set in, where most intervals agree; nothing with less than two intervals."""
+    """The order in which metrics set in: after a jump of the learning rate, or where most of several agree."""
+    if led := [anomaly for anomaly in anomalies if is_led_by_rate(anomaly)]:
+        followers = listed(dict.fromkeys(name for anomaly in led for name in chain_of(anomaly)[1:]))
+        steps = listed(f"step {anomaly.steps[0]}" for anomaly in led)
+        return f"The learning rate jumped first, at {steps}; {followers} followed."
     if len(anomalies) < 2:
         return ""
     counts = Counter(tuple(name for name in chain_of(a) if name in STORY) for a in anomalies)
@@ -59,6 +76,9 @@ def why_recovered(run: Run) -> str:
 
 
 def how_common(run: Run) -> str:
+    """How usual such intervals are; nothing where a jump of the learning rate explains them all."""
+    if all(chain_of(anomaly)[:1] == (GROUP_NAMES["rate"],) for anomaly in run.anomalies):
+        return ""
     if run.key("kl") or run.key("reward"):
         return "Such bursts are common in reinforcement learning (PPO, GRPO, DPO)."
     return "Single spikes are common in language model training; large pre-trainings saw about twenty."

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from trainer.report.phrases import listed, number, percent
+from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.result import CheckItem
 from trainer.report.rules_run import is_tracker_stale, missing_checkpoints, odd_sizes
 from trainer.report.run import NotJudged, Run
@@ -36,7 +37,7 @@ def _loss_falls(run: Run) -> Answer:
 
 
 def _rate_rises(run: Run) -> Answer:
-    series = run.get("lr")
+    series = scheduled(run.get("lr"), raised_rates(run.get("lr"), jump=run.limits["lr_jump"]))
     peak = int(np.argmax(series.values >= series.values.max() * (1 - 1e-6)))
     if peak == 0:
         raise NotJudged("there was no warm-up")

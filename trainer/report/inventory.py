@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from trainer.report.phrases import listed, number, percent
+from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate, MetricSummary, Mover, Trend
 from trainer.report.run import Run
 from trainer.report.run_log import Series
@@ -96,7 +97,8 @@ def _apart_from_bursts(trend: Trend | None, course: str) -> str:
 def _of_rate(points: Series, rate: LearningRate) -> str:
     """Schedule, peak, and how long it stays near the peak."""
     warmup = f"warms up over {rate.warmup_steps} steps, " if rate.warmup_steps else ""
-    near = points.steps[points.values >= (1 - 10 * TIED) * rate.peak]
+    usual = scheduled(points, rate.raised)
+    near = usual.steps[usual.values >= (1 - 10 * TIED) * rate.peak]
     overlap = rate.anomalies_at_high_share
     unstable = f"; {percent(overlap)} of the unstable intervals lie at a high rate" if overlap is not None else ""
     text = (

@@ -21,7 +21,8 @@ class Judgement:
 def judge(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float]) -> Judgement:
     """NOTE: clearly above the best so far. OVERFIT: the second in a row, or far above, while training still improves.
 
-    `train_losses` are those around each validation; both arrays have one entry per validation.
+    `train_losses` are those around each validation; both arrays have one entry per validation. Where the training loss
+    too is above that of the best until the next validation, the run has become unstable and does not overfit.
     """
     sigma = _relative_noise(val_losses)
     note = max(limits["overfit_note"], limits["overfit_note_sigma"] * sigma)
@@ -32,7 +33,8 @@ def judge(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float])
         if loss < val_losses[best]:
             best = index
         rise = loss / val_losses[best] - 1
-        has_fallen = train_losses[index] < train_losses[best] * (1 - limits["overfit_train_fall"])
+        around = train_losses[index : index + 2]
+        has_fallen = bool(np.all(around < train_losses[best] * (1 - limits["overfit_train_fall"])))
         is_second = bool(verdicts) and verdicts[-1] != "ok"
         if rise <= note:
             verdicts.append("ok")

@@ -1,17 +1,10 @@
 """Numbers and lists in sentences."""
 
-import math
 from collections.abc import Iterable, Sequence
 
+from trainer.report.wording import number
 
-def number(value: float) -> str:
-    """Four significant digits, as the pages write them: 0.8123, 12,345, 5.5e7."""
-    if not math.isfinite(value):
-        return str(value)
-    if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+__all__ = ["counted", "listed", "number", "percent", "span"]
 
 
 def percent(share: float) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.report.phrases import number
+from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.run import Run
 
 _TRANSFORMERS = {
@@ -62,9 +63,14 @@ def value(run: Run, purpose: str) -> Any:
     return run.config(option(run, purpose), *_SYNONYMS.get(purpose, ()))
 
 
+def is_known(run: Run) -> bool:
+    """Whether the log holds launch options; trainer_state.json alone tells no more than how long and how often."""
+    return any(value(run, purpose) is not None for purpose in ("lr", "clip", "warmup", "schedule"))
+
+
 def fact(run: Run, purpose: str) -> str:
     """A quotation of the configuration: `max_grad_norm is not set`, `learning_rate = 5e-5`; nothing without one."""
-    if not run.log.config:
+    if not is_known(run):
         return "the run's configuration is not known"
     found = value(run, purpose)
     name = option(run, purpose)
@@ -84,7 +90,7 @@ def lower_rate(run: Run) -> str:
     """A tenth, with a longer warm-up."""
     name, warmup, now = option(run, "lr"), option(run, "warmup"), value(run, "lr")
     if not isinstance(now, int | float) and (rates := run.find("lr")) is not None:
-        now = float(rates.values.max())
+        now = float(scheduled(rates, raised_rates(rates, jump=run.limits["lr_jump"])).values.max())
     lowered = f" from {_written(now)} to {_written(now / 10)}" if isinstance(now, int | float) else " to a tenth"
     return f"Lower {name}{lowered} and set {warmup} to 0.1."
 

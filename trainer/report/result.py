@@ -122,9 +122,25 @@ class Generalisation:
 
 
 @dataclass(frozen=True)
+class RaisedRate:
+    """A stretch in which the learning rate lies above its schedule."""
+
+    steps: tuple[int, int]
+    level: float
+    """Just before it."""
+    peak: float
+    is_over: bool
+    """Whether the rate jumped back."""
+
+    @property
+    def factor(self) -> float:
+        return self.peak / self.level
+
+
+@dataclass(frozen=True)
 class LearningRate:
     schedule: str
-    """constant, linear, cosine, wsd, step or unknown."""
+    """constant, linear, cosine, wsd, step or unknown; without the stretches of `raised`, as all that follows."""
     peak: float
     warmup_steps: int
     last: float
@@ -132,6 +148,7 @@ class LearningRate:
     """Share of the run at 0.8 of the peak or more."""
     anomalies_at_high_share: float | None
     """Share of the anomalies that fell there; None without anomalies."""
+    raised: tuple[RaisedRate, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import numpy as np
 
 from trainer.report import remedies
 from trainer.report.anomalies import is_of
-from trainer.report.causes import how_common, why_recovered
+from trainer.report.causes import how_common, is_led_by_rate, moved_along, why_recovered
 from trainer.report.phrases import counted, listed, number, percent, span
-from trainer.report.result import Finding
+from trainer.report.result import Finding, RaisedRate
 from trainer.report.rules import Rule, found
 from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.schedule import learning_rate
@@ -96,7 +96,7 @@ def _vanishing(run: Run) -> Iterator[Finding]:
 def _unclipped(run: Run) -> Iterator[Finding]:
     bursts = [a for a in run.anomalies if is_of(a, "grad")]
     clip = remedies.value(run, "clip")
-    if bursts and run.log.config and not clip:
+    if bursts and remedies.is_known(run) and not clip:
         yield found(
             "warn",
             f"{counted(len(bursts), 'burst')} of the gradient went into the weights unclipped: "
@@ -113,27 +113,30 @@ def _unclipped(run: Run) -> Iterator[Finding]:
     share = _clipped_share(run, clip)
     if share is not None and share > run.limits["clipped_share"]:
         yield found(
-            "warn",
-            f"{percent(share)} of the updates were clipped: the limit sets the step size, not the learning rate.",
+            "note",
+            f"{percent(share)} of the later updates were clipped: the limit sets the step size, not the learning rate.",
             metric=run.name("grad"),
             value=share,
             threshold=run.limits["clipped_share"],
             evidence=(remedies.fact(run, "clip"),),
             cause="The clipping limit is below the usual gradient norm of this model and batch.",
-            remedy=f"Raise {remedies.option(run, 'clip')} above the median norm "
-            f"({number(float(np.median(run.get('grad').values)))}), or lower {remedies.option(run, 'lr')}.",
+            remedy=f"Nothing, where the loss falls steadily; else lower {remedies.option(run, 'lr')}, or raise "
+            f"{remedies.option(run, 'clip')} above the median norm {number(float(np.median(run.get('grad').values)))}.",
             suffix="clipped",
         )
-    if not run.log.config and share is None:
+    if not remedies.is_known(run) and share is None:
         raise NotJudged("the configuration is not known, nor how many updates were clipped")
 
 
 def _clipped_share(run: Run, clip: object) -> float | None:
-    """Share of updates that were clipped, as logged or as norm and limit tell."""
-    if (logged := run.find("clipped_steps")) is not None:
-        return float(logged.values.mean())
+    """Share of updates clipped in the second half, after the large first gradients; by norm and limit, or as logged."""
+    norms = run.get("grad").values
+    if len(norms) < run.limits["min_points"]:
+        return None
     if isinstance(clip, int | float) and clip > 0:
-        return float((run.get("grad").values > clip).mean())
+        return float((norms[len(norms) // 2 :] > clip).mean())
+    if (logged := run.find("clipped_steps")) is not None:
+        return float(logged.values[len(logged) // 2 :].mean())
     return None
 
 
@@ -141,8 +144,10 @@ def _schedule(run: Run) -> Iterator[Finding]:
     series = run.get("lr")
     if len(series) < 20:
         raise NotJudged(f"{len(series)} points of learning rate, 20 are needed")
-    told = learning_rate(series, (), high=run.limits["lr_high"], total_steps=run.total_steps)
+    told = learning_rate(series, (), limits=run.limits, total_steps=run.total_steps)
     steps = steps_of(series, 0, len(series))
+    if told.raised:
+        yield _raised(run, told.raised)
     if (rise := _broken_warmup(run)) is not None:
         yield found(
             "warn",
@@ -153,12 +158,12 @@ def _schedule(run: Run) -> Iterator[Finding]:
             remedy=f"Check {remedies.option(run, 'warmup')} and how often the scheduler is stepped.",
             suffix="warmup",
         )
-    if told.schedule == "unknown":
+    if told.schedule == "unknown" and (at := _jump(run, told.peak)) is not None:
         yield found(
             "warn",
-            "The learning rate follows no known schedule: it jumps.",
+            f"The learning rate jumps at step {at} and follows no known schedule.",
             metric=run.name("lr"),
-            steps=steps,
+            steps=(at, at),
             cause="A resume that restored another schedule, or a change by hand.",
             remedy="Compare the rate before and after each restart.",
             suffix="jumps",
@@ -179,6 +184,41 @@ def _schedule(run: Run) -> Iterator[Finding]:
         )
 
 
+def _jump(run: Run, peak: float) -> int | None:
+    """The first step at which the rate moves further than a schedule does; restarts that were asked for are none."""
+    series = run.get("lr")
+    if "restart" in str(remedies.value(run, "schedule")) or peak <= 0:
+        return None
+    start = int(np.argmax(series.values >= run.limits["lr_high"] * peak))
+    moves = np.diff(series.values[start:]) / peak
+    jumps = np.flatnonzero((moves > run.limits["lr_jump_up"]) | (moves < -run.limits["lr_jump_down"]))
+    return int(series.steps[start + 1 + jumps[0]]) if len(jumps) else None
+
+
+def _raised(run: Run, stretches: tuple[RaisedRate, ...]) -> Finding:
+    """Where the rate was lifted off its schedule, and what followed."""
+    worst = max(stretches, key=lambda stretch: stretch.factor)
+    where = listed(f"{span(stretch.steps)}{'' if stretch.is_over else ', to the end'}" for stretch in stretches)
+    followed = [
+        f"{moved_along(anomaly)} at {span(anomaly.steps)}" for anomaly in run.anomalies if is_led_by_rate(anomaly)
+    ]
+    return found(
+        "warn",
+        f"The learning rate jumps from {number(worst.level)} to {number(worst.peak)}, {number(worst.factor)} times its "
+        f"schedule: {where}.",
+        metric=run.name("lr"),
+        steps=(stretches[0].steps[0], stretches[-1].steps[1]),
+        value=worst.factor,
+        threshold=run.limits["lr_jump"],
+        evidence=tuple(followed),
+        cause="A scheduler that was changed or restored wrongly, a resume with other options, or a change by hand.",
+        remedy=f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before it and train on with "
+        "the schedule unbroken.",
+        suffix="raised",
+        seeds=("S3.33", "S2.10", "S2.39"),
+    )
+
+
 def _broken_warmup(run: Run) -> int | None:
     """The configured warm-up in steps, if the rate does not rise during it."""
     ratio = run.config("optim.lr_warmup_steps_ratio", "warmup_ratio", "warmup_steps_ratio")
@@ -191,9 +231,10 @@ def _broken_warmup(run: Run) -> int | None:
 
 def _too_high(run: Run) -> Iterator[Finding]:
     series = run.get("lr")
-    if len(run.anomalies) < MIN_OVERLAPS:
+    unstable = [a for a in run.anomalies if any(is_of(a, role) for role in ("loss", "grad", "kl"))]
+    if len(unstable) < MIN_OVERLAPS:
         return
-    told = learning_rate(series, run.anomalies, high=run.limits["lr_high"], total_steps=run.total_steps)
+    told = learning_rate(series, unstable, limits=run.limits, total_steps=run.total_steps)
     share = told.anomalies_at_high_share or 0.0
     if share > run.limits["lr_overlap"]:
         yield found(
@@ -201,7 +242,7 @@ def _too_high(run: Run) -> Iterator[Finding]:
             f"{percent(share)} of the unstable intervals lie where the learning rate is at "
             f"{percent(run.limits['lr_high'])} of its peak {number(told.peak)} or more: it is too high for too long.",
             metric=run.name("lr"),
-            steps=(run.anomalies[0].steps[0], run.anomalies[-1].steps[1]),
+            steps=(unstable[0].steps[0], unstable[-1].steps[1]),
             value=share,
             threshold=run.limits["lr_overlap"],
             evidence=(

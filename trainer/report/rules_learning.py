@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.anomalies import is_of
 from trainer.report.phrases import listed, number, percent
 from trainer.report.result import Finding
 from trainer.report.rules import Rule, found
@@ -23,8 +24,8 @@ def _not_falling(run: Run) -> Iterator[Finding]:
     p = run.limits["trend_p"]
     if len(series) < NUM_STRETCHES:
         raise NotJudged(f"{len(series)} points of loss, {NUM_STRETCHES} are needed")
-    whole = slope(series)
-    if not whole.is_falling(p):
+    whole, before = slope(series), slope(_before_a_lasting_rise(run, series))
+    if not whole.is_falling(p) and not before.is_falling(p):
         yield found(
             "warn",
             f"The loss does not fall over the whole run (p = {number(whole.p_value)}).",
@@ -50,6 +51,13 @@ def _not_falling(run: Run) -> Iterator[Finding]:
             remedy="None needed where the rate was still warming up.",
             suffix="start",
         )
+
+
+def _before_a_lasting_rise(run: Run, series: Series) -> Series:
+    """Up to the first interval from which the loss did not come back: what follows is a fault of that interval."""
+    lasting = [a.steps[0] for a in run.anomalies if is_of(a, "loss") and not a.has_recovered]
+    stop = int(np.searchsorted(series.steps, lasting[0])) if lasting else len(series)
+    return Series(series.steps[:stop], series.values[:stop])
 
 
 def _first_steps(series: Series, num_steps: int) -> Series:

@@ -7,6 +7,7 @@ import numpy as np
 
 from trainer.report import remedies
 from trainer.report.anomalies import is_of
+from trainer.report.causes import is_led_by_rate
 from trainer.report.phrases import counted, listed, number, span
 from trainer.report.result import Anomaly, Finding, Mover
 from trainer.report.rules import Rule, found
@@ -17,6 +18,7 @@ from trainer.report.statistics import longest_run, mann_kendall, noise
 FIRST, LAST = 10, 10
 """Points whose median stands for the start and the end of a curve."""
 MAX_WINDOWS = 20_000
+NUM_SIGMA = 4
 HIDING = ("transformers", "llama-factory", "ms-swift")
 """Trainers that by default log the running mean in place of a NaN loss."""
 
@@ -76,7 +78,7 @@ def _start_high(run: Run) -> Iterator[Finding]:
     low, high, fault = (run.limits[f"loss_start_{name}"] for name in ("low", "high", "fault"))
     if low <= level <= high:
         return
-    is_fault = level > fault
+    is_fault = level > fault and not _is_untrained(run)
     yield found(
         "warn" if is_fault else "note",
         f"The loss starts at {number(level)}; {number(low)} to {number(high)} is usual for a pretrained model.",
@@ -89,6 +91,11 @@ def _start_high(run: Run) -> Iterator[Finding]:
     )
 
 
+def _is_untrained(run: Run) -> bool:
+    """Whether the configuration asks for random weights, as the quickstart's are."""
+    return bool(run.config("model.random_weights")) or run.config("model.partial_pretrain") == "quickstart"
+
+
 def _diverging(run: Run) -> Iterator[Finding]:
     series = run.get("loss")
     episode = _divergence(run, series)
@@ -98,7 +105,11 @@ def _diverging(run: Run) -> Iterator[Finding]:
         yield found(
             "warn" if is_over else "fail",
             f"The loss rose to {number(ratio)} times its best level from step {series.steps[onset]}"
-            + (f" and came back after step {series.steps[stop - 1]}." if is_over else " and did not come back."),
+            + (
+                f" and fell below {number(run.limits['diverging_ratio'])} times it after step {series.steps[stop - 1]}."
+                if is_over
+                else " and did not come back."
+            ),
             metric=run.name("loss"),
             steps=steps_of(series, onset, stop),
             value=ratio,
@@ -120,7 +131,8 @@ def _divergence(run: Run, series: Series) -> tuple[int, int, float] | None:
     ends = np.arange(len(recent)) * stride + 32
     best_before = best[((ends - 96) // stride).clip(min=0)]
     is_high = (recent > run.limits["diverging_ratio"] * best_before) & (ends >= 96) & (best_before > 0)
-    is_high &= recent - best_before > run.limits["diverging_rise"]
+    chance = NUM_SIGMA * 1.25 * noise(series) / math.sqrt(32)  # a median of 32 points strays by this without any cause
+    is_high &= recent - best_before > max(run.limits["diverging_rise"], chance)
     start, stop = longest_run(is_high)
     if (stop - start) * stride < run.limits["diverging_points"]:
         return None
@@ -169,6 +181,7 @@ def _spike(run: Run) -> Iterator[Finding]:
     level = abs(float(np.median(run.get("loss").values)))
     is_extreme = level > 0 and peak.peak_value > run.limits["loss_extreme"] * level
     recovered = sum(a.has_recovered for a in spikes)
+    is_led = all(is_led_by_rate(a) for a in spikes)
     yield found(
         "warn",
         f"{counted(len(spikes), 'loss spike')}, the highest {number(peak.peak_value)} at step {peak.peak_step}"
@@ -176,13 +189,17 @@ def _spike(run: Run) -> Iterator[Finding]:
         metric=run.name("loss"),
         steps=(spikes[0].steps[0], spikes[-1].steps[1]),
         value=peak.z,
-        threshold=run.limits["loss_z"],
+        threshold=run.limits["loss_z" if peak.z > run.limits["loss_z"] else "metric_z"],
         evidence=(
             f"at {listed(f'{a.peak_step} ({a.percent:.1f} %)' for a in spikes)}",
             f"{recovered} of {len(spikes)} went back to the usual level",
         ),
-        cause="Updates or batches that throw the model off; see what moved along.",
-        remedy=f"{remedies.clip(run)} {remedies.larger_batch(run)} {remedies.watch(run)}",
+        cause="The learning rate jumped first."
+        if is_led
+        else "Updates or batches that throw the model off; see what moved along.",
+        remedy=remedies.watch(run)
+        if is_led
+        else f"{remedies.clip(run)} {remedies.larger_batch(run)} {remedies.watch(run)}",
     )
 
 

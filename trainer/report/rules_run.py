@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.phrases import listed, number, percent
+from trainer.report.phrases import counted, listed, number, percent
 from trainer.report.result import Finding
 from trainer.report.rules import Rule, found
 from trainer.report.run import NotJudged, Run
@@ -21,9 +21,10 @@ def missing_checkpoints(run: Run) -> list[int]:
     if run.last_step >= run.total_steps and run.last_step not in expected:
         expected.append(run.last_step)
     keep = run.config("trainer.max_ckpt_to_keep", "save_total_limit", "max_ckpt_to_keep")
-    kept = expected[-int(keep) :] if isinstance(keep, int | float) and keep >= 1 else expected
-    existing = {c.step for c in run.log.checkpoints}
-    return [step for step in kept if step not in existing]
+    existing = sorted(c.step for c in run.log.checkpoints)
+    is_rotated = isinstance(keep, int | float) and 1 <= keep <= len(existing)
+    oldest_kept = existing[-int(keep)] if is_rotated else 0  # saves at a stop count too, and move others out
+    return [step for step in expected if step > oldest_kept and step not in existing and run.was_trained(step)]
 
 
 def odd_sizes(run: Run) -> list[CheckpointState]:
@@ -186,16 +187,50 @@ def _insufficient(run: Run) -> Iterator[Finding]:
         )
 
 
+def _told_by_the_guard(run: Run) -> Iterator[Finding]:
+    """What the run itself found wrong while it trained; the rows of steps it went back from no longer count."""
+    events = [event for event in run.log.events if event.level in ("warn", "error")]
+    rollbacks = [event for event in events if event.kind == "rollback"]
+    severe = [event for event in events if event.kind in ("guard/severe", "guard/diverging", "guard/dead")]
+    if rollbacks:
+        yield found(
+            "warn",
+            f"The run was rolled back {'once' if len(rollbacks) == 1 else f'{len(rollbacks)} times'}, "
+            f"at {listed(f'step {event.step}' for event in rollbacks)}.",
+            steps=(rollbacks[0].step, rollbacks[-1].step),
+            value=float(len(rollbacks)),
+            threshold=0.0,
+            evidence=tuple(f"step {event.step}: {event.message}" for event in rollbacks[-3:]),
+            cause="Batches, or a rank, that did harm: they were found, undone and passed over.",
+            remedy="Look at the samples in evidence/ and take bad ones out of the data.",
+            suffix="rollback",
+        )
+    elif severe:
+        yield found(
+            "warn",
+            f"The guard found {counted(len(severe), 'severe step')}, the last at step {severe[-1].step}.",
+            steps=(severe[0].step, severe[-1].step),
+            value=float(len(severe)),
+            threshold=0.0,
+            evidence=tuple(f"step {event.step}: {event.message}" for event in severe[-3:]),
+            cause="A step far from the run's own past; training went on.",
+            remedy="Look at the samples in evidence/; trainer.guard.on_severe=rollback or skip answers the next one.",
+            suffix="severe",
+        )
+
+
 def _restarts(run: Run) -> Iterator[Finding]:
     log = run.log
+    yield from _told_by_the_guard(run)
     share = log.num_lost_steps / run.last_step if run.last_step else 0.0
     if share > run.limits["lost_steps"]:
         yield found(
             "note",
-            f"{log.num_lost_steps} steps ({percent(share)}) were trained twice, in {log.num_attempts} attempts.",
+            f"{counted(log.num_lost_steps, 'step')} ({percent(share)}) had to be trained again.",
             value=share,
             threshold=run.limits["lost_steps"],
-            cause="Restarts far from the last checkpoint.",
+            evidence=(counted(log.num_attempts, "attempt"),),
+            cause="Restarts or rollbacks far from the last checkpoint.",
             remedy=f"Save more often: lower {remedies.option(run, 'save')}.",
         )
     goodput = run.find("goodput")

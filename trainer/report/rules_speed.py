@@ -12,7 +12,7 @@ from trainer.report.rules import Rule, found
 from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, slope
-from trainer.report.throughput import NUM_COMPILE, ordinary_steps, stall_note
+from trainer.report.throughput import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_steps, stall_note
 
 MIN_POINTS = 20
 MIN_PERIODS = 3
@@ -136,8 +136,8 @@ def _compile_first(run: Run) -> Iterator[Finding]:
     if len(slow):
         yield found(
             "info",
-            f"The first {counted(int(slow[-1]) + 1, 'step')} took up to {number(times.values[slow].max())} s "
-            f"(usually {number(median)} s): start-up and compilation, left out of all judgements.",
+            f"The first steps took up to {number(times.values[slow].max())} s (usually {number(median)} s): start-up "
+            "and compilation, left out of all judgements.",
             metric=run.name("time"),
             steps=(int(times.steps[0]), int(times.steps[slow[-1]])),
             value=float(times.values[slow].max() / median),
@@ -204,6 +204,8 @@ def _headroom(run: Run) -> Iterator[Finding]:
     present = [(role, series) for role, series in sizes if series is not None and len(series) >= MIN_POINTS]
     if shares is None and not present:
         raise NotJudged("the log has no memory metrics")
+    if run.last_step < MIN_LEAK_STEPS:
+        return
     for role, series in present:
         yield from _leak(run, role, series)
 

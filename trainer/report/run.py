@@ -97,17 +97,25 @@ class Run:
             mask |= steps % cadence <= 1
         return mask
 
+    def was_trained(self, step: int) -> bool:
+        """False for a step that was passed over: a log of every step has no row of it."""
+        losses = self.find("loss")
+        if losses is None or len(losses) < 2 or float(np.median(np.diff(losses.steps))) > 1:
+            return True
+        return bool(np.any(losses.steps == step))
+
     def matching(self, *words: str) -> Iterator[str]:
         """Keys that hold one of the words, in any case."""
         return (key for key in self.log.series if any(word in key.lower() for word in words))
 
 
 def recognise_profile(log: RunLog) -> str:
-    """controller: rewards with accuracy and latency; grpo: a KL or advantages; sft: a loss without rewards."""
+    """controller: rewards with accuracy and latency; grpo: rewards, a KL or advantages; sft: a loss without rewards."""
     run = Run(log, "generic", {})
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"
-    if run.key("reward") or any(run.key(role) for role in _GENERATES):
+    has_rewards = bool(run.key("reward")) or any(key.startswith("rewards/") for key in log.series)
+    if has_rewards or any(run.key(role) for role in _GENERATES):
         return "grpo"
     return "sft" if run.key("loss") else "generic"
 

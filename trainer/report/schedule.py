@@ -1,9 +1,10 @@
 """Which learning rate schedule a run followed, told from the rates alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.result import Anomaly, LearningRate
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, bins
@@ -14,24 +15,33 @@ MAX_STRETCH = 8
 """A run that was stopped early is compared with cosines up to this many times as long."""
 
 
-def learning_rate(series: Series, anomalies: Iterable[Anomaly], *, high: float, total_steps: int) -> LearningRate:
-    """Schedule, peak, warm-up, and how much of the run and of its anomalies lies at `high` times the peak or above."""
-    values = series.values
+def learning_rate(
+    series: Series, anomalies: Iterable[Anomaly], *, limits: Mapping[str, float], total_steps: int
+) -> LearningRate:
+    """Schedule, peak, warm-up, and how much of the run and of its anomalies lies at a high rate.
+
+    High is `lr_high` times the peak. Stretches in which the rate was raised are told apart and are no part of the
+    schedule.
+    """
+    raised = raised_rates(series, jump=limits["lr_jump"])
+    usual = scheduled(series, raised)
+    values = usual.values
     peak = float(values.max())
     first_peak = int(np.argmax(values >= peak * (1 - 1e-6)))
-    is_high = values >= high * peak
+    is_high = series.values >= limits["lr_high"] * peak
     at = [a.peak_step for a in anomalies]
     near = np.searchsorted(series.steps, at, side="right") - 1
     share = float(is_high[near.clip(min=0)].mean()) if at else None
     warms_up = first_peak > 0 and bool(np.all(np.diff(values[: first_peak + 1]) >= 0)) and values[0] < 0.9 * peak
     start = first_peak if warms_up else 0
     return LearningRate(
-        schedule=_schedule(series, start, total_steps),
+        schedule=_schedule(usual, start, total_steps),
         peak=peak,
-        warmup_steps=int(series.steps[first_peak]) if warms_up else 0,
-        last=float(values[-1]),
+        warmup_steps=int(usual.steps[first_peak]) if warms_up else 0,
+        last=float(series.values[-1]),
         high_share=float(is_high.mean()),
         anomalies_at_high_share=share,
+        raised=raised,
     )
 
 

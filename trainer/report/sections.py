@@ -120,9 +120,13 @@ def _learning_rate(report: Report) -> Section | None:
         f"{found.schedule} schedule, peak {number(found.peak)} after {step(found.warmup_steps)} warm-up steps, "
         f"last {number(found.last)}; at 0.8 of the peak or more for {share(found.high_share)} of the run."
     )
-    notes: tuple[str, ...] = ()
+    notes = tuple(
+        f"Raised {number(raised.factor)} times, to {number(raised.peak)}, at {interval(raised.steps)}"
+        f"{'' if raised.is_over else ', to the end'}."
+        for raised in found.raised
+    )
     if found.anomalies_at_high_share is not None:
-        notes = (f"{share(found.anomalies_at_high_share)} of the anomalies fell into that time.",)
+        notes += (f"{share(found.anomalies_at_high_share)} of the anomalies fell into that time.",)
     return Section("learning-rate", "Learning rate", lead[0].upper() + lead[1:], notes=notes)
 
 

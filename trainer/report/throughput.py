@@ -10,6 +10,8 @@ from trainer.report.statistics import finite, slope
 
 PHASES = ("data", "h2d", "shard", "forward", "backward", "optimizer", "update", "rollout", "reward", "logging", "guard")
 NUM_COMPILE = 3
+MIN_LEAK_STEPS = 500
+"""What memory grows by in 1000 steps cannot be told from fewer: start-up still fills buffers and caches."""
 _ADVICE = {
     "data": "the loader is the bottleneck",
     "rollout": "generation is the bottleneck",
@@ -47,7 +49,7 @@ def throughput(run: Run) -> Throughput | None:
 
 
 def _shares(run: Run, step_s: float) -> dict[str, float]:
-    """Phase -> share of the median step; `update` and `shard` only where their parts are not logged."""
+    """Phase -> share of the mean step; `update` and `shard` only where their parts are not logged."""
     found: dict[str, float] = {}
     for phase in PHASES:
         series = run.log.series.get(f"time/train/{phase}_s")
@@ -55,8 +57,10 @@ def _shares(run: Run, step_s: float) -> dict[str, float]:
             continue
         if (phase == "update" and "forward" in found) or (phase == "shard" and "h2d" in found):
             continue
-        found[phase] = float(np.median(clean.values)) / step_s
-    return found
+        # means, unlike medians, add up to the whole
+        found[phase] = float(np.mean(clean.values[NUM_COMPILE:] if len(clean) > NUM_COMPILE else clean.values))
+    whole = max(float(np.mean(ordinary_steps(run).values)), sum(found.values()))
+    return {phase: mean_s / whole for phase, mean_s in found.items()}
 
 
 def _sentence(shares: dict[str, float]) -> str:
@@ -70,6 +74,8 @@ def _sentence(shares: dict[str, float]) -> str:
 
 def _leak(run: Run) -> float | None:
     """Growth of the process' memory in GiB per 1000 steps; of the device's where that is not logged."""
+    if run.last_step < MIN_LEAK_STEPS:
+        return None
     series = run.find("rss") or run.find("allocated")
     return 1000 * slope(series).per_step if series is not None else None
 

@@ -4,7 +4,9 @@ A role is named by the first of its keys that a log has; which one that is depen
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from trainer.catalogue import lookup
 
 ROLES: dict[str, tuple[str, ...]] = {
     "loss": ("train/loss", "loss"),
@@ -89,6 +91,9 @@ _TABLE: tuple[tuple[str, Meaning], ...] = tuple(
         ("completions/clipped_ratio", "length", "share", "down", "share of answers cut at the length limit"),
         ("completions/.*|tokens/.*|.*response_length.*", "length", "token", "none", "length of generated text"),
         ("(train|val|eval)/seq_.*", "length", "token", "none", "length of the samples"),
+        ("(val|eval)/runtime", "timing", "s", "down", "wall time of a validation"),
+        ("(val|eval)/(samples|steps)_per_second", "timing", "1/s", "up", "how much is processed per second"),
+        ("(val|eval)/num_tokens", "state", "", "none", "how far the run is"),
         ("(val|eval)/.*", "optimisation", "", "none", "measured on samples that are not trained on"),
         (r"train/time\(s\)|time/.*", "timing", "s", "down", "wall time of a phase"),
         ("throughput/.*|system/(tps|samples)", "timing", "1/s", "up", "how much is processed per second"),
@@ -104,19 +109,26 @@ _OTHER = Meaning("other", "", "none", "not in the catalogue")
 
 
 def meaning(key: str) -> Meaning:
-    """The entry of a key; group `other` for one that nothing is known about."""
+    """Of a key; what the catalogue says of it comes first, and group `other` stands for one nothing is known about."""
+    entry, metric = _entry(key), lookup(key)
+    return (
+        entry if metric is None else replace(entry, unit="" if metric.unit == "1" else metric.unit, text=metric.meaning)
+    )
+
+
+def _entry(key: str) -> Meaning:
     return next((entry for pattern, entry in _TABLE if re.fullmatch(pattern, key)), _OTHER)
 
 
 def witness_group(key: str, *, is_generating: bool) -> str | None:
-    """What a metric testifies to when it jumps: loss, gradient, kl, length, reward or policy; None for bookkeeping.
+    """What a metric testifies to when it jumps: rate, loss, gradient, kl, length, reward, policy; None: bookkeeping.
 
     Lengths and rewards are the model's doing only where it generates; otherwise they describe the batch.
     """
-    for role, group in (("loss", "loss"), ("grad", "gradient"), ("kl", "kl")):
+    for role, group in (("lr", "rate"), ("loss", "loss"), ("grad", "gradient"), ("kl", "kl")):
         if key in ROLES[role]:
             return group
-    entry = meaning(key)
+    entry = _entry(key)
     if key in DERIVED or not is_generating or key.startswith(("val/", "eval/", "train/seq_prompt", "train/seq_total")):
         return None
     if entry.group in ("reward", "length"):
@@ -124,5 +136,5 @@ def witness_group(key: str, *, is_generating: bool) -> str | None:
     return "policy" if key in (*ROLES["clip_ratio"], *ROLES["entropy"]) else None
 
 
-CHAIN_GROUPS = ("kl", "policy", "length", "reward", "gradient", "loss")
+CHAIN_GROUPS = ("rate", "kl", "policy", "length", "reward", "gradient", "loss")
 """In the order in which one is known to cause the next, for those that set in at the same point."""

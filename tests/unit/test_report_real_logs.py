@@ -1,0 +1,103 @@
+"""Logs that TRL and transformers really wrote (tests/real_logs): a raised rate is found, health is left alone."""
+
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trainer.cli.run_reports import load_log
+from trainer.report.analyse import analyse
+from trainer.report.causes import chain_of
+from trainer.report.result import Finding, Report
+from trainer.report.text import print_report
+
+LOGS = Path(__file__).parents[1] / "real_logs"
+RAISED = ("transformers_raised", "trl_raised")
+HEALTHY = ("transformers_healthy", "trl_healthy")
+FAULT_STEPS = (400, 414)
+LOGGED_EVERY = {"transformers_raised": 1, "trl_raised": 5}
+
+
+@cache
+def report_of(name: str) -> Report:
+    return analyse(load_log(LOGS / name))
+
+
+def finding(report: Report, name: str) -> Finding:
+    return next(f for f in report.findings if f.id == name)
+
+
+@pytest.mark.covers("S2.10:R", "S2.39", "S3.33")
+@pytest.mark.parametrize("name", RAISED)
+def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name: str) -> None:
+    report = report_of(name)
+    found = finding(report, "lr_schedule:raised")
+    assert report.verdict == "ATTENTION" and report.top[0] == found
+    assert found.steps is not None and found.steps[0] == FAULT_STEPS[0]
+    assert 0 <= FAULT_STEPS[1] - found.steps[1] < LOGGED_EVERY[name]
+    assert found.value == pytest.approx(50, rel=0.05), "the schedule itself falls from one point to the next"
+    assert "train/loss up to 5." in found.evidence[0]
+
+
+@pytest.mark.covers("S2.21", "S2.22", "S2.23")
+@pytest.mark.parametrize("name", RAISED)
+def test_the_one_interval_is_that_of_the_fault_and_the_rate_leads_its_chain(name: str) -> None:
+    report = report_of(name)
+    (anomaly,) = report.anomalies
+    assert anomaly.steps[0] == FAULT_STEPS[0] and abs(anomaly.steps[1] - FAULT_STEPS[1]) < 5
+    assert chain_of(anomaly)[0] == "learning rate" and chain_of(anomaly)[-1] == "loss"
+    assert not anomaly.has_recovered, "the loss stays above the 3.1 it had"
+    assert "The learning rate jumped first, at step 400" in report.closing and "common" not in report.closing
+
+
+@pytest.mark.covers("S2.25:R")
+def test_the_burst_of_the_gradient_is_one_of_the_followers() -> None:
+    (anomaly,) = report_of("transformers_raised").anomalies
+    assert chain_of(anomaly) == ("learning rate", "gradient", "loss")
+    burst = next(mover for mover in anomaly.movers if mover.metric == "train/grad_norm")
+    assert (burst.onset_step, burst.peak_step) == (401, 401) and burst.peak_value == pytest.approx(4.36, abs=0.01)
+
+
+@pytest.mark.covers("S2.10:R")
+@pytest.mark.parametrize("name", [*RAISED, *HEALTHY])
+def test_the_schedule_is_told_without_the_fault(name: str) -> None:
+    report = report_of(name)
+    rate = report.learning_rate
+    assert rate is not None and (rate.schedule, rate.warmup_steps) == ("cosine", 30)
+    assert rate.peak == pytest.approx(3e-3) and bool(rate.raised) == (name in RAISED)
+    assert next(item.status for item in report.checklist if item.seed == "S3.46") == "pass"
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_validation_that_a_fault_drove_up_is_no_overfitting(name: str) -> None:
+    report = report_of(name)
+    assert report.generalisation is not None and report.generalisation.best_step == 350
+    assert not [f for f in report.findings if f.rule == "V17"], "the training loss rose as well"
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_a_loss_that_fell_until_the_fault_is_not_said_to_be_stuck(name: str) -> None:
+    assert not [f for f in report_of(name).findings if f.rule == "V04"]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name: str) -> None:
+    report = report_of(name)
+    assert {f.rule for f in report.findings if f.level in ("fail", "warn")} == {"V03"}, report.findings
+    assert not report.anomalies
+
+
+@pytest.mark.parametrize("name", [*RAISED, *HEALTHY])
+def test_what_trainer_state_does_not_hold_is_not_said_to_be_unset(name: str) -> None:
+    text = StringIO()
+    print_report(Console(width=120, file=text), report_of(name), load_log(LOGS / name))
+    assert name in text.getvalue() and "is not set" not in text.getvalue()
+
+
+def test_a_peak_far_too_high_is_answered_with_a_lower_learning_rate() -> None:
+    report = report_of("transformers_peak")
+    assert report.verdict == "ATTENTION" and report.learning_rate is not None
+    assert report.learning_rate.peak == pytest.approx(0.15) and not report.learning_rate.raised
+    assert "Lower learning_rate from 0.15 to 0.015" in report.top[0].remedy
