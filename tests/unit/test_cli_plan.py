@@ -167,7 +167,8 @@ def test_a_real_step_takes_what_was_planned(tmp_path: Path, num_ranks: int) -> N
     assert found.workload == fake_step.Workload((64, 64, 64), 2)
     real = run_ranks(real_step, num_ranks, write_model_config(tmp_path), (64, 64, 64), 2)[0]
     assert found.peak_bytes == pytest.approx(sum(real.values()), rel=0.01)
-    assert found.device_bytes[HEAD] > 192 * 160 * 4, "at least the logits of a micro-batch"
+    if num_ranks == 1:  # on two, with half the parameters each, a layer's backward pass is the fullest moment
+        assert found.device_bytes[HEAD] > 192 * 160 * 4, "at least the logits of a micro-batch"
     for name in (PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD):
         assert found.device_bytes[name] == pytest.approx(real.get(name, 0), rel=0.01, abs=2048), name
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from trainer.config import AUTO, SELECTIVE, ConfigError, ModelConfig
 from trainer.model.head import loss_and_gradient
+from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
@@ -20,11 +21,13 @@ _MAX_VARIANTS = 32
 
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """Apply activation checkpointing, compilation and FSDP2 in place, as configured."""
+    """Apply activation checkpointing, compilation or faster norms, and FSDP2 in place, as configured."""
     if config.enable_gradient_checkpointing:
         recompute_activations(model, is_selective=config.enable_gradient_checkpointing == SELECTIVE)
     if config.compile:
-        compile_layers(model)
+        compile_layers(model)  # which fuses norms by itself
+    else:
+        take_over_norms(model)
     shard(model, config, world)
 
 

@@ -1,0 +1,91 @@
+"""The norm of our own against float64 and against transformers' classes; what it may not take over."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from trainer.model.norm import rms_norm, take_over_norms
+
+SHAPE, EPS = (37, 64), 1e-6
+
+
+def outcome(norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, gradient of the input, of the weight), float64, of the same numbers in any dtype."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = (3 * torch.randn(SHAPE, generator=generator)).to(dtype).requires_grad_()
+    weight = (1 + 0.3 * torch.randn(SHAPE[1:], generator=generator)).to(dtype).requires_grad_()
+    grad = torch.randn(SHAPE, generator=generator)
+    result = norm(hidden, weight)
+    result.backward(grad.to(dtype))
+    assert hidden.grad is not None and weight.grad is not None
+    return result.detach().double(), hidden.grad.double(), weight.grad.double()
+
+
+def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+    return weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def theirs(hidden: Tensor, weight: Tensor) -> Tensor:
+    module = Qwen2RMSNorm(SHAPE[1], EPS)
+    result: Tensor = torch.func.functional_call(module, {"weight": weight}, (hidden,))
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_no_larger_than_those_of_transformers(dtype: torch.dtype) -> None:
+    """Relative to a float64 norm of the same rounded inputs; a quarter more is left to chance."""
+    exact = outcome(plain, torch.float64)
+    if dtype == torch.bfloat16:
+        exact = rounded_reference()
+    ours, own = (outcome(norm, dtype) for norm in (lambda h, w: rms_norm(h, w, EPS), theirs))
+    for expected, found, other in zip(exact, ours, own, strict=True):
+        error, allowed = ((value - expected).norm() / expected.norm() for value in (found, other))
+        assert error <= 1.25 * allowed + 1e-8
+
+
+def rounded_reference() -> tuple[Tensor, Tensor, Tensor]:
+    """Float64 arithmetic on inputs that bfloat16 has rounded."""
+
+    def through_bfloat16(hidden: Tensor, weight: Tensor) -> Tensor:
+        return plain(hidden.to(torch.bfloat16).double(), weight.to(torch.bfloat16).double())
+
+    return outcome(through_bfloat16, torch.float64)
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((2, 5, 8), (8,)))
+    both = [t.requires_grad_() for t in (hidden, weight)]
+    loss = (rms_norm(hidden, weight, EPS) * torch.arange(80.0).view(2, 5, 8)).sum()
+    expected = torch.autograd.grad((plain(hidden, weight) * torch.arange(80.0).view(2, 5, 8)).sum(), both)
+    for found, reference in zip(torch.autograd.grad(loss, both), expected, strict=True):
+        torch.testing.assert_close(found, reference, rtol=2e-5, atol=2e-5)
+
+
+class Upright(nn.Module):
+    """A norm in all but its formula."""
+
+    def __init__(self, size: int, eps: float = EPS) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * hidden
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_taken"),
+    [(Qwen2RMSNorm, True), (Qwen3RMSNorm, True), (LlamaRMSNorm, True), (GemmaRMSNorm, False), (Upright, False)],
+)
+def test_only_norms_that_compute_the_same_are_taken_over(kind: Any, is_taken: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), kind(8, eps=EPS), nn.LayerNorm(8))
+    hidden = torch.randn(3, 8)
+    before = model(hidden)
+    assert take_over_norms(model) == is_taken
+    torch.testing.assert_close(model(hidden), before, rtol=1e-6, atol=1e-6)
