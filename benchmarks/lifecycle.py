@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -43,12 +42,12 @@ if not IS_PROBE:  # the probe times the trainer's imports, so it makes none befo
 
 STARTS = ("cold", "cached", "resumed", "launcher")
 START_PHASES = ("imports_s", "data_s", "decide_s", "model_s", "load_s", "first_step_s")
-STEP_PHASES = ("data_s", "forward_s", "backward_s", "reduce_s", "optimizer_s")
+STEP_PHASES = ("data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "logging_s", "guard_s", "other_s")
 SKIP = 4
 
 
 class Probe(importlib.abc.MetaPathFinder):
-    """Times the parts of a run from outside, from the moment `trainer.build` is imported.
+    """Times the parts of a run from outside, from the moment `trainer.build.run` is imported.
 
     `start` holds seconds by phase until the end of the first step; `steps` seconds by phase of every step.
     """
@@ -61,7 +60,7 @@ class Probe(importlib.abc.MetaPathFinder):
         self.steps: list[dict[str, float]] = []
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "trainer.build":
+        if name != "trainer.build.run":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -77,18 +76,15 @@ class Probe(importlib.abc.MetaPathFinder):
         return spec
 
     def _wrap(self, build: Any) -> None:
-        import torch
 
         for owner, name, phase in (
             (build, "prepare_inputs", "data_s"),
             (build, "decide_start", "decide_s"),
             (build, "build_model", "model_s"),
             (build.CheckpointManager, "load", "load_s"),
-            (torch.Tensor, "backward", "backward_s"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name), phase))
         trainer = build.SFTTrainer
-        trainer.__init__ = self._wrapping_parts(trainer.__init__)
         trainer.fit, trainer.training_step = self._fit(trainer.fit), self._training_step(trainer.training_step)
 
     def _timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
@@ -101,39 +97,15 @@ class Probe(importlib.abc.MetaPathFinder):
 
         return timed
 
-    def _wrapping_parts(self, init: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(trainer: Any, parts: Any, *args: Any) -> None:
-            init(trainer, parts, *args)
-            parts.optimizer.step = self._timed(parts.optimizer.step, "optimizer_s")
-            for hook, sign in (
-                (parts.model.register_forward_pre_hook, -1),
-                (parts.model.register_forward_hook, 1),
-            ):
-                hook(self._clock("forward_s", sign), prepend=sign < 0)  # FSDP's own hooks lie between the two
-            reducing = {
-                name: self._timed(getattr(parts, name), "reduce_s") for name in ("local_square_sum", "reduce_step")
-            }
-            trainer.parts = replace(parts, **reducing)
-
-        return wrapped
-
-    def _clock(self, phase: str, sign: int) -> Callable[..., None]:
-        def add(*_: object) -> None:
-            self._durations[phase] += sign * time.perf_counter()
-
-        return add
-
-    def _training_step(self, step: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-        def timed(trainer: Any, batch: Any) -> dict[str, float]:
-            for phase in STEP_PHASES[1:]:
-                self._durations[phase] = 0.0
-            metrics = step(trainer, batch)
-            found = {phase: self._durations[phase] for phase in STEP_PHASES[1:]}
-            found |= {"data_s": metrics["time/train/data_s"], "step_s": metrics["train/time(s)"]}
+    def _training_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(trainer: Any, batch: Any) -> Any:
+            metrics, decision = step(trainer, batch)
+            found = {phase: metrics[f"time/train/{phase}"] for phase in STEP_PHASES}
+            found["step_s"] = metrics["train/time(s)"]
             self.steps.append(found | {"num_tokens": metrics["train/total_token_count"]})
             if len(self.steps) == 1:
                 self._end_start()
-            return metrics
+            return metrics, decision
 
         return timed
 
@@ -248,9 +220,7 @@ def measure_step(case: "Case", steps: int, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         overrides = our_overrides(case, "auto", steps, f"phases{number}")
         rows += run_probe(overrides, case.directory / f"phases{number}.json")["steps"][SKIP:]
-    for row in rows:
-        row["other_s"] = row["step_s"] - sum(row[phase] for phase in STEP_PHASES)
-    phases = (*STEP_PHASES, "other_s", "step_s")
+    phases = (*STEP_PHASES, "step_s")
     found: dict[str, Any] = {
         f"{phase.removesuffix('_s')}_ms": middle(1e3 * row[phase] for row in rows) for phase in phases
     }

@@ -160,7 +160,7 @@ def write_inputs(directory: Path, case: Case) -> None:
 
 def train(report: Path, words: list[str]) -> None:
     """One rank of the real run; rank 0 follows the tensors of its second step."""
-    import trainer.build  # noqa: F401  before the process is looked at
+    import trainer.build.run  # noqa: F401  before the process is looked at
     from trainer.__main__ import main as run
     from trainer.cli.fake_step import follow
     from trainer.cli.live_storage import LiveStorages
@@ -169,7 +169,7 @@ def train(report: Path, words: list[str]) -> None:
     imported_bytes = psutil.Process().memory_info().rss
     step = SFTTrainer.training_step
 
-    def followed(self: SFTTrainer, batch: StepBatch) -> dict[str, float]:
+    def followed(self: SFTTrainer, batch: StepBatch) -> Any:
         if not self.parts.world.is_main or batch.step != NUM_STEPS - 1:
             return step(self, batch)
         live = LiveStorages()

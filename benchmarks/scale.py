@@ -249,12 +249,12 @@ def count_step(world: World, source: ModelSource) -> dict[str, Any]:
     parts = toy_parts(world, model, ToySamples(), total_steps=1)
     held: dict[str, int] = {}
 
-    def reduce_step(**arguments: Any) -> Any:
-        held["gradients"] = held_bytes(p.grad for p in model.parameters())
-        return parts.reduce_step(**arguments)
+    def local_square_sum(parameters: Any) -> Tensor:
+        held["gradients"] = held_bytes(p.grad for p in parameters)
+        return parts.local_square_sum(parameters)
 
     with Traffic() as traffic:
-        trainer(replace(parts, reduce_step=reduce_step)).fit()
+        trainer(replace(parts, local_square_sum=local_square_sum)).fit()
     held["parameters"] = held_bytes(model.parameters())
     held["optimizer"] = held_bytes(value for state in parts.optimizer.state.values() for value in state.values())
     layers = [p for name, p in model.named_parameters() if ".layers." in name]

@@ -11,9 +11,12 @@ from trainer.config import FsdpConfig, ModelConfig, OptimConfig
 from trainer.data.loader import RankPlan, TrainLoader
 from trainer.data.plan import START, Limits, Schedule
 from trainer.model import flops, load, packed_lm, parallelize
-from trainer.monitor.guard import NonFiniteGuard
-from trainer.monitor.memory import memory_metrics
-from trainer.monitor.meters import reduce_loss, reduce_step
+from trainer.monitor.evidence import EvidenceKeeper
+from trainer.monitor.guard import Guard, GuardSettings
+from trainer.monitor.memory import Memory
+from trainer.monitor.meter import Meter, Plan
+from trainer.monitor.roll_detail import RollDetail
+from trainer.monitor.validation import Validation
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule as LrSchedule
@@ -141,6 +144,28 @@ class NoCheckpoints:
     def take_metrics(self) -> dict[str, float]:
         return {}
 
+    def roll_back(self, *, onset: int, reason: str) -> bool:
+        return False
+
+
+def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
+    """The parts that watch."""
+    memory = Memory(world.device)
+    plan = Plan(total_steps, save_freq=-1, test_freq=-1, max_norm=1.0)
+    return {
+        "guard": Guard(guard_settings()),
+        "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=None),
+        "new_validation": lambda: Validation(world, length_facts={}),
+        "detail": RollDetail(memory, level="off"),
+        "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str, seed=3),
+    }
+
+
+def guard_settings(**changes: Any) -> GuardSettings:
+    """The defaults, with three steps in a row that may not be finite."""
+    defaults = {"max_nonfinite_steps": 3, "on_nonfinite": "stop", "on_severe": "warn", "on_diverging": "warn"}
+    return GuardSettings(**(defaults | changes))
+
 
 def toy_parts(
     world: World,
@@ -152,6 +177,7 @@ def toy_parts(
     max_tokens: int | None = None,
     max_samples: int | None = None,
     start: Position = START,
+    skipped_steps: frozenset[int] = frozenset(),
     **changes: Any,
 ) -> Parts:
     optim = optim_config()
@@ -164,7 +190,6 @@ def toy_parts(
         "model": model,
         "optimizer": build_adamw(model, optim),
         "schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
-        "guard": NonFiniteGuard(max_in_a_row=3),
         "loop": LoopState(),
         "train_batches": TrainLoader(
             samples,
@@ -173,6 +198,7 @@ def toy_parts(
             total_steps=total_steps,
             num_workers=0,
             pin_memory=False,
+            skipped_steps=skipped_steps,
         ),
         "validation_batches": None,
         "checkpoints": NoCheckpoints(),
@@ -184,9 +210,8 @@ def toy_parts(
         "clip_grad": optim.clip_grad,
         "local_square_sum": clip.local_square_sum,
         "clipped_step": clip.clipped_step,
-        "reduce_step": reduce_step,
-        "reduce_loss": reduce_loss,
-        "memory_metrics": memory_metrics,
+        "norm_squares": clip.norm_squares,
+        **monitoring(world, model, total_steps=total_steps),
     }
     return Parts(**{**settings, **changes})
 

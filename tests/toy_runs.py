@@ -17,7 +17,7 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import RunState
 from trainer.checkpoint.start import RunShape, decide_start
-from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.config import CheckpointConfig, GuardConfig, TrainerConfig
 from trainer.data.plan import Schedule
 from trainer.protocols import Position
 from trainer.runtime.distributed import World
@@ -78,6 +78,11 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
         max_nonfinite_steps=3,
         dist_timeout_s=60,
         hang_timeout_s=60,
+        early_stop_patience=None,
+        early_stop_min_delta=0.002,
+        roll_detail="off",
+        trace=False,
+        guard=GuardConfig(on_nonfinite="stop", on_severe="warn", on_diverging="warn", rules=[]),
         checkpoint=CheckpointConfig(CONTENTS, CONTENTS[:3], "float32", recipe.async_save, recipe.save_timeout_s),
     )
 
@@ -98,6 +103,7 @@ def checkpoint_manager(
         parts.train_batches,
         parts.guard,
         parts.loop,
+        parts.meter,
         None,
         parts.schedule.state_dict(),
     )  # type: ignore[arg-type, attr-defined]
@@ -122,7 +128,7 @@ def run(
     world: World, run_dir: Path, source: Any, recipe: Recipe, *, stop: StopRequest | None = None, **changes: Any
 ) -> Result:
     """Train from wherever `run_dir` stands to the end of the recipe."""
-    samples = ToySamples(seed=recipe.seed)
+    samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)
 
     def total_steps(position: Position) -> int:
         return recipe.total_steps
@@ -138,8 +144,10 @@ def run(
         total_steps=recipe.total_steps,
         batch_size=recipe.batch_size,
         start=start.position,
+        skipped_steps=start.rollbacks.skipped_steps,
         **{"cadence": Cadence(recipe.total_steps, recipe.save_freq, -1), **changes},
     )
+    parts.guard.note_rollbacks(start.rollbacks)  # type: ignore[attr-defined]
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint)

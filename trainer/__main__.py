@@ -112,7 +112,7 @@ def _run(config: Config) -> int:
     signals.join_launcher()
     try:
         with uncollected():
-            from trainer.build import run
+            from trainer.build.run import run
 
         return run(config, stop, Heartbeat())
     except ConfigError as error:

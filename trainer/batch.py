@@ -3,8 +3,8 @@
 Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervised positions.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,13 @@ class StepBatch:
     num_loss_tokens: int
     num_tokens: int
     num_samples: int
+    sum_squared_lengths: int = 0
+    """Over the samples of the global batch: what attention costs."""
+    sample_ids: tuple[int, ...] = ()
+    """Of the global batch, in the order of the epoch."""
+    length_facts: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of sample lengths, and of how the batch was packed and dealt."""
+    deal_facts: Mapping[str, float] = field(default_factory=dict)
 
     def pin_memory(self) -> "StepBatch":
         return replace(self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches))

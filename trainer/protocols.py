@@ -36,6 +36,23 @@ class Position:
     samples_consumed: int = 0
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What the guard wants done after a step or a validation; equal on all ranks."""
+
+    wants_evidence: bool = False
+    rollback_onset: int | None = None
+    """The step with which the trouble began: go back to a checkpoint before it."""
+    is_stop: bool = False
+    reason: str = ""
+
+
+class StepCost(Protocol):
+    """Floating-point operations of a global batch."""
+
+    def of(self, *, num_tokens: int, sum_squared_lengths: int) -> float: ...
+
+
 class Stateful(Protocol):
     """A part that survives a restart."""
 

@@ -1,16 +1,17 @@
-"""The story of a run (floor 3): fit, training_step, validation_step. The parts arrive ready-made from build.py."""
+"""The story of a run (floor 3): fit, training_step, validate. The parts arrive ready-made from build/."""
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainer.batch import StepBatch
-from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
+from trainer.batch import PackedBatch, StepBatch
+from trainer.detection import Limits
+from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, Decision
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
@@ -20,16 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 class Schedule(Protocol):
-    def apply(self, optimizer: torch.optim.Optimizer, *, step: int) -> float: ...
+    def apply(self, optimizer: torch.optim.Optimizer, *, step: int, factor: float) -> float: ...
 
 
 class Guard(Protocol):
-    num_skipped: int
+    num_decisions: int
+    lr_factor: float
 
-    def count(self, *, loss: float, grad_norm: float) -> None: ...
+    def limits(self) -> Limits: ...
 
-    @property
-    def is_exhausted(self) -> bool: ...
+    def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision: ...
+
+    def observe_validation(self, step: int, loss: float, *, train_loss: float) -> Decision: ...
+
+    def scores(self) -> dict[str, float]: ...
+
+    def validation_scores(self) -> dict[str, float]: ...
 
 
 class Checkpoints(Protocol):
@@ -40,6 +47,8 @@ class Checkpoints(Protocol):
     def finish(self) -> None: ...
 
     def take_metrics(self) -> dict[str, float]: ...
+
+    def roll_back(self, *, onset: int, reason: str) -> bool: ...
 
 
 class Tracker(Protocol):
@@ -52,23 +61,71 @@ class TrainBatches(Protocol):
     def __iter__(self) -> Iterator[StepBatch]: ...
 
 
+class Clock(Protocol):
+    def begin(self) -> None: ...
+    def mark(self, phase: str) -> float: ...
+    def exclude(self) -> float: ...
+
+
 class StepTotals(Protocol):
-    @property
-    def loss_sum(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
     @property
     def num_stop_requests(self) -> int: ...
     @property
     def is_save_requested(self) -> bool: ...
+    @property
+    def is_skipped(self) -> bool: ...
 
 
 class StepSums(Protocol):
     @property
-    def loss_sum(self) -> Tensor: ...
-    @property
     def grad_norm(self) -> Tensor: ...
-    def read(self) -> StepTotals: ...
+    @property
+    def is_skipped(self) -> Tensor: ...
+    def read(self) -> Any: ...
+
+
+class Meter(Protocol):
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def loss_ema(self) -> float: ...
+    def is_rare(self, step: int) -> bool: ...
+    def reduce(
+        self,
+        batch: StepBatch,
+        *,
+        loss_sum: Tensor,
+        num_nonfinite: Tensor,
+        grad_square_sum: Tensor,
+        norm_squares: Tensor | None,
+        is_stopping: bool,
+        wants_save: bool,
+        limits: Limits,
+        num_decisions: int,
+        data_s: float,
+    ) -> StepSums: ...
+    def signals(self, batch: StepBatch, totals: Any, *, lr: float) -> dict[str, float]: ...
+    def row(self, batch: StepBatch, signals: Mapping[str, float], totals: Any) -> dict[str, float]: ...
+    def note_duration(self, what: str, seconds: float) -> None: ...
+
+
+class Validation(Protocol):
+    def begin_batch(self) -> None: ...
+    def add(self, micro_batch: PackedBatch, losses_S: Tensor, hits_S: Tensor) -> None: ...
+    def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool: ...
+    def row(self, *, train_loss: float) -> dict[str, float]: ...
+
+
+class Evidence(Protocol):
+    def note(self, row: Mapping[str, float]) -> None: ...
+    def keep(
+        self, batch: StepBatch, losses: Sequence[Tensor], *, signals: Mapping[str, float], is_skipped: bool, reason: str
+    ) -> None: ...
+
+
+class Detail(Protocol):
+    def phase(self, infix: str) -> AbstractContextManager[None]: ...
+    def take_metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -79,14 +136,11 @@ class Cadence:
     save_freq: int
     test_freq: int
 
-    def is_last(self, step: int) -> bool:
-        return step >= self.total_steps
-
     def is_save(self, step: int) -> bool:
-        return self.is_last(step) or (self.save_freq > 0 and step % self.save_freq == 0)
+        return self.save_freq > 0 and step % self.save_freq == 0
 
     def is_validation(self, step: int) -> bool:
-        return self.is_last(step) or (self.test_freq > 0 and step % self.test_freq == 0)
+        return self.test_freq > 0 and step % self.test_freq == 0
 
 
 @dataclass
@@ -95,12 +149,15 @@ class LoopState:
 
     owes_validation: bool = False
     """A stop request cut the validation of the saved step short: it is made up for before the next step."""
+    has_stopped_early: bool = False
+    """The run ended before its last step because the validation loss no longer fell."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"owes_validation": self.owes_validation}
+        return {"owes_validation": self.owes_validation, "has_stopped_early": self.has_stopped_early}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.owes_validation = bool(state_dict["owes_validation"])
+        self.has_stopped_early = bool(state_dict.get("has_stopped_early", False))
 
 
 @dataclass(frozen=True)
@@ -117,6 +174,9 @@ class Parts:
     validation_batches: Callable[[], Iterable[StepBatch]] | None
     checkpoints: Checkpoints
     tracker: Tracker
+    meter: Meter
+    new_validation: Callable[[], Validation]
+    detail: Detail
     cadence: Cadence
     seed: int
     hang_timeout_s: float
@@ -124,9 +184,8 @@ class Parts:
     clip_grad: float
     local_square_sum: Callable[[list[nn.Parameter]], Tensor]
     clipped_step: Callable[..., None]
-    reduce_step: Callable[..., StepSums]
-    reduce_loss: Callable[..., tuple[float, bool]]
-    memory_metrics: Callable[[torch.device], dict[str, float]]
+    norm_squares: Callable[..., Tensor]
+    evidence: Evidence
 
 
 class SFTTrainer:
@@ -135,37 +194,62 @@ class SFTTrainer:
     def __init__(self, parts: Parts, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self.parts, self.stop, self.heartbeat = parts, stop, heartbeat
         self.parameters = [p for p in parts.model.parameters() if p.requires_grad]
-        self._step_started = time.perf_counter()
         self._is_stopping = self._is_save_requested = False
+        self._norm_squares: Tensor | None = None
 
     def fit(self) -> int:
         """Run all remaining steps. Step numbers shown and saved count finished optimizer steps, from 1."""
         parts = self.parts
+        if parts.loop.has_stopped_early:
+            logger.info("this run has ended early, at step %d: nothing to do", parts.train_batches.next_step)
+            return EXIT_DONE
         with self.stop.deferred():
             if parts.loop.owes_validation:
                 self.validate(parts.train_batches.next_step)
+            while (exit_code := self._train()) is None:
+                logger.info("going on at step %d", parts.train_batches.next_step + 1)
+        return exit_code
+
+    def _train(self) -> int | None:
+        """Steps until the run ends, with its exit code, or is rolled back (None)."""
+        parts, clock = self.parts, self.parts.meter.clock
+        self._begin_step()
+        clock.begin()
+        for batch in parts.train_batches:
+            step = self.heartbeat.step = batch.step + 1
+            with parts.detail.phase("sft/train_step"):
+                metrics, decision = self.training_step(batch)
+            metrics |= parts.detail.take_metrics()
+            parts.evidence.note(metrics)
+            parts.tracker.log(metrics, step)
+            clock.mark("logging")
+            is_last = step >= parts.cadence.total_steps
+            if decision.rollback_onset is not None and self._roll_back(decision.rollback_onset, decision.reason):
+                return None
+            if decision.is_stop:
+                logger.error("stopped at step %d: %s", step, decision.reason)
+                parts.checkpoints.finish()
+                return EXIT_DIVERGED
+            if not self._is_stopping and (is_last or parts.cadence.is_validation(step)):
+                is_last |= self.validate(step).is_stop
+            is_ending = self._is_stopping or is_last
+            if is_ending or self._is_save_requested or parts.cadence.is_save(step):
+                self.save(metrics, is_required=is_ending)
+            if self._is_stopping and not is_last:
+                logger.info("stopped at step %d on %s: saved, resumable", step, self.stop.reason or "a signal")
+                return EXIT_RESUMABLE
+            if is_last:
+                break
             self._begin_step()
-            for batch in parts.train_batches:
-                step = batch.step + 1
-                metrics = self.training_step(batch)
-                parts.tracker.log(metrics, step)
-                if parts.guard.is_exhausted:
-                    logger.error("stopped at step %d: too many steps in a row without a finite loss and gradient", step)
-                    parts.checkpoints.finish()
-                    return EXIT_DIVERGED
-                if not self._is_stopping and parts.cadence.is_validation(step):
-                    self.validate(step)
-                is_ending = self._is_stopping or parts.cadence.is_last(step)
-                if is_ending or self._is_save_requested or parts.cadence.is_save(step):
-                    self.save(metrics, is_required=is_ending)
-                if self._is_stopping and not parts.cadence.is_last(step):
-                    logger.info("stopped at step %d on %s: saved, resumable", step, self.stop.reason or "a signal")
-                    return EXIT_RESUMABLE
-                self._begin_step()
         return EXIT_DONE
 
+    def _roll_back(self, onset: int, reason: str) -> bool:
+        self.heartbeat.enter("rollback", limit_s=self.parts.save_timeout_s + self.parts.hang_timeout_s)
+        is_back = self.parts.checkpoints.roll_back(onset=onset, reason=reason)
+        self._norm_squares = None
+        return is_back
+
     def _begin_step(self) -> None:
-        self._step_started = time.perf_counter()
         self.heartbeat.enter("train", limit_s=self.parts.hang_timeout_s)
 
     def save(self, metrics: dict[str, float], *, is_required: bool) -> None:
@@ -174,87 +258,91 @@ class SFTTrainer:
         limit_s = 4 * self.parts.save_timeout_s + self.parts.hang_timeout_s
         self.heartbeat.enter("save", limit_s=limit_s)
         loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
-        self.parts.checkpoints.save(loss=loss, grad_norm=grad_norm, is_required=is_required)
+        with self.parts.detail.phase("sft/do_checkpoint"):
+            self.parts.checkpoints.save(loss=loss, grad_norm=grad_norm, is_required=is_required)
+        self.parts.meter.note_duration("save", self.parts.meter.clock.exclude())
 
-    def training_step(self, batch: StepBatch) -> dict[str, float]:
+    def training_step(self, batch: StepBatch) -> tuple[dict[str, float], Decision]:
         """Forward and backward over this rank's micro-batches, one reduction, clipped update, one wait; metrics."""
-        parts = self.parts
-        data_s = time.perf_counter() - self._step_started
+        parts, meter, clock = self.parts, self.parts.meter, self.parts.meter.clock
+        data_s = clock.mark("data")
         seeding.seed_step(parts.seed, step=batch.step, rank=parts.world.rank)
-        lr = parts.schedule.apply(parts.optimizer, step=batch.step)
+        lr = parts.schedule.apply(parts.optimizer, step=batch.step, factor=parts.guard.lr_factor)
         parts.model.train()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=parts.world.device)
-        for micro_batch in batch.micro_batches:
-            micro_loss_sum = parts.model(micro_batch.to(parts.world.device))
-            (micro_loss_sum / batch.num_loss_tokens).backward()
-            loss_sum += micro_loss_sum.detach()
-            self.heartbeat.beat()
-        sums = parts.reduce_step(
+        loss_sum, num_nonfinite, losses = self._accumulate(batch)
+        sums = meter.reduce(
+            batch,
             loss_sum=loss_sum,
+            num_nonfinite=num_nonfinite,
             grad_square_sum=parts.local_square_sum(self.parameters),
+            norm_squares=self._norm_squares,
             is_stopping=self.stop.is_set,
             wants_save=parts.world.is_main and parts.checkpoints.is_retry_due(),
-            world=parts.world,
+            limits=parts.guard.limits(),
+            num_decisions=parts.guard.num_decisions,
+            data_s=data_s,
         )
-        parts.clipped_step(parts.optimizer, total_norm=sums.grad_norm, loss_sum=sums.loss_sum, max_norm=parts.clip_grad)
+        parts.clipped_step(
+            parts.optimizer, total_norm=sums.grad_norm, is_skipped=sums.is_skipped, max_norm=parts.clip_grad
+        )
         parts.optimizer.zero_grad(set_to_none=True)
+        # they travel with the next step, which is the one that reports them
+        self._norm_squares = parts.norm_squares(parts.optimizer) if meter.is_rare(batch.step + 2) else None
+        clock.mark("optimizer")
         totals = sums.read()
-        loss = totals.loss_sum / batch.num_loss_tokens
-        parts.guard.count(loss=loss, grad_norm=totals.grad_norm)
         self._is_stopping, self._is_save_requested = totals.num_stop_requests > 0, totals.is_save_requested
-        return self._metrics(batch, loss=loss, lr=lr, grad_norm=totals.grad_norm, data_s=data_s)
+        signals = meter.signals(batch, totals, lr=lr)
+        clock.mark("other")
+        decision = parts.guard.observe(batch.step + 1, signals, is_skipped=totals.is_skipped)
+        if decision.wants_evidence:
+            parts.evidence.keep(batch, losses, signals=signals, is_skipped=totals.is_skipped, reason=decision.reason)
+        clock.mark("guard")
+        row = meter.row(batch, signals, totals)
+        return {**row, **parts.guard.scores(), **parts.checkpoints.take_metrics()}, decision
 
-    def _metrics(
-        self, batch: StepBatch, *, loss: float, lr: float, grad_norm: float, data_s: float
-    ) -> dict[str, float]:
-        step_s = time.perf_counter() - self._step_started
-        return {
-            "train/loss": loss,
-            "train/lr(1e-3)": lr * 1e3,
-            "train/grad_norm": grad_norm,
-            "train/time(s)": step_s,
-            "time/train/data_s": data_s,
-            "throughput/train/tokens_per_s": batch.num_tokens / step_s,
-            "throughput/train/valid_tokens_per_s": batch.num_loss_tokens / step_s,
-            "train/total_token_count": batch.num_tokens,
-            "train/total_valid_token_count": batch.num_loss_tokens,
-            "optim/skipped_steps": self.parts.guard.num_skipped,
-            "progress/epoch": batch.epoch,
-            **self.parts.memory_metrics(self.parts.world.device),
-            **self.parts.checkpoints.take_metrics(),
-        }
-
-    def validate(self, step: int) -> None:
-        """Token-weighted mean loss over every validation sample; put off when a stop is requested meanwhile."""
-        if self.parts.validation_batches is None:
-            return
-        started = time.perf_counter()
-        self.heartbeat.enter("validate", limit_s=self.parts.hang_timeout_s)
-        self.parts.model.eval()
-        loss_sum, num_loss_tokens, num_samples = 0.0, 0, 0
-        for batch in self.parts.validation_batches():
-            batch_loss_sum, self._is_stopping = self.validation_step(batch)
-            if self._is_stopping:
-                self.parts.loop.owes_validation = True
-                return
-            loss_sum += batch_loss_sum
-            num_loss_tokens += batch.num_loss_tokens
-            num_samples += batch.num_samples
-        metrics: dict[str, Any] = {
-            "val/loss": loss_sum / num_loss_tokens,
-            "val/samples": num_samples,
-            "val/total_valid_token_count": num_loss_tokens,
-            "time/eval/total_s": time.perf_counter() - started,
-        }
-        self.parts.loop.owes_validation = False
-        self.parts.tracker.log(metrics, step)
+    def _accumulate(self, batch: StepBatch) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Gradients of all micro-batches: (summed loss, number with a loss that is not finite, losses of positions)."""
+        parts, clock = self.parts, self.parts.meter.clock
+        loss_sum = torch.zeros((), dtype=torch.float64, device=parts.world.device)
+        num_nonfinite = torch.zeros_like(loss_sum)
+        losses: list[Tensor] = []
+        for micro_batch in batch.micro_batches:
+            inputs = micro_batch.to(parts.world.device)
+            clock.mark("h2d")
+            micro_loss_sum = parts.model(inputs)
+            clock.mark("forward")
+            (micro_loss_sum / batch.num_loss_tokens).backward()
+            clock.mark("backward")
+            loss_sum += micro_loss_sum.detach()
+            num_nonfinite += ~micro_loss_sum.detach().isfinite()
+            losses.append(parts.model.losses_S)  # type: ignore[arg-type]
+            self.heartbeat.beat()
+        return loss_sum, num_nonfinite, losses
 
     @torch.no_grad()
-    def validation_step(self, batch: StepBatch) -> tuple[float, bool]:
-        """(summed cross-entropy of one batch over all ranks, whether any rank was asked to stop)."""
-        device = self.parts.world.device
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for micro_batch in batch.micro_batches:
-            loss_sum += self.parts.model(micro_batch.to(device))
-            self.heartbeat.beat()
-        return self.parts.reduce_loss(loss_sum, is_stopping=self.stop.is_set)
+    def validate(self, step: int) -> Decision:
+        """Token-weighted mean loss over every validation sample; put off when a stop is requested meanwhile."""
+        parts = self.parts
+        if parts.validation_batches is None:
+            return Decision()
+        self.heartbeat.enter("validate", limit_s=parts.hang_timeout_s)
+        parts.model.eval()
+        validation = parts.new_validation()
+        for batch in parts.validation_batches():
+            validation.begin_batch()
+            for micro_batch in batch.micro_batches:
+                inputs = micro_batch.to(parts.world.device)
+                parts.model(inputs)
+                validation.add(inputs, parts.model.losses_S, parts.model.hits_S)  # type: ignore[arg-type]
+                self.heartbeat.beat()
+            self._is_stopping = validation.end_batch(batch, is_stopping=self.stop.is_set)
+            if self._is_stopping:
+                parts.loop.owes_validation = True
+                return Decision()
+        parts.loop.owes_validation = False
+        metrics = validation.row(train_loss=parts.meter.loss_ema)
+        decision = parts.guard.observe_validation(step, metrics["val/loss"], train_loss=parts.meter.loss_ema)
+        parts.loop.has_stopped_early = decision.is_stop
+        parts.tracker.log({**metrics, **parts.guard.validation_scores()}, step)
+        parts.meter.note_duration("eval", parts.meter.clock.exclude())
+        return decision

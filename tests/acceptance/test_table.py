@@ -115,3 +115,7 @@ def test_both_halves_show_a_line_and_the_exit_code_says_if_some_is_missing(monke
     for left_out in range(len(halves)):
         monkeypatch.setattr(table, "all_covers", lambda n=left_out: halves[:n] + halves[n + 1 :])
         assert table.main(["--missing"]) == 1, halves[left_out]
+
+
+def test_every_line_of_the_list_is_shown_by_a_test() -> None:
+    assert table.main(["--missing"]) == 0, "python tests/acceptance/table.py --missing lists them"

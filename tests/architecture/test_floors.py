@@ -30,15 +30,18 @@ STEP_FILES = (
     "trainer/model/parallelize.py",
     "trainer/monitor/guard.py",
     "trainer/monitor/memory.py",
-    "trainer/monitor/meters.py",
+    "trainer/monitor/clock.py",
+    "trainer/monitor/meter.py",
+    "trainer/monitor/packet.py",
+    "trainer/monitor/validation.py",
     "trainer/optim/adamw.py",
     "trainer/optim/clip.py",
     "trainer/optim/schedule.py",
     "trainer/runtime/seeding.py",
 )
 ALLOWED_WAITS = {
-    "trainer/monitor/meters.py:StepSums.read": "the one wait of a training step: loss, norm and stop requests together",
-    "trainer/monitor/meters.py:reduce_loss": "the one wait of a validation step",
+    "trainer/monitor/packet.py:StepSums.read": "the one wait of a training step: loss, norm and stop requests together",
+    "trainer/monitor/packet.py:reduce_sums": "the one wait of a validation step",
     "trainer/runtime/seeding.py:set_rng_state": "restores a checkpoint, before the first step",
 }
 

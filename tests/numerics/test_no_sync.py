@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import ToySamples, build_toy_model, toy_parts, trainer, write_model_config
 
-from trainer.monitor.meters import StepSums, StepTotals
+from trainer.monitor.packet import DEVICE_FIELDS, HOST_FIELDS, StepSums, StepTotals
 
 aten = torch.ops.aten
 READS_A_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default)
@@ -35,6 +35,9 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+TOTALS = StepTotals(1.0, 1.0, 0, False, 0.0, 0.0, False, dict.fromkeys((*DEVICE_FIELDS, *HOST_FIELDS), (1.0,) * 2))
+
+
 def reads_of_a_step(world: Any, source: Any, is_broken: bool) -> list[str]:
     model = build_toy_model(world, source)
     parts = toy_parts(world, model, ToySamples(), total_steps=3)
@@ -44,7 +47,7 @@ def reads_of_a_step(world: Any, source: Any, is_broken: bool) -> list[str]:
         model.forward = lambda batch: plain(batch) * float(plain(batch) > -1)
     batches = iter(parts.train_batches)
     loop.training_step(next(batches))
-    with Reads() as reads, patch.object(StepSums, "read", lambda sums: StepTotals(1.0, 1.0, 0, False)):
+    with Reads() as reads, patch.object(StepSums, "read", lambda sums: TOTALS):
         loop.training_step(next(batches))
     return reads.found
 

@@ -1,5 +1,6 @@
 """The rank's side of the watchdog: its record, its stacks on request, and that it never stops the run itself."""
 
+import json
 import logging
 import os
 import subprocess
@@ -126,3 +127,26 @@ in_main()
     assert (done.returncode, done.stderr) == (0, "")
     stacks = (tmp_path / "rank_1.stacks").read_text()
     assert stacks.count(" in in_a_thread") == stacks.count(" in in_main") == 2
+
+
+@pytest.mark.covers("S3.50:C")
+def test_people_can_read_where_a_rank_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SFT_STATUS_DIR", raising=False)
+    monkeypatch.setattr("trainer.runtime.heartbeat.REPORT_EVERY_S", 0.0)
+    heartbeat = Heartbeat()
+    heartbeat.enter("train", limit_s=10.0)
+    assert not (tmp_path / "heartbeat").exists()
+    heartbeat.report_to(tmp_path, rank=2)
+    heartbeat.step = 17
+    heartbeat.beat()
+    report = json.loads((tmp_path / "heartbeat" / "rank_2.json").read_text())
+    assert (report["rank"], report["step"], report["phase"]) == (2, 17, "train")
+    assert abs(report["ts"] - time.time()) < 60
+    assert [path.name for path in (tmp_path / "heartbeat").iterdir()] == ["rank_2.json"]
+
+
+def test_a_run_directory_that_cannot_be_written_costs_only_the_file(tmp_path: Path) -> None:
+    (tmp_path / "heartbeat").write_text("in the way")
+    heartbeat = Heartbeat()
+    heartbeat.report_to(tmp_path, rank=0)
+    heartbeat.beat()

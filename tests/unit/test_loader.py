@@ -12,6 +12,7 @@ from toy import ToySamples
 from trainer.batch import PackedBatch, StepBatch
 from trainer.data.loader import RankPlan, TrainLoader, build_step, pack, validation_batches
 from trainer.data.plan import START, Limits, Schedule
+from trainer.protocols import Position
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's own
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
@@ -175,3 +176,15 @@ def test_validation_visits_every_sample_once(world_size: int, num_samples: int) 
 def test_validation_can_be_walked_again() -> None:
     batches = validation_batches(ToySamples(5), plan_of(0, 1), batch_size=2)
     assert sample_ids(list(batches())) == sample_ids(list(batches())) == list(range(5))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_after_a_rollback_the_loader_goes_on_earlier_and_passes_over_what_it_is_told(num_workers: int) -> None:
+    whole = {batch.step: sample_ids([batch]) for batch in loader()}
+    rewound = loader(num_workers=num_workers)
+    before = [batch.step for batch, _ in zip(rewound, range(4), strict=False)]
+    rewound.rewind(Position(1, 0, rewound._schedule.batch_size), skipped_steps=frozenset({3, 4}))
+    assert rewound.position.step == 1
+    after = {batch.step: sample_ids([batch]) for batch in rewound}
+    assert before == [0, 1, 2, 3] and list(after) == [step for step in whole if step >= 1 and step + 1 not in (3, 4)]
+    assert all(ids == whole[step] for step, ids in after.items()), "the others are trained with their own samples"

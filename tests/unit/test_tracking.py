@@ -129,7 +129,8 @@ def test_reader_takes_the_newest_attempt_of_each_kind_and_step(tmp_path: Path) -
     ]
 
 
-@pytest.mark.parametrize("value", [torch.tensor(1.0), np.ones(1), np.float32(1), "1", None, True])
+@pytest.mark.covers("S0.10")
+@pytest.mark.parametrize("value", [torch.tensor(1.0), torch.zeros(2), np.ones(1), np.float32(1), "1", None, True])
 def test_values_other_than_int_and_float_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"'train/loss' is a \w+, not an int or float"):
         track(tmp_path).log({"train/loss": value}, step=1)

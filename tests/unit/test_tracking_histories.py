@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.protocols import EXIT_DONE
+from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import Tracking
 
 STEPS, STEPS_PER_EPOCH = 12, 4
@@ -76,13 +76,12 @@ def test_one_row_per_epoch_from_one_without_any_setting(tmp_path: Path, whole: t
 
 @pytest.mark.covers("S3.29")
 @pytest.mark.parametrize("pieces", [[(1, 3), (3, 6), (5, 9), (9, 12)], [(1, 12), (2, 12)], [(1, 7), (1, 12)]])
-def test_kills_leave_no_trace(tmp_path: Path, whole: tuple[str, str], pieces: list[tuple[int, int]]) -> None:
+def test_restarts_leave_no_trace(tmp_path: Path, whole: tuple[str, str], pieces: list[tuple[int, int]]) -> None:
     for first, last in pieces:
         tracking = track(tmp_path / "pieces")
         for step in range(first, last + 1):
             log_step(tracking, step)
-        if last == STEPS:
-            tracking.finish(EXIT_DONE)
+        tracking.finish(EXIT_DONE if last == STEPS else EXIT_RESUMABLE)
     assert histories(tmp_path / "pieces") == whole
 
 

@@ -23,6 +23,7 @@ Series = dict[str, list[tuple[int, float]]]
 """{metric: its (step, value) in order}"""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+HISTORIES = ("training_history.csv", "validation_history.csv")
 KILLS = ((1, 6), (5, 9), (7, 11))
 """First and last step of the attempts that are killed; the last one goes on from step 9."""
 
@@ -119,6 +120,11 @@ def test_three_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> N
         assert mlflow_run(tmp_path)[1].info.status == "FINISHED"
     if backend == "wandb":
         assert exit_codes(tmp_path) == [EXIT_DONE]
+    whole = track(tmp_path / "whole")
+    log_steps(whole, range(1, STEPS + 1))
+    whole.finish(0)
+    for name in HISTORIES:
+        assert (tmp_path / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
 def exit_codes(run_dir: Path) -> list[int]:
@@ -201,7 +207,7 @@ def test_replay_of_csv_goes_beside_the_run(tmp_path: Path, capsys: pytest.Captur
     log_steps(tracking, range(1, STEPS + 1))
     tracking.finish(0)
     assert replay([str(tmp_path), "--to", "csv"]) == EXIT_DONE
-    for name in ("training_history.csv", "validation_history.csv"):
+    for name in HISTORIES:
         assert (tmp_path / "replay" / "csv" / name).read_text() == (tmp_path / name).read_text()
     assert replay([str(tmp_path / "none"), "--to", "csv"]) == 2
     assert "has no metrics.jsonl" in capsys.readouterr().err

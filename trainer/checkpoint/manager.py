@@ -4,7 +4,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import export, layout, shards, space
+from trainer.checkpoint import export, fsio, layout, rollback, shards, space, start
 from trainer.checkpoint.board import Board, SaveFailedError, UnresolvedSaveError
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import TensorInfo
-from trainer.checkpoint.resume import RunState, load_state
+from trainer.checkpoint.resume import RunState, load_state, own_position
 from trainer.checkpoint.save import Save, SaveSettings
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.config import CheckpointConfig
@@ -27,6 +29,7 @@ from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 
 logger = logging.getLogger(__name__)
+ALL_CONTENTS = ["model", "optimizer", "extra"]
 RETRY_AFTER_S = (60.0, 300.0)
 """Training goes on for so long after the first and the second failed save in a row; the third ends the run."""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
@@ -82,16 +85,12 @@ class CheckpointManager:
         parameters = list(self._state.model.parameters())
         state_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters) * self._world.num_replicas
         size_bytes = state_bytes + export.num_bytes(self._settings.plan) * self._settings.has_weights
-        error: list[Any] = [None]
-        if self._world.is_main:
-            try:
-                space.require_space(self.run_dir, size_bytes)
-                space.warn_if_tight(self.run_dir, size_bytes, keep=self._keep)
-            except OSError as failure:
-                error[0] = CannotWriteError(f"'{self.run_dir}': {failure.strerror}")
-        dist.broadcast_object_list(error, src=0)
-        if error[0] is not None:
-            raise error[0]
+
+        def check() -> None:
+            space.require_space(self.run_dir, size_bytes)
+            space.warn_if_tight(self.run_dir, size_bytes, keep=self._keep)
+
+        self._on_main(check)
 
     def save(self, *, loss: float, grad_norm: float, is_required: bool) -> None:
         """Save the state as it is now, unless this step is saved already.
@@ -126,11 +125,13 @@ class CheckpointManager:
         """Wait for a save in flight and take note of its outcome, which all ranks share."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._note(pending.step, pending.join(), stall_s=None, total_s=pending.duration_s)
+            self._note(pending.step, pending.join(), stall_s=0.0, total_s=pending.duration_s)
 
     def take_metrics(self) -> dict[str, float]:
         """What became known since the last call, in seconds: training stood still, and writing went on behind it."""
         metrics, self._metrics = self._metrics, {}
+        if self._committed_step is not None:
+            metrics["ckpt/age_steps"] = self._state.train_batches.position.step - self._committed_step
         return metrics
 
     def _try(self, step: int, *, loss: float, grad_norm: float, in_background: bool) -> None:
@@ -151,24 +152,39 @@ class CheckpointManager:
             outcome = _outcome(save)
             self._note(step, outcome, stall_s=time.perf_counter() - started, total_s=None)
 
-    def _note(self, step: int, outcome: int | BaseException, *, stall_s: float | None, total_s: float | None) -> None:
+    def _note(self, step: int, outcome: int | BaseException, *, stall_s: float, total_s: float | None) -> None:
         if isinstance(outcome, UnresolvedSaveError):
             raise ResumableError(f"the save of step {step} was left undecided: {outcome}") from outcome
         if isinstance(outcome, SaveFailedError):
             self._num_failed_in_a_row += 1
             self._failed_at, self._last_error = time.monotonic(), str(outcome)
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
-            logger.warning("checkpoint of step %d failed, the older ones stand: %s", step, outcome)
+            if self._state.tracking is None:
+                logger.warning("checkpoint of step %d failed, the older ones stand: %s", step, outcome)
+            self._tell(
+                "checkpoint_failed", step, f"its checkpoint failed, the older ones stand: {outcome}", level="warn"
+            )
             return
         if isinstance(outcome, BaseException):
             raise outcome
         self._num_failed_in_a_row, self._committed_step = 0, step
         path = self.run_dir / layout.step_dir_name(step)
+        self._metrics |= {"ckpt/bytes": outcome, "ckpt/save_s": stall_s if total_s is None else total_s}
+        with suppress(OSError):  # a count for the log must not end the run
+            names = fsio.list_dir(self.run_dir)
+            self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
+        self._tell("checkpoint", step, f"saved {path}", level="info")
         if total_s is None:
             logger.info("saved %s (%s, %.1f s)", path, space.readable(outcome), stall_s)
         else:
             self._metrics["time/train/checkpoint_bg_s"] = total_s
             logger.info("saved %s (%s, %.1f s behind training)", path, space.readable(outcome), total_s)
+
+    def _tell(self, kind: str, step: int, message: str, *, level: str) -> None:
+        """To the run's events, which put warnings on the console too."""
+        if self._state.tracking is not None:
+            self._state.tracking.event(kind, step, message, level)
+            self._state.tracking.flush()
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
@@ -199,6 +215,7 @@ class CheckpointManager:
                 "rng": seeding.rng_state(),
                 "guard": state.guard.state_dict(),
                 "loop": state.loop.state_dict(),
+                "meter": state.meter.state_dict(),
                 "tracking": state.tracking.state_dict() if state.tracking is not None else {},
                 "buffers": shards.weight_buffers(state.model),
             },
@@ -206,6 +223,8 @@ class CheckpointManager:
             tensors={n: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters.items()},
             loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
+            best_step=state.guard.best_step,
+            episodes=tuple(state.guard.episodes),
         )
 
     def load(self, checkpoint: CheckpointInfo) -> None:
@@ -217,7 +236,52 @@ class CheckpointManager:
         if "extra" in self._config.load_contents:
             self._committed_step = checkpoint.step
         if self._world.is_main and checkpoint.path.resolve().parent == self.run_dir.resolve():
-            layout.settle(self.run_dir, checkpoint.step, keep=self._keep, protect={checkpoint.step})
+            guard = self._state.guard
+            worth = rollback.worth_keeping(self.run_dir, best_step=guard.best_step, episodes=guard.episodes)
+            layout.settle(self.run_dir, checkpoint.step, keep=self._keep, protect={checkpoint.step, *worth})
+
+    def roll_back(self, *, onset: int, reason: str) -> bool:
+        """Go back to the newest good checkpoint well before step `onset`, and pass over the batches around it.
+
+        Collective. False if there is none. A crash while this goes on leaves a run that continues either way.
+        """
+        self.finish()
+        state, step = self._state, self._state.train_batches.position.step
+        for info in self._on_main(
+            lambda: rollback.candidates(self.run_dir, onset=onset, episodes=state.guard.episodes)
+        ):
+            if not start.verify(info, self._world):
+                break
+        else:
+            logger.warning("no checkpoint from well before step %d to go back to; training goes on: %s", onset, reason)
+            return False
+        last_step = state.train_batches.last_step
+        rollbacks = self._on_main(
+            lambda: rollback.decide(
+                self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason
+            )
+        )
+        before = state.guard.state_dict()
+        state.train_batches.rewind(own_position(info.manifest), skipped_steps=rollbacks.skipped_steps)
+        load_state(info, replace(state, tracking=None), contents=ALL_CONTENTS, world=self._world)
+        state.guard.after_rollback(before, rollbacks)
+        if state.tracking is not None:
+            state.tracking.rewind(info.step)
+        self._committed_step = info.step
+        return True
+
+    def _on_main(self, action: Callable[[], Any]) -> Any:
+        """The main rank's result on every rank, or its error. Collective."""
+        outcome: list[Any] = [None, None]
+        if self._world.is_main:
+            try:
+                outcome[0] = action()
+            except OSError as error:
+                outcome[1] = CannotWriteError(f"'{self.run_dir}': {error.strerror or error}")
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
 
 
 class _Pending:

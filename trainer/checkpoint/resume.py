@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from trainer.checkpoint import layout, shards, verl
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.rollback import Rollbacks
 from trainer.protocols import Position, Stateful
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
@@ -21,10 +22,33 @@ logger = logging.getLogger(__name__)
 class TrainBatches(Protocol):
     """Where the run stands in its data, and what of it goes into `data.pt`."""
 
+    last_step: int
+
     @property
     def position(self) -> Position: ...
 
     def state_dict(self) -> dict[str, Any]: ...
+
+    def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None: ...
+
+
+class Guard(Stateful, Protocol):
+    """What a rollback asks of it beyond its state."""
+
+    episodes: list[tuple[int, int]]
+
+    @property
+    def best_step(self) -> int | None: ...
+
+    def after_rollback(self, forgotten: Mapping[str, Any], rollbacks: Rollbacks) -> None: ...
+
+
+class Tracking(Stateful, Protocol):
+    def rewind(self, step: int) -> None: ...
+
+    def event(self, kind: str, step: int, message: str, level: str = "info") -> None: ...
+
+    def flush(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -34,9 +58,10 @@ class RunState:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     train_batches: TrainBatches
-    guard: Stateful
+    guard: Guard
     loop: Stateful
-    tracking: Stateful | None
+    meter: Stateful
+    tracking: Tracking | None
     """On the main rank only."""
     schedule: Mapping[str, Any]
 
@@ -68,6 +93,8 @@ def _load_extra(checkpoint: CheckpointInfo, manifest: Manifest, state: RunState,
     state.guard.load_state_dict(extra["guard"])
     if "loop" in extra:  # not in checkpoints of the first version
         state.loop.load_state_dict(extra["loop"])
+    if "meter" in extra:
+        state.meter.load_state_dict(extra["meter"])
     if is_same_size:
         seeding.set_rng_state(extra["rng"])
     if state.tracking is not None:

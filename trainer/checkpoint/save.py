@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import export, fsio, layout, shards, space
+from trainer.checkpoint import export, fsio, layout, rollback, shards, space
 from trainer.checkpoint.board import Board, SaveFailedError
 from trainer.checkpoint.export import ExportPlan, ExportSource
 from trainer.checkpoint.fsio import FileRecord
@@ -152,7 +152,9 @@ class Save:
         if self._settings.lock is not None and not self._settings.lock.is_held():
             raise RuntimeError(f"another run has taken over {self._settings.run_dir}")
         layout.commit(staging, step, nonce=manifest.nonce)
-        layout.settle(self._settings.run_dir, step, keep=self._settings.keep)
+        run_dir, snapshot = self._settings.run_dir, self._snapshot
+        worth = rollback.worth_keeping(run_dir, best_step=snapshot.best_step, episodes=snapshot.episodes)
+        layout.settle(run_dir, step, keep=self._settings.keep, protect=worth)
         return sum(record.size_bytes for record in records)
 
     @property

@@ -28,6 +28,10 @@ class Snapshot:
     """Every parameter once, with its global shape, in the order of the optimizer's indices."""
     loss: float | None
     grad_norm: float | None
+    best_step: int | None = None
+    """Where the validation loss was lowest so far; the checkpoint of it is not rotated away."""
+    episodes: tuple[tuple[int, int], ...] = ()
+    """First and last step of each stretch of trouble; the newest checkpoint before the last one stays too."""
 
 
 class HostBuffers:

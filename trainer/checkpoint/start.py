@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint import fsio, layout, lineage, verl
+from trainer.checkpoint import fsio, layout, lineage, rollback, verl
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import verify_files
 from trainer.checkpoint.resume import own_position
+from trainer.checkpoint.rollback import NO_ROLLBACKS, Rollbacks
 from trainer.config import ConfigError, TrainerConfig
 from trainer.protocols import CannotWriteError, Position
 from trainer.runtime.distributed import World
@@ -34,6 +35,7 @@ class Start:
     position: Position
     is_complete: bool
     lock: RunLock | None
+    rollbacks: Rollbacks = NO_ROLLBACKS
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     if checkpoint is not None:
         _require_same_run(checkpoint, config, shape.lineage)
         position = _position(checkpoint, config, shape)
-    return Start(checkpoint, position, is_complete=False, lock=lock if world.is_main else None)
+    rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
+    own_lock = lock if world.is_main else None
+    return Start(checkpoint, position, is_complete=False, lock=own_lock, rollbacks=rollbacks)
 
 
 def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
@@ -91,10 +95,10 @@ def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
 
 def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World) -> bool:
     """Whether a whole checkpoint has all steps. What has a manifest is asked before it is proven, which takes long."""
-    if candidate.manifest is None and _verify(candidate, world):
+    if candidate.manifest is None and verify(candidate, world):
         return False
     position = _position(candidate, config, shape)
-    return position.step >= shape.total_steps(position) and not _verify(candidate, world)
+    return position.step >= shape.total_steps(position) and not verify(candidate, world)
 
 
 def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape) -> Position:
@@ -110,7 +114,7 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
     """The first candidate whose every byte is as written; damaged ones of this run are set aside. Collective."""
     run_dir = Path(config.default_local_dir)
     for candidate in candidates:
-        problems = _verify(candidate, world)
+        problems = verify(candidate, world)
         if not problems:
             return candidate
         logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
@@ -125,7 +129,8 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
     return None
 
 
-def _verify(candidate: CheckpointInfo, world: World) -> list[str]:
+def verify(candidate: CheckpointInfo, world: World) -> list[str]:
+    """What is wrong with the contents of a checkpoint, each rank reading its share. Collective."""
     share = (world.rank, world.size)
     if candidate.manifest is not None:
         own = verify_files(candidate.path, candidate.manifest, share=share)
@@ -154,6 +159,7 @@ def _take_run_dir(config: TrainerConfig, lock: RunLock) -> None:
     fsio.make_dirs(run_dir)
     lock.acquire()
     layout.clean_leftovers(run_dir)
+    rollback.complete(run_dir)
 
 
 def _require_shared(config: TrainerConfig, world: World) -> None:

@@ -166,7 +166,7 @@ def run_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batches: 
         (loss_sum / len(batches)).backward()
         del loss_sum
     total_norm = clip.local_square_sum(parameters).sqrt()
-    clip.clipped_step(optimizer, total_norm=total_norm, loss_sum=total_norm, max_norm=1.0)
+    clip.clipped_step(optimizer, total_norm=total_norm, is_skipped=total_norm < 0, max_norm=1.0)
     optimizer.zero_grad(set_to_none=True)
 
 

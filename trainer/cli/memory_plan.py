@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.build import resolve_source
+from trainer.build.inputs import resolve_source
 from trainer.cli.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
 from trainer.cli.live_storage import (
     ACTIVATIONS,

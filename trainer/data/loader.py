@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
+from trainer.data.facts import deal_facts, length_facts
 from trainer.data.plan import Limits, Schedule, split_batch
 from trainer.data.token_cache import TokenDataset
 from trainer.protocols import Position
@@ -99,17 +100,20 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
 
 def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int) -> StepBatch:
     """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global counts."""
-    dealt = split_batch(
-        samples.lengths[ids], world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost
-    )
+    lengths, num_loss_tokens = samples.lengths[ids], samples.num_loss_tokens[ids]
+    dealt = split_batch(lengths, world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost)
     micro_batches = tuple(pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.rank])
     return StepBatch(
         step=step,
         epoch=epoch,
         micro_batches=micro_batches,
-        num_loss_tokens=int(samples.num_loss_tokens[ids].sum()),
-        num_tokens=int(samples.lengths[ids].sum()),
+        num_loss_tokens=int(num_loss_tokens.sum()),
+        num_tokens=int(lengths.sum()),
         num_samples=len(ids),
+        sum_squared_lengths=int((lengths.astype(np.int64) ** 2).sum()),
+        sample_ids=tuple(int(i) for i in ids),
+        length_facts=length_facts(lengths, num_loss_tokens),
+        deal_facts=deal_facts(lengths, num_loss_tokens, dealt, plan.limits),
     )
 
 
@@ -123,14 +127,14 @@ class _StepDataset(Dataset[StepBatch]):
 
 
 class _StepSampler(Sampler[int]):
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.first, self.last))
+        return iter(self.steps)
 
     def __len__(self) -> int:
-        return self.last - self.first
+        return len(self.steps)
 
 
 def _ignore_signals(worker_id: int) -> None:
@@ -152,27 +156,36 @@ class TrainLoader:
         total_steps: int,
         num_workers: int,
         pin_memory: bool,
+        skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
+        """`skipped_steps`, counted from 1, are passed over: their batches are never trained."""
         self._samples, self._plan, self._schedule = samples, plan, schedule
-        self._total_steps, self._num_workers, self._pin_memory = total_steps, num_workers, pin_memory
+        self._num_workers, self._pin_memory, self._skipped_steps = num_workers, pin_memory, skipped_steps
+        self.last_step = total_steps
         self.next_step = schedule.start.step
         self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
+        steps = [step for step in range(self.next_step, self.last_step) if step + 1 not in self._skipped_steps]
         self._loader = StatefulDataLoader(
             _StepDataset(self._samples, self._plan, self._schedule),
-            sampler=_StepSampler(self.next_step, self._total_steps),
+            sampler=_StepSampler(steps),
             batch_size=None,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             worker_init_fn=_ignore_signals,
             multiprocessing_context="fork" if self._num_workers else None,
         )
-        for batch in self._loader:
-            if batch.step != self.next_step:
-                raise RuntimeError(f"loader returned step {batch.step} where step {self.next_step} was due")
-            self.next_step += 1
+        for step, batch in zip(steps, self._loader, strict=True):
+            if batch.step != step:
+                raise RuntimeError(f"loader returned step {batch.step} where step {step} was due")
+            self.next_step = step + 1
             yield batch
+
+    def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
+        """Go on from an earlier position the next time this is iterated."""
+        self._schedule = dataclasses.replace(self._schedule, start=position)
+        self.next_step, self._skipped_steps = position.step, skipped_steps
 
     @property
     def position(self) -> Position:

@@ -23,6 +23,10 @@ class LossHead(nn.Linear):
 
     loss_and_gradient: "LossAndGradient"
     """This file's function of that name, or its compiled form: one pass over the logits instead of several."""
+    losses_S: Tensor
+    """Cross-entropy of each position of the last forward pass, float32: what there is to say about single samples."""
+    hits_S: Tensor
+    """Whether the label was the likeliest token, of the last forward pass without gradients: it costs a pass more."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "LossHead":
@@ -39,31 +43,36 @@ class LossHead(nn.Linear):
         """Sum over S of -log softmax(hidden @ weight.T)[label] as a float64 scalar; logits [.., V] without labels."""
         if labels_S is None:
             return super().forward(hidden_SH)
+        total: Tensor
         if torch.is_grad_enabled():
-            total: Tensor = _ChunkedCrossEntropy.apply(
+            total, self.losses_S = _ChunkedCrossEntropy.apply(
                 hidden_SH, self.weight, self.bias, labels_S, self.loss_and_gradient
             )
             return total
-        chunks = zip(hidden_SH.split(CHUNK_TOKENS), labels_S.split(CHUNK_TOKENS), strict=True)
-        losses = [_loss(_log_probs(super(LossHead, self).forward(hidden)), labels) for hidden, labels in chunks]
-        return torch.stack(losses).sum() if losses else hidden_SH.new_zeros((), dtype=torch.float64)
+        losses, hits = [], []
+        for hidden_CH, labels_C in zip(hidden_SH.split(CHUNK_TOKENS), labels_S.split(CHUNK_TOKENS), strict=True):
+            log_probs_CV = _log_probs(super().forward(hidden_CH))
+            losses.append(_losses(log_probs_CV, labels_C))
+            hits.append(log_probs_CV.argmax(dim=-1) == labels_C)
+        self.losses_S, self.hits_S = torch.cat(losses), torch.cat(hits)
+        return self.losses_S.sum(dtype=torch.float64)
 
 
 def loss_and_gradient(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """(summed loss float64, its gradient by the logits in their dtype): softmax(logits) - onehot(label)."""
+    """(losses float32 [C], their sum's gradient by the logits in their dtype): softmax(logits) - onehot(label)."""
     log_probs_CV = _log_probs(logits_CV)
-    loss = _loss(log_probs_CV, labels_C)
+    losses_C = _losses(log_probs_CV, labels_C)
     grad_logits_CV = log_probs_CV.exp_()
     grad_logits_CV[torch.arange(len(labels_C), device=labels_C.device), labels_C] -= 1.0
-    return loss, grad_logits_CV.to(logits_CV.dtype)
+    return losses_C, grad_logits_CV.to(logits_CV.dtype)
 
 
 def _log_probs(logits_CV: Tensor) -> Tensor:
     return torch.log_softmax(logits_CV.float(), dim=-1)
 
 
-def _loss(log_probs_CV: Tensor, labels_C: Tensor) -> Tensor:
-    return -log_probs_CV.gather(1, labels_C[:, None]).sum(dtype=torch.float64)
+def _losses(log_probs_CV: Tensor, labels_C: Tensor) -> Tensor:
+    return -log_probs_CV.gather(1, labels_C[:, None])[:, 0]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -80,28 +89,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_S: Tensor,
         loss_and_gradient: LossAndGradient,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        total = hidden_SH.new_zeros((), dtype=torch.float64)
+        losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         for start in range(0, len(labels_S), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             hidden_CH, labels_C = hidden_SH[part], labels_S[part]
             logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
-            loss, grad_logits_CV = loss_and_gradient(logits_CV, labels_C)
-            total += loss
+            losses_S[part], grad_logits_CV = loss_and_gradient(logits_CV, labels_C)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
             grad_hidden_SH[part] = grad_logits_CV @ weight_VH
             grad_weight_VH += grad_logits_CV.T @ hidden_CH
         ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
         ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
-        return total
+        ctx.mark_non_differentiable(losses_S)
+        return losses_S.sum(dtype=torch.float64), losses_S
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         grad_hidden_SH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         scale = grad_total.float()

@@ -164,9 +164,17 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
 
 
 def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """Summed cross-entropy over the supervised positions, float64 scalar; the head sees only those positions."""
+    """Summed cross-entropy over the supervised positions, float64 scalar; the head sees only those positions.
+
+    Both forwards leave the loss of each position in `losses_S` and, without gradients, in `hits_S` whether the label
+    was the likeliest token.
+    """
     hidden_TH = self.base_model(**forward_arguments(self, batch)).last_hidden_state[0]
-    loss: Tensor = self.get_output_embeddings()(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
+    head: Any = self.get_output_embeddings()
+    loss: Tensor = head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
+    self.losses_S = head.losses_S
+    if not torch.is_grad_enabled():
+        self.hits_S = head.hits_S
     return loss
 
 
@@ -175,4 +183,7 @@ def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> Tensor:
     plain: Any = self.original_forward
     logits_SV = plain(**forward_arguments(self, batch), logits_to_keep=batch.supervised_S).logits[0]
     losses_S = F.cross_entropy(logits_SV.float(), batch.labels_T[batch.supervised_S], reduction="none")
+    self.losses_S = losses_S.detach()
+    if not torch.is_grad_enabled():
+        self.hits_S = logits_SV.argmax(dim=-1) == batch.labels_T[batch.supervised_S]
     return losses_S.sum(dtype=torch.float64)

@@ -1,35 +1,279 @@
-"""Steps whose loss or gradient is not a number: count them and know when to give up.
+"""Decides what is done about an abnormal step or validation; `trainer.detection` says what is abnormal.
 
-The update of such a step is left out on the device, by the same rule (`optim.clip.clipped_step`).
+It sees only values that are equal on all ranks, so every rank decides alike; the number of decisions travels with each
+step's packet, and a rank that decided otherwise is found at once.
 """
 
-import math
-from typing import Any
+import difflib
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import Any, Protocol
+
+from trainer.detection import Detector, Event, Level, Limits, Rule, Settings
+from trainer.detection.overfit import OverfitJudge, OverfitSettings, Verdict
+from trainer.detection.rules import Comparison
+from trainer.monitor.meter import SIGNALS
+from trainer.protocols import Decision
+
+logger = logging.getLogger(__name__)
+NUM_EARLY_STEPS = 100
+"""A run that learns nothing so early never did: it is stopped."""
+NONFINITE_WINDOW_STEPS = 200
+MAX_NONFINITE_IN_WINDOW = 10
+EVIDENCE_REST_STEPS = 500
+MAX_ROLLBACKS = 3
+SKIPPABLE = ("train/loss", "train/grad_norm")
 
 
-class NonFiniteGuard:
-    """Decides from values that are equal on all ranks, so every rank decides alike. Survives restarts."""
+@dataclass(frozen=True)
+class GuardSettings:
+    """`on_*`: warn, skip (severe only), rollback or stop."""
 
-    def __init__(self, *, max_in_a_row: int) -> None:
-        self._max_in_a_row = max_in_a_row
+    max_nonfinite_steps: int
+    on_nonfinite: str
+    on_severe: str
+    on_diverging: str
+    rules: tuple[Rule, ...] = ()
+    early_stop_patience: int | None = None
+    early_stop_min_delta: float = 0.0
+    max_first_loss: float = inf
+    """The first steps of a pretrained model lie below it on data that it can read."""
+
+
+class EventSink(Protocol):
+    def event(self, kind: str, step: int, message: str, *, level: str = "info", **fields: Any) -> None: ...
+
+
+class Rollbacks(Protocol):
+    @property
+    def entries(self) -> Sequence[Any]: ...
+    @property
+    def skipped_steps(self) -> frozenset[int]: ...
+    @property
+    def lr_factor(self) -> float: ...
+
+
+class Guard:
+    """One per rank; only the main rank's has somewhere to report to. Survives restarts and rollbacks."""
+
+    def __init__(self, settings: GuardSettings, *, events: EventSink | None = None) -> None:
+        self._settings, self._events = settings, events
+        watched = tuple(rule for rule in settings.rules if set(rule.actions) != {"skip"})
+        self._detector = Detector(Settings(max_first_loss=settings.max_first_loss), watched)
+        self._rule_limits = skip_limits(settings.rules)
+        overfit = OverfitSettings(
+            patience=settings.early_stop_patience or 2**31, min_delta=settings.early_stop_min_delta
+        )
+        self._overfit = OverfitJudge(overfit)
+        self._nonfinite_steps: deque[int] = deque(maxlen=MAX_NONFINITE_IN_WINDOW)
+        self._num_nonfinite_in_a_row = 0
+        self._last_evidence = -EVIDENCE_REST_STEPS
+        self._num_rollbacks = self._num_skipped_batches = 0
+        self.lr_factor = 1.0
         self.num_skipped = 0
-        self.num_in_a_row = 0
+        self.num_decisions = 0
+        self.episodes: list[tuple[int, int]] = []
+        """First and last step of each severe or diverging stretch: no checkpoint inside one is gone back to."""
 
-    def count(self, *, loss: float, grad_norm: float) -> None:
-        """Take note of a finished step; one without a finite loss and gradient norm was skipped."""
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.num_in_a_row = 0
-            return
-        self.num_skipped += 1
-        self.num_in_a_row += 1
+    def limits(self) -> Limits:
+        """Beyond which the coming step's update is left out."""
+        found = self._detector.limits() if self._settings.on_severe == "skip" else Limits()
+        return replace(
+            found,
+            loss_alone=min(found.loss_alone, self._rule_limits.loss_alone),
+            grad_alone=min(found.grad_alone, self._rule_limits.grad_alone),
+        )
+
+    def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
+        """What to do after a step whose update was made, or left out on the device."""
+        self.num_skipped += is_skipped
+        self._count_nonfinite(step, signals)
+        decisions = [self._decide(event) for event in self._detector.observe(step, signals)]
+        if is_skipped and all(isfinite(signals[key]) for key in SKIPPABLE):
+            self._tell("skip", step, "update left out: loss or gradient norm beyond its limit", "warn")
+        decision = _all_of(decisions)
+        if decision.rollback_onset is not None and self._num_rollbacks >= MAX_ROLLBACKS:
+            reason = f"{decision.reason}; it has been rolled back {self._num_rollbacks} times already"
+            decision = replace(decision, rollback_onset=None, is_stop=True, reason=reason)
+        if decision.wants_evidence and step - self._last_evidence < EVIDENCE_REST_STEPS:
+            decision = replace(decision, wants_evidence=False)
+        if decision.wants_evidence:
+            self._last_evidence = step
+        self.num_decisions += decision != Decision()
+        return decision
+
+    def observe_validation(self, step: int, loss: float, *, train_loss: float) -> Decision:
+        """Take note of a validation; stop when `early_stop_patience` of them brought nothing."""
+        if not (isfinite(loss) and isfinite(train_loss)):
+            return Decision()
+        verdict = self._overfit.observe(step, val_loss=loss, train_loss=train_loss)
+        if verdict == Verdict.OVERFIT:
+            best = f"val/loss {loss:.4f} is above its best, {self._overfit.best_loss:.4f} at step {self.best_step}"
+            self._tell("overfit", step, f"{best}, while train/loss fell: that checkpoint is kept", "warn")
+        if self._settings.early_stop_patience is not None and self._overfit.is_exhausted:
+            reason = f"val/loss has not improved in {self._settings.early_stop_patience} validations"
+            self._tell("early_stop", step, f"{reason}; best at step {self.best_step}", "info")
+            self.num_decisions += 1
+            return Decision(is_stop=True, reason=reason)
+        return Decision()
 
     @property
-    def is_exhausted(self) -> bool:
-        return self.num_in_a_row >= self._max_in_a_row
+    def best_step(self) -> int | None:
+        """Where the validation loss was lowest."""
+        return self._overfit.best_step
+
+    def scores(self) -> dict[str, float]:
+        """For the row of the step observed last."""
+        counts = {"optim/skipped_steps": self.num_skipped, "data/skipped_batches": self._num_skipped_batches}
+        return {**self._detector.scores, **counts}
+
+    def validation_scores(self) -> dict[str, float]:
+        """For the row of the validation observed last."""
+        if self._overfit.best_loss is None or self.best_step is None:
+            return {}
+        return {"val/best_loss": self._overfit.best_loss, "val/best_step": self.best_step}
+
+    def note_rollbacks(self, rollbacks: Rollbacks) -> None:
+        """All rollbacks of the run so far: they count, and lower the learning rate."""
+        self._num_rollbacks, self.lr_factor = len(rollbacks.entries), rollbacks.lr_factor
+        self._num_skipped_batches = len(rollbacks.skipped_steps)
+
+    def after_rollback(self, forgotten: Mapping[str, Any], rollbacks: Rollbacks) -> None:
+        """Keep what a rollback must not forget: `forgotten` is the state from before the checkpoint was loaded."""
+        self.note_rollbacks(rollbacks)
+        entry = rollbacks.entries[-1]
+        message = (
+            f"rolled back to step {entry.target_step}, steps {entry.first_skipped} to {entry.last_skipped} are left out"
+        )
+        self._tell("rollback", entry.found_step, f"{message}: {entry.reason}", "error")
+        self.num_skipped, self.num_decisions = int(forgotten["num_skipped"]), int(forgotten["num_decisions"])
+        self._last_evidence = int(forgotten["last_evidence"])
+        self.episodes = [(first, last) for first, last in forgotten["episodes"]]
+
+    def _decide(self, event: Event) -> Decision:
+        settings, onset = self._settings, event.onset or event.step
+        is_bad = event.level in (Level.SEVERE, Level.DIVERGING, Level.DEAD)
+        self._tell(f"guard/{event.level}", event.step, event.message, "error" if is_bad else "warn", event)
+        if event.level in (Level.SEVERE, Level.DIVERGING):
+            self.episodes = [*self.episodes, (onset, event.step)][-100:]
+            action = settings.on_severe if event.level == Level.SEVERE else settings.on_diverging
+            return _decision(action, event, onset, wants_evidence=True)
+        if event.level == Level.NONFINITE:
+            if not self._is_nonfinite_exhausted:
+                return Decision()
+            num_in_a_row = self._num_nonfinite_in_a_row
+            is_row = num_in_a_row >= settings.max_nonfinite_steps
+            first = self._nonfinite_steps[-min(num_in_a_row, len(self._nonfinite_steps)) if is_row else 0]
+            reason = f"too many steps {'in a row ' if is_row else ''}without a finite loss and gradient"
+            is_back = settings.on_nonfinite == "rollback"
+            return Decision(True, rollback_onset=first if is_back else None, is_stop=True, reason=reason)
+        if event.level == Level.DEAD:
+            return Decision(is_stop=event.step <= NUM_EARLY_STEPS, reason=event.message)
+        actions = [_decision(action, event, onset, wants_evidence=action == "snapshot") for action in event.actions]
+        return _all_of(actions)
+
+    def _count_nonfinite(self, step: int, signals: Mapping[str, float]) -> None:
+        if all(isfinite(signals[key]) for key in SKIPPABLE):
+            self._num_nonfinite_in_a_row = 0
+            return
+        self._num_nonfinite_in_a_row += 1
+        self._nonfinite_steps.append(step)
+
+    @property
+    def _is_nonfinite_exhausted(self) -> bool:
+        steps = self._nonfinite_steps
+        is_frequent = len(steps) == steps.maxlen and steps[-1] - steps[0] < NONFINITE_WINDOW_STEPS
+        return is_frequent or self._num_nonfinite_in_a_row >= self._settings.max_nonfinite_steps
+
+    def _tell(self, kind: str, step: int, message: str, level: str, event: Event | None = None) -> None:
+        if self._events is not None:
+            details = {} if event is None else {"event": event.as_dict()}
+            self._events.event(kind, step, message, level=level, **details)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
+        return {
+            "detector": self._detector.state_dict(),
+            "overfit": self._overfit.state_dict(),
+            "nonfinite_steps": list(self._nonfinite_steps),
+            "num_in_a_row": self._num_nonfinite_in_a_row,
+            "num_skipped": self.num_skipped,
+            "num_decisions": self.num_decisions,
+            "last_evidence": self._last_evidence,
+            "episodes": [list(episode) for episode in self.episodes],
+        }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.num_skipped = int(state_dict["num_skipped"])
-        self.num_in_a_row = int(state_dict["num_in_a_row"])
+        self._num_nonfinite_in_a_row = int(state_dict["num_in_a_row"])
+        if "detector" not in state_dict:  # a checkpoint from before the guard had a detector
+            return
+        self._detector.load_state_dict(state_dict["detector"])
+        self._overfit.load_state_dict(state_dict["overfit"])
+        self._nonfinite_steps.extend(int(step) for step in state_dict["nonfinite_steps"])
+        self.num_decisions = int(state_dict["num_decisions"])
+        self._last_evidence = int(state_dict["last_evidence"])
+        self.episodes = [(int(first), int(last)) for first, last in state_dict["episodes"]]
+
+
+def require_known_keys(rules: Sequence[Rule]) -> None:
+    """Raises `ValueError` for a rule about a metric the guard does not see: ranks could not agree on it."""
+    for rule in rules:
+        if unknown := [key for key in rule.keys if key not in SIGNALS]:
+            near = difflib.get_close_matches(unknown[0], SIGNALS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"it sees {', '.join(SIGNALS)}"
+            raise ValueError(f"rule '{rule.text}': the guard does not see '{unknown[0]}'; {hint}")
+
+
+def skip_limits(rules: Sequence[Rule]) -> Limits:
+    """What rules with the action `skip` ask of the device, which knows nothing but loss and gradient norm.
+
+    Raises `ValueError` for such a rule that is more than `train/loss > x` or `train/grad_norm > x`.
+    """
+    found = {"train/loss": inf, "train/grad_norm": inf}
+    for rule in rules:
+        if "skip" not in rule.actions:
+            continue
+        key, limit = _threshold(rule)
+        if key not in found or rule.num_steps != 1:
+            raise ValueError(
+                f"rule '{rule.text}': an update is left out before its other metrics are known; skip goes with "
+                f"'train/loss > number' or 'train/grad_norm > number' alone"
+            )
+        found[key] = min(found[key], limit)
+    return Limits(loss_alone=found["train/loss"], grad_alone=found["train/grad_norm"])
+
+
+def _threshold(rule: Rule) -> tuple[str, float]:
+    """(metric, number) of a rule that is `metric > number`; an empty name for any other."""
+    condition = rule.condition
+    if not isinstance(condition, Comparison) or condition.comparison != ">":
+        return "", inf
+    if not isinstance(condition.left, str) or not isinstance(condition.right, float):
+        return "", inf
+    return condition.left, condition.right
+
+
+def _decision(action: str, event: Event, onset: int, *, wants_evidence: bool) -> Decision:
+    return Decision(
+        wants_evidence=wants_evidence,
+        rollback_onset=onset if action == "rollback" else None,
+        is_stop=action == "stop",
+        reason=event.message,
+    )
+
+
+def _all_of(decisions: Sequence[Decision]) -> Decision:
+    """One decision that asks for all of them; the earliest onset counts."""
+    wanted = [decision for decision in decisions if decision != Decision(reason=decision.reason)]
+    if not wanted:
+        return Decision()
+    onsets = [decision.rollback_onset for decision in wanted if decision.rollback_onset is not None]
+    return Decision(
+        wants_evidence=any(decision.wants_evidence for decision in wanted),
+        rollback_onset=min(onsets, default=None),
+        is_stop=any(decision.is_stop for decision in wanted),
+        reason="; ".join(decision.reason for decision in wanted),
+    )

@@ -48,9 +48,9 @@ class Schedule:
             return 1.0 if progress <= self.stable_ratio else (1 - progress) / (1 - self.stable_ratio)
         return 1.0
 
-    def apply(self, optimizer: Optimizer, *, step: int) -> float:
-        """Set the rate of every group for `step` and return it."""
-        lr = self.lr_at(step)
+    def apply(self, optimizer: Optimizer, *, step: int, factor: float) -> float:
+        """Set the rate of every group for `step`, lowered by `factor`, and return it."""
+        lr = factor * self.lr_at(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         return lr

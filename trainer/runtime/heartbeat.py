@@ -5,6 +5,7 @@ reads it from outside, so that a rank that is stopped, or deep inside C code, ca
 """
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from trainer.runtime.environment import local_rank
 
 MAX_PHASE_BYTES = 24
+REPORT_DIRECTORY = "heartbeat"
+REPORT_EVERY_S = 30.0
 _RECORD = struct.Struct(f"<Qdd{MAX_PHASE_BYTES}sQ")
 """Count, time of the beat, allowed silence, phase, and the count again: unequal counts are a half-written record."""
 
@@ -51,11 +54,19 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._path: Path | None = None
+        self._report: Path | None = None
+        self._next_report_s, self._rank, self.step = 0.0, 0, 0
         self._count = 0
         if (directory := os.environ.get("SFT_STATUS_DIR")) is not None:
             self._path = Path(directory, f"rank_{local_rank()}.beat")
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
         self.enter("start", limit_s=None)
+
+    def report_to(self, run_dir: Path, *, rank: int) -> None:
+        """From now on also keep `heartbeat/rank_<rank>.json` there, for people: step, phase and time, every 30 s."""
+        self._report = run_dir / REPORT_DIRECTORY / f"rank_{rank}.json"
+        self._rank = rank
+        self._write_report()
 
     def enter(self, phase: str, *, limit_s: float | None) -> None:
         """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None: it is not watched.
@@ -68,11 +79,14 @@ class Heartbeat:
             raise ValueError(f"a phase name has 1 to {MAX_PHASE_BYTES} bytes, got '{phase}'")
         if limit_s is not None and not 0 < limit_s < math.inf:
             raise ValueError(f"phase '{phase}' needs a limit of more than 0 seconds, or None, got {limit_s}")
+        self._phase_name = phase
         self._phase, self._limit_s = name, math.inf if limit_s is None else limit_s
         self.beat()
 
     def beat(self) -> None:
         """Progress within the phase: one write of 56 bytes into the page cache, cheap enough for every micro-batch."""
+        if self._report is not None and time.monotonic() >= self._next_report_s:
+            self._write_report()
         if self._path is None:
             return
         self._count += 1
@@ -81,6 +95,17 @@ class Heartbeat:
             os.pwrite(self._file, record, 0)
         except OSError as error:
             self._give_up(error)
+
+    def _write_report(self) -> None:
+        """A file that cannot be written is left out: nobody but a person misses it."""
+        assert self._report is not None
+        self._next_report_s = time.monotonic() + REPORT_EVERY_S
+        content = {"rank": self._rank, "step": self.step, "phase": self._phase_name, "ts": round(time.time(), 3)}
+        partial = self._report.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            self._report.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content) + "\n")
+            os.replace(partial, self._report)
 
     def _give_up(self, error: OSError) -> None:
         """A heartbeat that cannot be written must not look like a hang: without its file the rank is not watched."""

@@ -17,7 +17,7 @@ from trainer.tracking.backend import Backend
 from trainer.tracking.console_backend import ConsoleBackend
 from trainer.tracking.events_file import Event, EventsFile
 from trainer.tracking.histories import FILE_NAMES, HistoryBackend
-from trainer.tracking.metrics_file import MetricsFile, Row
+from trainer.tracking.metrics_file import MetricsFile, Past, Row
 from trainer.tracking.mlflow_backend import MlflowBackend
 from trainer.tracking.run_info import RunFile, RunInfo
 from trainer.tracking.sink import InlineSink, Sink, ThreadSink
@@ -119,6 +119,11 @@ class Tracking:
         """1 for the first start of a run that logged anything, one more for each later one."""
         return self._info.attempt
 
+    @property
+    def past(self) -> Past:
+        """What earlier attempts of this run left behind."""
+        return self._metrics_file.past
+
     def start(self, step: int) -> None:
         """Say that this attempt goes on from finished step `step`, before its first row, which else says it."""
         with self._lock:
@@ -165,6 +170,11 @@ class Tracking:
                 self._send("alert", event)
         if level in LOG_LEVELS:
             logger.log(LOG_LEVELS[level], "step %d: %s", step, message)
+
+    def health(self) -> dict[str, float]:
+        """Metrics of the logging itself: calls that wait for a tracker, and trackers that were dropped."""
+        depths = [sink.depth for sink in self._sinks]
+        return {"obs/queue_depth": max(depths), "obs/dropped_trackers": sum(sink.is_dropped for sink in self._sinks)}
 
     def flush(self) -> None:
         """Make what was logged survive a crash of the machine soon, without waiting for it."""

@@ -17,6 +17,14 @@ class Sink(Protocol):
     `send` never raises; `finish` asks for the end, `wait` returns when it came or its time is over.
     """
 
+    @property
+    def depth(self) -> int:
+        """Calls that wait."""
+        ...
+
+    @property
+    def is_dropped(self) -> bool: ...
+
     def send(self, call: str, *args: Any) -> None: ...
 
     def finish(self, exit_code: int) -> None: ...
@@ -51,6 +59,14 @@ class InlineSink:
         self._backend = backend
         self._breaker = Breaker(name)
         self._opened = False
+
+    @property
+    def depth(self) -> int:
+        return 0
+
+    @property
+    def is_dropped(self) -> bool:
+        return self._breaker.tripped
 
     def send(self, call: str, *args: Any) -> None:
         if not self._opened:
@@ -98,6 +114,14 @@ class ThreadSink:
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
         self._call_name, self._call_began_s = "", float("inf")
         self._deadline_s = 0.0
+
+    @property
+    def depth(self) -> int:
+        return self._queue.qsize()
+
+    @property
+    def is_dropped(self) -> bool:
+        return self._breaker.tripped
 
     def send(self, call: str, *args: Any) -> None:
         if self._thread.ident is None:

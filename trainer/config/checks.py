@@ -1,222 +1,31 @@
-"""The typed configuration (floor 0): every key, its type, and all checks that need no model and no data.
+"""What must hold between values: all checks that need no model and no data."""
 
-`conf/sft.yaml` holds the defaults and one comment per key; this file holds types and rules. It imports neither
-torch nor hydra, so a mistyped key fails before anything slow starts.
-"""
-
-import dataclasses
 import difflib
-import math
 import re
-import types
-import typing
-from dataclasses import dataclass, field
 from typing import Any
 
-QUICKSTART = "quickstart"
-BACKENDS = ("console", "wandb", "tensorboard", "mlflow")
-SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
-DTYPES = ("float32", "bfloat16", "float16")
-RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config")
-AUTO, SELECTIVE = "auto", "selective"
+from trainer.config.schema import (
+    AUTO,
+    BACKENDS,
+    DTYPES,
+    RESUME_ALLOW,
+    SAVE_CONTENTS,
+    SELECTIVE,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+)
 
 
-class ConfigError(ValueError):
-    """The user's configuration is wrong; the message names the key and a fix. Exit code 2."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    train_files: str | list[str]
-    val_files: str | list[str] | None
-    val_ratio: float
-    train_batch_size: int
-    micro_batch_size_per_gpu: int | None
-    max_token_len_per_gpu: int | None
-    max_length: int
-    truncation: str
-    messages_key: str
-    tools_key: str
-    prompt_key: str | None
-    response_key: str | None
-    chat_template: str | None
-    apply_chat_template_kwargs: dict[str, Any]
-    train_max_samples: int
-    val_max_samples: int
-    on_bad_row: str
-    max_bad_fraction: float
-    num_workers: int
-    cache_dir: str
-
-
-@dataclass(frozen=True)
-class FsdpConfig:
-    param_dtype: str
-    reduce_dtype: str
-    cpu_offload: bool
-    reshard_after_forward: bool | str
-    fsdp_size: int
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    partial_pretrain: str
-    random_weights: bool
-    trust_remote_code: bool
-    enable_gradient_checkpointing: bool | str
-    compile: bool
-    attention: str
-    fsdp_config: FsdpConfig
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    lr: float | None
-    betas: list[float]
-    eps: float
-    weight_decay: float
-    clip_grad: float
-    lr_scheduler: str
-    lr_warmup_steps_ratio: float
-    min_lr_ratio: float
-    stable_ratio: float
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    save_contents: list[str]
-    load_contents: list[str]
-    export_dtype: str
-    async_save: bool
-    save_timeout_s: int
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    project_name: str
-    experiment_name: str
-    default_local_dir: str
-    logger: list[str]
-    total_epochs: int
-    total_training_steps: int | None
-    save_freq: int
-    test_freq: int
-    max_ckpt_to_keep: int | None
-    resume_mode: str
-    resume_from_path: str | None
-    resume_allow: list[str]
-    max_time: str | None
-    seed: int
-    device: str
-    max_nonfinite_steps: int
-    dist_timeout_s: int
-    hang_timeout_s: int
-    checkpoint: CheckpointConfig
-
-
-@dataclass(frozen=True)
-class Config:
-    data: DataConfig
-    model: ModelConfig
-    optim: OptimConfig
-    trainer: TrainerConfig
-    resolved: dict[str, Any] = field(default_factory=dict, compare=False)
-    """The same tree as plain containers: what is printed, stored with the run and sent to trackers."""
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Turn a resolved mapping into a checked `Config`. Raises `ConfigError` naming the key, the cause and a fix."""
-    if "experiment" in tree:
-        tree = {key: value for key, value in tree.items() if key != "experiment"}
-    config = dataclasses.replace(_build(Config, tree, prefix="", skip=("resolved",)), resolved=tree)
+def check(config: Config) -> None:
+    """Raises `ConfigError` naming the key, the cause and a fix."""
     _check_data(config.data)
     _check_model(config.model)
     _check_optim(config.optim)
     _check_trainer(config.trainer)
-    return config
-
-
-def known_keys(cls: Any = Config, prefix: str = "") -> list[str]:
-    """All dotted leaf keys, in the order of the schema."""
-    keys: list[str] = []
-    for name, hint in typing.get_type_hints(cls).items():
-        if name == "resolved":
-            continue
-        dotted = f"{prefix}{name}"
-        keys += known_keys(hint, f"{dotted}.") if dataclasses.is_dataclass(hint) else [dotted]
-    return keys
-
-
-def nearest_key(dotted: str) -> str | None:
-    """The known key closest to a mistyped one, judged by its last part first, then as a whole."""
-    keys = known_keys()
-    by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
-    leaf = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.6)
-    if leaf:
-        return by_leaf[leaf[0]]
-    whole = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.5)
-    return whole[0] if whole else None
-
-
-def unknown_key_error(dotted: str) -> ConfigError:
-    nearest = nearest_key(dotted)
-    hint = f"did you mean '{nearest}'?" if nearest else "see conf/sft.yaml for all keys"
-    return ConfigError(f"unknown configuration key '{dotted}': {hint}")
-
-
-def _build(cls: Any, tree: Any, *, prefix: str, skip: tuple[str, ...] = ()) -> Any:
-    if not isinstance(tree, dict):
-        raise ConfigError(f"'{prefix.rstrip('.')}' must be a group of keys, got {tree!r}")
-    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name not in skip}
-    for name in tree:
-        if name not in hints:
-            raise unknown_key_error(f"{prefix}{name}")
-    values = {}
-    for name, hint in hints.items():
-        dotted = f"{prefix}{name}"
-        if name not in tree:
-            raise ConfigError(f"missing configuration key '{dotted}' (conf/sft.yaml holds its default)")
-        if dataclasses.is_dataclass(hint):
-            values[name] = _build(hint, tree[name], prefix=f"{dotted}.")
-        else:
-            values[name] = _coerce(tree[name], hint, dotted)
-    return cls(**values)
-
-
-def _coerce(value: Any, hint: Any, dotted: str) -> Any:
-    """Check `value` against `hint`; numbers written as text (`1e-5`) and whole floats are accepted where they fit."""
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in typing.get_args(hint):
-            return None
-        for option in typing.get_args(hint):
-            if option is not type(None):
-                try:
-                    return _coerce(value, option, dotted)
-                except ConfigError:
-                    continue
-    elif origin is list:
-        if isinstance(value, list | tuple):
-            return [_coerce(item, typing.get_args(hint)[0], dotted) for item in value]
-    elif origin is dict:
-        if isinstance(value, dict):
-            return value
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint in (int, float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = float("nan")
-        if hint is float and number == number:
-            return number
-        if hint is int and math.isfinite(number) and number == int(number):
-            return int(number)
-    elif hint is str and isinstance(value, str | int | float) and not isinstance(value, bool):
-        return str(value)
-    name = getattr(hint, "__name__", None) or str(hint)
-    raise ConfigError(f"'{dotted}' must be {name if origin is None else hint}, got {value!r}")
 
 
 def parse_duration_s(text: str) -> float:
@@ -325,6 +134,15 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below 'trainer.dist_timeout_s' "
         f"({trainer.dist_timeout_s}): the hang must be found before a collective gives up",
     )
+    _at_least_1("trainer", trainer, "early_stop_patience", other=None, meaning="null")
+    _require(
+        trainer.early_stop_min_delta >= 0,
+        f"'trainer.early_stop_min_delta' must not be negative, got {trainer.early_stop_min_delta}",
+    )
+    _one_of("trainer.roll_detail", trainer.roll_detail, ("off", "checkpoint", "step"))
+    _one_of("trainer.guard.on_nonfinite", trainer.guard.on_nonfinite, ("stop", "rollback"))
+    _one_of("trainer.guard.on_severe", trainer.guard.on_severe, ("warn", "skip", "rollback", "stop"))
+    _one_of("trainer.guard.on_diverging", trainer.guard.on_diverging, ("warn", "rollback", "stop"))
     for name in trainer.resume_allow:
         _one_of("trainer.resume_allow", name, RESUME_ALLOW)
     if trainer.max_time is not None:

@@ -6,38 +6,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from trainer.build.final_report import write_final_report
+from trainer.build.inputs import Inputs, prepare_inputs
+from trainer.build.monitoring import Monitoring, build_monitoring, parse_rules
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import RunState
 from trainer.checkpoint.start import RunShape, Start, decide_start
-from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.config import Config
 from trainer.data.announce import announce
-from trainer.data.chat import tokenizer_digest
-from trainer.data.conversation import RowKeys
-from trainer.data.loader import RankPlan, TrainLoader, View, validation_batches
+from trainer.data.loader import RankPlan, TrainLoader, validation_batches
 from trainer.data.plan import Limits, Schedule
-from trainer.data.rows import resolve_files
-from trainer.data.sample_writer import PrepareOptions
-from trainer.data.token_cache import TokenDataset, prepare, split
 from trainer.model import flops
 from trainer.model.assemble import build_model
-from trainer.model.packed_lm import ModelSource
-from trainer.model.source import find_model
-from trainer.monitor.guard import NonFiniteGuard
-from trainer.monitor.memory import memory_metrics
-from trainer.monitor.meters import reduce_loss, reduce_step
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule as LrSchedule
-from trainer.protocols import EXIT_CRASH, EXIT_DONE, DataError, Position
-from trainer.quickstart import ensure_quickstart
+from trainer.protocols import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, Position
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
-from trainer.runtime.environment import keep_freed_memory, local_rank
+from trainer.runtime.environment import keep_freed_memory
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 from trainer.sft_trainer import Cadence, LoopState, Parts, SFTTrainer
@@ -46,18 +39,6 @@ from trainer.tracking import Tracking
 logger = logging.getLogger(__name__)
 DEFAULT_LR = {False: 1e-5, True: 2e-3}
 """`optim.lr=null`, for pretrained and for random weights."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run is made from, ready before any process group exists."""
-
-    source: ModelSource
-    tokenizer: PreTrainedTokenizerBase
-    tokenizer_digest: str
-    chat_template: str | None
-    train: View
-    validation: View | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,7 @@ class Live:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     train_batches: TrainLoader
-    guard: NonFiniteGuard
+    monitoring: Monitoring
     loop: LoopState
     tracking: Tracking | None
     schedule: LrSchedule
@@ -95,6 +76,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     device = distributed.pick_device(config.trainer.device)
     if device.type == "cpu":
         keep_freed_memory()
+    parse_rules(config.trainer)  # what is wrong with them is known before anything slow
     inputs = prepare_inputs(config)
     world = distributed.start(
         device, timeout_s=config.trainer.dist_timeout_s, fsdp_size=config.model.fsdp_config.fsdp_size
@@ -124,112 +106,77 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
 
 def train(setup: Setup, stop: StopRequest, heartbeat: Heartbeat) -> int:
     """Build, resume, fit; the trackers and the run directory's lock are given back however it ends."""
-    trainer, tracking = setup.config.trainer, None
-    if setup.world.is_main:
-        tracking = Tracking(
-            trainer.project_name,
-            trainer.experiment_name,
-            trainer.logger,
-            setup.config.resolved,
-            run_dir=setup.run_dir,
-            total_steps=setup.total_steps,
-        )
+    tracking = _tracking(setup) if setup.world.is_main else None
+    heartbeat.report_to(setup.run_dir, rank=setup.world.rank)
     exit_code = EXIT_CRASH
     try:
-        model = build_model(setup.config.model, setup.inputs.source, world=setup.world, seed=trainer.seed)
+        model = build_model(setup.config.model, setup.inputs.source, world=setup.world, seed=setup.config.trainer.seed)
         plan = _rank_plan(setup, model)
-        lr_schedule = _lr_schedule(setup)
-        state = Live(
-            model=model,
-            optimizer=build_adamw(model, setup.config.optim),
-            train_batches=_train_loader(setup, plan),
-            guard=NonFiniteGuard(max_in_a_row=trainer.max_nonfinite_steps),
-            loop=LoopState(),
-            tracking=tracking,
-            schedule=lr_schedule,
-        )
+        state = _live(setup, model, plan, tracking)
         checkpoints = _checkpoints(setup, state)
         checkpoints.require_space()
         if (found := setup.start.checkpoint) is not None:
             checkpoints.load(found)
             next_step = setup.start.position.step + 1
             logger.info("Found checkpoint: %s, continuing at step %d of %d", found.path, next_step, setup.total_steps)
-        announce(
-            setup.inputs.train,
-            setup.inputs.validation,
-            schedule=setup.schedule,
-            plan=plan,
-            total_steps=setup.total_steps,
-            tokenizer=setup.inputs.tokenizer,
-            lr=f"{lr_schedule.kind} lr, peak {lr_schedule.peak_lr:.1e} after {lr_schedule.warmup_steps} warm-up steps",
-        )
-        logger.info("run: %s", setup.run_dir)
+        _announce(setup, plan, state.schedule)
+        if tracking is not None:
+            tracking.start(setup.start.position.step)
         exit_code = SFTTrainer(_parts(setup, state, checkpoints, plan), stop, heartbeat).fit()
     finally:
         if tracking is not None:
             tracking.finish(exit_code)
         if setup.start.lock is not None:
             setup.start.lock.release()
+    if exit_code in (EXIT_DONE, EXIT_DIVERGED):
+        if setup.world.is_main:
+            write_final_report(setup.run_dir)
+        dist.barrier()  # the first rank that leaves with another code than 0 ends the others
     return exit_code
 
 
-def prepare_inputs(config: Config) -> Inputs:
-    """Model files, tokenizer and tokens. Needs no process group; the machine's first rank does the work once."""
-    source = resolve_source(config)
-    tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    chat_template = None
-    if config.data.chat_template is not None:
-        try:
-            chat_template = Path(config.data.chat_template).read_text()
-        except OSError as error:
-            raise ConfigError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from error
-        tokenizer.chat_template = chat_template
-    digest = tokenizer_digest(tokenizer)  # half a second for a large vocabulary
-    dataset = _prepare(config, config.data.train_files, config.data.train_max_samples, tokenizer, digest)
-    if config.data.val_files is not None:
-        held_out = _prepare(config, config.data.val_files, config.data.val_max_samples, tokenizer, digest)
-        train, validation = View.whole(dataset), View.whole(held_out)
-    else:
-        train_ids, val_ids = split(dataset, val_ratio=config.data.val_ratio, seed=config.trainer.seed)
-        limit = config.data.val_max_samples
-        train, validation = View(dataset, train_ids), View(dataset, val_ids if limit == -1 else val_ids[:limit])
-    if not len(train.lengths):
-        raise DataError("no training samples are left; lower data.val_ratio or give more rows")
-    return Inputs(source, tokenizer, digest, chat_template, train, validation if len(validation.lengths) else None)
-
-
-def resolve_source(config: Config) -> ModelSource:
-    model = config.model
-    if model.partial_pretrain == QUICKSTART:
-        files = ensure_quickstart(Path(config.data.cache_dir))
-        return ModelSource(str(files.model_dir), random_weights=True, trust_remote_code=False)
-    path = find_model(model.partial_pretrain, random_weights=model.random_weights)
-    return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
-
-
-def _prepare(
-    config: Config, files: str | list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase, digest: str
-) -> TokenDataset:
-    data = config.data
-    cache_dir = Path(data.cache_dir)
-    if files == QUICKSTART:
-        files = str(ensure_quickstart(cache_dir).train_file)
-    options = PrepareOptions(
-        keys=RowKeys(data.messages_key, data.tools_key, data.prompt_key, data.response_key),
-        max_length=data.max_length,
-        truncation=data.truncation,
-        on_bad_row=data.on_bad_row,
-        max_bad_fraction=data.max_bad_fraction,
-        max_samples=max_samples,
-        template_kwargs=data.apply_chat_template_kwargs,
+def _tracking(setup: Setup) -> Tracking:
+    trainer = setup.config.trainer
+    return Tracking(
+        trainer.project_name,
+        trainer.experiment_name,
+        trainer.logger,
+        setup.config.resolved,
+        run_dir=setup.run_dir,
+        total_steps=setup.total_steps,
     )
-    return prepare(
-        resolve_files(files),
-        tokenizer=tokenizer,
-        tokenizer_digest=digest,
-        options=options,
-        cache_dir=cache_dir,
-        wait=local_rank() != 0,
+
+
+def _live(setup: Setup, model: PreTrainedModel, plan: RankPlan, tracking: Tracking | None) -> Live:
+    return Live(
+        model=model,
+        optimizer=build_adamw(model, setup.config.optim),
+        train_batches=_train_loader(setup, plan),
+        monitoring=build_monitoring(
+            setup.config.trainer,
+            setup.inputs,
+            world=setup.world,
+            cost=flops.step_flops(model),
+            total_steps=setup.total_steps,
+            max_norm=setup.config.optim.clip_grad,
+            rollbacks=setup.start.rollbacks,
+            tracking=tracking,
+        ),
+        loop=LoopState(),
+        tracking=tracking,
+        schedule=_lr_schedule(setup),
+    )
+
+
+def _announce(setup: Setup, plan: RankPlan, lr: LrSchedule) -> None:
+    announce(
+        setup.inputs.train,
+        setup.inputs.validation,
+        schedule=setup.schedule,
+        plan=plan,
+        total_steps=setup.total_steps,
+        tokenizer=setup.inputs.tokenizer,
+        lr=f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps",
     )
 
 
@@ -247,6 +194,7 @@ def _train_loader(setup: Setup, plan: RankPlan) -> TrainLoader:
         total_steps=setup.total_steps,
         num_workers=setup.config.data.num_workers,
         pin_memory=setup.world.device.type == "cuda",
+        skipped_steps=setup.start.rollbacks.skipped_steps,
     )
 
 
@@ -260,8 +208,9 @@ def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
             model=state.model,
             optimizer=state.optimizer,
             train_batches=state.train_batches,
-            guard=state.guard,
+            guard=state.monitoring.guard,
             loop=state.loop,
+            meter=state.monitoring.meter,
             tracking=state.tracking,
             schedule=state.schedule.state_dict(),
         ),
@@ -277,17 +226,22 @@ def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
 def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: RankPlan) -> Parts:
     config, validation = setup.config, setup.inputs.validation
     batches = validation_batches(validation, plan, batch_size=setup.schedule.batch_size) if validation else None
+    monitoring = state.monitoring
     return Parts(
         world=setup.world,
         model=state.model,
         optimizer=state.optimizer,
         schedule=state.schedule,
-        guard=state.guard,
+        guard=monitoring.guard,
         loop=state.loop,
         train_batches=state.train_batches,
         validation_batches=batches,
         checkpoints=checkpoints,
         tracker=state.tracking or _Silent(),
+        meter=monitoring.meter,
+        new_validation=monitoring.new_validation,
+        detail=monitoring.detail,
+        evidence=monitoring.evidence,
         cadence=Cadence(setup.total_steps, config.trainer.save_freq, config.trainer.test_freq),
         seed=config.trainer.seed,
         hang_timeout_s=config.trainer.hang_timeout_s,
@@ -295,9 +249,7 @@ def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: Rank
         clip_grad=config.optim.clip_grad,
         local_square_sum=clip.local_square_sum,
         clipped_step=clip.clipped_step,
-        reduce_step=reduce_step,
-        reduce_loss=reduce_loss,
-        memory_metrics=memory_metrics,
+        norm_squares=clip.norm_squares,
     )
 
 

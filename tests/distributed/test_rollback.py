@@ -1,0 +1,200 @@
+"""A batch that does harm is found, the run goes back to before it and passes it over; a kill meanwhile is harmless."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toy_runs
+from ranks import run_ranks
+from toy import VOCAB, guard_settings, write_model_config
+from toy_runs import Recipe
+
+from trainer.checkpoint import fsio, layout, rollback
+from trainer.checkpoint.fsio import Operation
+from trainer.data.plan import Schedule
+from trainer.monitor.evidence import EvidenceKeeper
+from trainer.monitor.guard import Guard
+from trainer.optim.clip import local_square_sum
+from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, Decision
+from trainer.runtime.distributed import World
+
+BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
+TARGET_STEP = 180
+"""The newest checkpoint of those every 20 steps that is 16 steps older."""
+PASSED_OVER = range(BAD_STEP - 8, BAD_STEP + 9)
+USUAL_TOKENS = 8
+"""All samples draw from these; a poisoned one from the rest, which the model has learned never to expect."""
+
+
+class Samples:
+    """Token sequences without pattern: the loss falls to ln 8 and stays there. One epoch."""
+
+    fingerprint = "rollback"
+
+    def __init__(self, poisoned: frozenset[int]) -> None:
+        generator = np.random.default_rng(5)
+        bounds = [(USUAL_TOKENS, VOCAB) if i in poisoned else (0, USUAL_TOKENS) for i in range(NUM_STEPS * BATCH_SIZE)]
+        self._samples = [generator.integers(low, high, 24).astype(np.int32) for low, high in bounds]
+        self.lengths = np.full(len(self._samples), 24)
+        self.num_loss_tokens = np.full(len(self._samples), 23)
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._samples[index], np.ones(24, dtype=bool)
+
+
+def samples_of(step: int) -> frozenset[int]:
+    order = Schedule(NUM_STEPS * BATCH_SIZE, BATCH_SIZE, seed=3)
+    return frozenset(int(i) for i in order.samples(step - 1))
+
+
+class WatchedGuard(Guard):
+    """Remembers which steps were trained."""
+
+    def __init__(self, on_severe: str) -> None:
+        super().__init__(guard_settings(on_severe=on_severe))
+        self.steps: list[int] = []
+
+    def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
+        self.steps.append(step)
+        return super().observe(step, signals, is_skipped=is_skipped)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing below the test handles it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_code: int
+    steps: tuple[int, ...]
+    last_loss: float
+    lr: Mapping[int, float]
+    skipped: int
+
+
+def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, kill_at: str = "") -> Outcome | str:
+    """`fault`: none, batch (poisoned samples), or rank (rank 1's gradient a thousand times too large, once)."""
+    guard, num_calls = WatchedGuard(on_severe), [0]
+
+    def gradient_sum(parameters: Any) -> Any:
+        num_calls[0] += 1
+        if fault == "rank" and world.rank == 1 and num_calls[0] == BAD_STEP:
+            for parameter in parameters:
+                parameter.grad.mul_(1000.0)
+        return local_square_sum(parameters)
+
+    def kill(operation: Operation) -> None:
+        if kill_at and kill_at in f"{operation.kind} {operation.path} {operation.target}":
+            raise Killed
+
+    fsio.observer = kill
+    try:
+        result = toy_runs.run(
+            world,
+            run_dir,
+            source,
+            Recipe(total_steps=NUM_STEPS, save_freq=20),
+            samples=Samples(samples_of(BAD_STEP) if fault == "batch" else frozenset()),
+            guard=guard,
+            evidence=EvidenceKeeper(run_dir, world=world, location=lambda i: f"train.jsonl:{i + 1}", seed=3),
+            local_square_sum=gradient_sum,
+        )
+    except Killed:
+        return "killed"
+    finally:
+        fsio.observer = None
+    losses = [row["train/loss"] for _, row in result.rows]
+    lr = {step: row["train/lr"] for step, row in result.rows}
+    return Outcome(result.exit_code, tuple(guard.steps), float(np.mean(losses[-10:])), lr, guard.num_skipped)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, source: Any) -> Outcome:
+    return only(run_ranks(train, 1, tmp_path_factory.mktemp("clean"), source, "none", "rollback", timeout_s=240))
+
+
+@pytest.fixture(scope="module")
+def rolled_back(tmp_path_factory: pytest.TempPathFactory, source: Any) -> tuple[Path, Outcome]:
+    """A run on one rank that met the poisoned batch."""
+    run_dir = tmp_path_factory.mktemp("rolled_back")
+    return run_dir, only(run_ranks(train, 1, run_dir, source, "batch", "rollback", timeout_s=240))
+
+
+def only(outcomes: list[Any]) -> Outcome:
+    """What all ranks report alike."""
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert isinstance(outcomes[0], Outcome)
+    return outcomes[0]
+
+
+def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
+    assert found.exit_code == clean.exit_code == EXIT_DONE
+    assert found.steps[:BAD_STEP] == tuple(range(1, BAD_STEP + 1)), "found at once, by all ranks"
+    again = found.steps[BAD_STEP:]
+    assert again == tuple(step for step in range(TARGET_STEP + 1, NUM_STEPS + 1) if step not in PASSED_OVER)
+    assert found.last_loss == pytest.approx(clean.last_loss, rel=0.02)
+    (entry,) = rollback.read(run_dir).entries
+    assert (entry.onset, entry.found_step, entry.target_step) == (BAD_STEP, BAD_STEP, TARGET_STEP)
+    assert [info.step for info in layout.checkpoints(run_dir)] == [*range(20, 181, 20), 220, 240, 260]
+    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"], "set aside, not lost"
+
+
+@pytest.mark.covers("S2.36:C", "S2.41:C")
+def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back: tuple[Path, Outcome], clean: Outcome) -> None:
+    require_undone(*rolled_back, clean)
+    assert clean.steps == tuple(range(1, NUM_STEPS + 1)) and clean.last_loss == pytest.approx(math.log(8), rel=0.02)
+
+
+@pytest.mark.parametrize("fault", ["batch", "rank"])
+def test_two_ranks_undo_it_together_wherever_it_came_from(
+    source: Any, tmp_path: Path, clean: Outcome, fault: str
+) -> None:
+    run_dir = tmp_path / "run"
+    found = only(run_ranks(train, 2, run_dir, source, fault, "rollback", timeout_s=240))
+    require_undone(run_dir, found, clean)
+
+
+@pytest.mark.covers("S2.41:C")
+def test_the_evidence_names_the_poisoned_samples(rolled_back: tuple[Path, Outcome]) -> None:
+    run_dir, _ = rolled_back
+    evidence = json.loads((run_dir / "evidence" / f"step_{BAD_STEP}.json").read_text())
+    worst = evidence["highest_losses"]
+    assert {sample["sample_id"] for sample in worst} == samples_of(BAD_STEP)
+    assert all(sample["place"] == f"train.jsonl:{sample['sample_id'] + 1}" for sample in worst)
+    mean = sum(sample["loss"] for sample in worst) / len(worst)
+    assert mean == pytest.approx(evidence["metrics"]["train/loss"], rel=1e-6), "losses from before the update"
+    assert len(evidence["rows_before"]) == 32 and evidence["rows_before"][-1]["progress/step"] == BAD_STEP - 1
+
+
+def test_a_severe_update_can_be_left_out_by_the_device(source: Any, tmp_path: Path) -> None:
+    found = only(run_ranks(train, 2, tmp_path / "run", source, "rank", "skip", timeout_s=240))
+    assert found.exit_code == EXIT_DONE and found.skipped == 1 and found.steps == tuple(range(1, NUM_STEPS + 1))
+
+
+def test_a_severe_step_can_stop_the_run(source: Any, tmp_path: Path) -> None:
+    found = only(run_ranks(train, 2, tmp_path / "run", source, "batch", "stop", timeout_s=240))
+    assert found.exit_code == EXIT_DIVERGED and found.steps[-1] == BAD_STEP
+
+
+@pytest.mark.parametrize("kill_at", [f"/{rollback.FILE}", "/.corrupt_global_step_200"])
+def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
+    source: Any, tmp_path: Path, rolled_back: tuple[Path, Outcome], kill_at: str
+) -> None:
+    """Before its first word is on the disk the rollback is decided again; after it the next start carries it out."""
+    run_dir = tmp_path / "run"
+    assert run_ranks(train, 1, run_dir, source, "batch", "rollback", kill_at, timeout_s=240) == ["killed"]
+    assert bool(rollback.read(run_dir).entries) == ("corrupt" in kill_at)
+    resumed = only(run_ranks(train, 1, run_dir, source, "batch", "rollback", timeout_s=240))
+    assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss, "bit for bit"
+    assert set(resumed.steps[-40:]).isdisjoint(PASSED_OVER) and resumed.steps[-1] == NUM_STEPS
+    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"]

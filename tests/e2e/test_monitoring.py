@@ -1,0 +1,89 @@
+"""A real run as the person who watches it sees it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY, SMALL, environment, run
+
+from trainer.catalogue import CATALOGUE, lookup
+from trainer.tracking import read_metrics
+
+NEEDS_CUDA = ("memory/", "system/gpu_", "throughput/train/mfu")
+NOT_ALWAYS = {"checkpoint/failed_in_a_row"}
+NUM_STEPS = 52
+"""Past the step in which slow things are measured."""
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run with everything switched on."""
+    place = tmp_path_factory.mktemp("watched")
+    overrides = [
+        *SMALL,
+        "data.train_batch_size=2",
+        f"trainer.total_training_steps={NUM_STEPS}",
+        "trainer.save_freq=25",
+        "trainer.test_freq=25",
+        "trainer.roll_detail=step",
+        "trainer.trace=true",
+        "trainer.experiment_name=watched",
+        f"data.cache_dir={place}/cache",
+    ]
+    finished = run(place, 2, *overrides)
+    assert finished.returncode == 0, finished.stdout
+    assert "report: " in finished.stdout and "no report" not in finished.stdout
+    return place / "checkpoints" / "e2e" / "watched"
+
+
+def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"trainer.cli.{name}", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.covers("S0.29", "S0.34", "S4.40")
+def test_a_run_logs_what_the_catalogue_promises_and_nothing_else(watched: Path) -> None:
+    rows = read_metrics(watched / "metrics.jsonl")
+    columns = {"step", "attempt", "kind", "ts", "nonfinite"}
+    logged = {key for row in rows for key in row} - columns
+    assert [key for key in sorted(logged) if lookup(key) is None or not lookup(key).is_emitted] == []  # type: ignore[union-attr]
+    seen = {metric.key for key in logged if (metric := lookup(key)) is not None}
+    promised = {metric.key for metric in CATALOGUE if metric.is_emitted} - NOT_ALWAYS
+    missing = sorted(promised - seen)
+    assert [key for key in missing if not key.startswith(NEEDS_CUDA)] == []
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.covers("S0.6", "S0.26:C")
+def test_phases_close_within_two_per_cent(watched: Path) -> None:
+    phases = ("data", "h2d", "forward", "backward", "optimizer", "logging", "guard", "other")
+    for row in read_metrics(watched / "metrics.jsonl"):
+        if row["kind"] == "train":
+            total = sum(row[f"time/train/{phase}_s"] for phase in phases)
+            assert total == pytest.approx(row["train/time(s)"], rel=0.02)
+            assert row["time/train/other_s"] < 0.02 * row["train/time(s)"] + 0.002
+
+
+def test_a_run_leaves_report_events_heartbeats_and_traces(watched: Path) -> None:
+    assert "<html" in (watched / "report.html").read_text()[:300].lower()
+    kinds = [json.loads(line)["kind"] for line in (watched / "events.jsonl").read_text().splitlines()]
+    assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("checkpoint") == 3
+    for rank in (0, 1):
+        assert json.loads((watched / "heartbeat" / f"rank_{rank}.json").read_text())["rank"] == rank
+        text = (watched / "trace" / f"rank_{rank}.json").read_text()
+        spans = json.loads(text[: text.rindex("}") + 1] + "]")
+        assert {span["name"] for span in spans} >= {"data", "forward", "backward", "optimizer"}
+
+
+@pytest.mark.covers("S1.30")
+def test_the_commands_read_a_real_run(watched: Path) -> None:
+    report = tool("report", str(watched))
+    assert report.returncode == 0 and f"steps {NUM_STEPS} of {NUM_STEPS}" in report.stdout, report.stderr
+    diagnosis = tool("diagnose", str(watched))
+    assert diagnosis.returncode in (0, 1), diagnosis.stderr
+    assert json.loads(diagnosis.stdout)["best_checkpoint"]["step"] in (25, 50, NUM_STEPS)
+    status = tool("watch", str(watched), "--once")
+    assert status.returncode == 0 and "ended with exit code 0" in status.stdout, status.stderr
+    assert tool("compare", str(watched), str(watched)).returncode == 0

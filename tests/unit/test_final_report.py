@@ -1,0 +1,25 @@
+"""The page a run leaves behind, and that its failure is no failure of the run."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from trainer.build.final_report import write_final_report
+from trainer.tracking import Tracking
+
+
+def test_a_run_leaves_a_page_and_its_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=5)
+    for step in range(1, 6):
+        tracking.log({"train/loss": 2.0 - 0.1 * step, "train/grad_norm": 1.0}, step)
+    tracking.finish(0)
+    with caplog.at_level(logging.INFO):
+        write_final_report(tmp_path)
+    assert "report: " in caplog.text and str(tmp_path / "report.html") in caplog.text
+    assert "</html>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_that_fails_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_final_report(tmp_path / "nothing")
+    assert "no report: UnreadableLogError" in caplog.text and "python -m trainer.cli.report" in caplog.text

@@ -1,0 +1,344 @@
+"""Rows of metrics: phases that close, totals that survive, statistics that are those of the global batch."""
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.batch import StepBatch
+from trainer.catalogue import lookup
+from trainer.data.facts import deal_facts, length_facts
+from trainer.data.loader import RankPlan, build_step
+from trainer.data.plan import Limits
+from trainer.monitor.clock import PhaseClock
+from trainer.monitor.memory import Memory
+from trainer.monitor.meter import SIGNALS, Meter, Plan
+from trainer.monitor.packet import DEVICE_FIELDS, HOST_FIELDS, StepTotals
+from trainer.monitor.roll_detail import RollDetail
+from trainer.monitor.system import GpuSampler
+from trainer.monitor.throughput import NUM_WARMUP_STEPS, Window, peak_tflops
+from trainer.monitor.trace import TraceFile
+from trainer.runtime.distributed import World
+
+CPU = torch.device("cpu")
+
+
+class Samples:
+    lengths = np.array([10, 20, 30, 40, 5, 7])
+    num_loss_tokens = np.array([4, 10, 10, 39, 1, 3])
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        length = self.lengths[index]
+        mask = np.arange(length) >= length - self.num_loss_tokens[index]
+        return np.arange(length, dtype=np.int32), mask
+
+
+def new_meter(*, world_size: int = 2, **plan: Any) -> Meter:
+    world = World(rank=0, size=world_size, device=CPU, mesh=None)  # type: ignore[arg-type]
+    settings = {"total_steps": 100, "save_freq": 20, "test_freq": 10, "max_norm": 1.0}
+    return Meter(world, plan=Plan(**(settings | plan)), cost=None, memory=Memory(CPU), observe=None)
+
+
+def totals(**changes: Any) -> StepTotals:
+    by_rank = dict.fromkeys((*DEVICE_FIELDS, *HOST_FIELDS), (0.0, 0.0))
+    by_rank |= {"loss_sum": (30.0, 80.0), "num_loss_tokens": (30.0, 40.0), "data_s": (0.1, 0.4), "rss_gib": (1.0, 2.0)}
+    return replace(StepTotals(110.0, 4.0, 0, False, 0.0, 0.0, False, by_rank), **changes)
+
+
+def batch(step: int = 0) -> StepBatch:
+    plan = RankPlan(0, 2, Limits(64, None), 0.0)
+    return build_step(Samples(), np.arange(6), plan, step=step, epoch=0)
+
+
+def row_of(meter: Meter, *, step: int = 0, **changes: Any) -> dict[str, float]:
+    for phase in ("data", "h2d", "forward", "backward", "optimizer"):
+        meter.clock.mark(phase)
+    found, one = totals(**changes), batch(step)
+    return meter.row(one, meter.signals(one, found, lr=2e-3), found)
+
+
+# phases ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("S0.6", "S0.23", "S0.24")
+def test_phases_add_up_to_the_step_and_pauses_belong_to_none() -> None:
+    clock = PhaseClock(CPU)
+    for phase, seconds in (("data", 0.02), ("forward", 0.03), ("backward", 0.04), ("forward", 0.01)):
+        time.sleep(seconds)
+        clock.mark(phase)
+    time.sleep(0.05)
+    assert clock.exclude() >= 0.05
+    time.sleep(0.02)
+    lap = clock.lap()
+    assert lap["forward"] >= 0.04 and lap["data"] >= 0.02 and lap["backward"] >= 0.04 and lap["other"] >= 0.02
+    assert sum(seconds for phase, seconds in lap.items() if phase != "step") == pytest.approx(lap["step"], rel=1e-9)
+    time.sleep(0.01)
+    assert clock.lap()["step"] < 0.05, "the next step begins where this one ended"
+
+
+class FakeEvent:
+    """A device that is done with everything 1 s after the last."""
+
+    count = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.count += 1.0
+        self.at_s = FakeEvent.count
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    clock = PhaseClock(torch.device("cuda"))
+    for phase in ("data", "h2d", "forward", "backward", "forward", "backward", "optimizer", "guard"):
+        clock.mark(phase)
+    lap = clock.lap()
+    assert (lap["h2d"], lap["forward"], lap["backward"], lap["optimizer"]) == (1.0, 2.0, 2.0, 1.0)
+    assert lap["data"] < 0.1 and lap["guard"] < 0.1, "the host's own phases are on its own clock"
+
+
+@pytest.mark.covers("S0.33")
+def test_spans_of_all_phases_can_be_opened_in_perfetto(tmp_path: Any) -> None:
+    import json
+
+    trace = TraceFile(tmp_path, rank=3)
+    clock = PhaseClock(CPU, observe=trace.span)
+    before = time.time()
+    for phase in ("data", "forward"):
+        clock.mark(phase)
+    clock.lap()
+    trace._file.flush()
+    text = (tmp_path / "trace" / "rank_3.json").read_text()
+    spans = json.loads(text.rstrip().rstrip(",") + "]")
+    assert [span["name"] for span in spans] == ["data", "forward", "other"]
+    assert all(span["ph"] == "X" and span["pid"] == 3 for span in spans)
+    assert abs(spans[0]["ts"] / 1e6 - before) < 5
+
+
+# rows -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("S0.4", "S0.7", "S0.17", "S0.19", "S0.20", "S0.27", "S4.24", "S4.25", "S3.6", "S3.7")
+def test_a_row_describes_the_global_batch() -> None:
+    row = row_of(new_meter())
+    assert row["train/loss"] == 110 / 67 and row["train/loss_max_rank"] == 2.0
+    assert row["train/lr(1e-3)"] == 2.0 and row["train/lr"] == 2e-3 and row["optim/clip_coef"] == 0.25
+    assert row["train/seq_total_len_mean"] == 112 / 6 and row["train/seq_total_len_max"] == 40
+    assert row["train/seq_prompt_len_max"] == 20 and row["train/seq_completion_len_max"] == 39
+    assert row["train/total_valid_token_count"] == 67 and row["train/total_token_count"] == 112
+    assert row["data/valid_token_frac"] == 67 / 112 and row["data/packing_efficiency"] == 112 / (2 * 64)
+    assert row["throughput/train/valid_tokens_per_s"] == 67 / row["train/time(s)"]
+    assert row["throughput/train/valid_tokens_per_s_update"] == 67 / row["time/train/update_s"]
+    assert row["throughput/train/tokens_per_s_per_gpu"] == row["system/tps"] / 2
+    assert row["system/samples"] == row["progress/samples"] == 6
+    assert row["time/train/data_s_max"] == 0.4 and row["memory/cpu/rss_gib"] == 2.0
+    assert row["time/train/slowest_rank"] == 1 and row["time/train/rank_skew"] == 1.0
+
+
+@pytest.mark.covers("S0.3", "S0.34", "S4.40")
+def test_every_key_of_a_row_stands_in_the_catalogue() -> None:
+    meter = new_meter()
+    row = row_of(meter, param_norm=3.0, update_norm=0.3)
+    assert [key for key in row if lookup(key) is None] == []
+    assert all(type(value) in (int, float) for value in row.values())
+
+
+def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
+    signals = new_meter().signals(batch(), totals(), lr=1.0)
+    on_cuda = {name for name in SIGNALS if name.startswith("memory/") and name != "memory/cpu/rss_gib"}
+    assert set(signals) == set(SIGNALS) - on_cuda
+
+
+def test_ranks_whose_guards_decided_differently_are_found() -> None:
+    by_rank = {**totals().by_rank, "decisions": (1.0, 2.0)}
+    with pytest.raises(RuntimeError, match="disagree"):
+        new_meter().signals(batch(), totals(by_rank=by_rank), lr=1.0)
+
+
+def test_norms_are_reported_in_the_step_they_travelled_with() -> None:
+    meter = new_meter()
+    row_of(meter)
+    assert "optim/param_norm" not in row_of(meter, step=1)
+    row = row_of(meter, step=49, param_norm=4.0, update_norm=0.5)
+    assert (row["optim/param_norm"], row["optim/update_norm"], row["optim/update_ratio"]) == (4.0, 0.5, 0.125)
+
+
+def test_a_loss_that_is_not_a_number_is_shown_and_leaves_the_average_alone() -> None:
+    meter = new_meter()
+    first = row_of(meter)
+    row = row_of(meter, step=1, loss_sum=math.nan, grad_norm=math.nan)
+    assert math.isnan(row["train/loss"]) and math.isnan(row["train/ppl"])
+    assert row["train/loss_ema"] == pytest.approx(first["train/loss"])
+
+
+def test_totals_survive_a_restart_and_count_what_earlier_attempts_took() -> None:
+    meter = new_meter()
+    for step in range(5):
+        last = row_of(meter, step=step)
+    resumed = new_meter(attempt=2, past_s=50.0, num_lost_steps=3)
+    resumed.load_state_dict(meter.state_dict())
+    row = row_of(resumed, step=5)
+    assert row["progress/tokens"] == last["progress/tokens"] + 112 == 6 * 112
+    assert row["progress/attempt"] == 2 and row["progress/lost_steps"] == 3 and row["progress/elapsed_s"] > 50
+    assert row["progress/goodput"] < 0.1, "almost nothing of fifty seconds was training"
+
+
+def test_time_left_counts_steps_validations_and_saves() -> None:
+    meter = new_meter()
+    meter.note_duration("eval", 100.0)
+    meter.note_duration("save", 1000.0)
+    row = row_of(meter, step=59)
+    assert row["progress/eta_s"] == pytest.approx(5 * 100.0 + 3 * 1000.0, abs=1.0)
+    assert row_of(meter, step=99)["progress/eta_s"] == 0.0 and row_of(meter, step=99)["progress/pct"] == 100.0
+
+
+# parts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_length_facts_equal_those_of_numpy() -> None:
+    rng = np.random.default_rng(7)
+    lengths = rng.integers(10, 500, 97)
+    counts = (lengths * rng.random(97)).astype(int)
+    facts = length_facts(lengths, counts)
+    assert facts["seq_prompt_len_mean"] == pytest.approx(float(np.mean(lengths - counts)))
+    assert facts["seq_total_len_p95"] == sorted(lengths)[int(0.95 * 97)]
+    assert length_facts(lengths[:1], counts[:1])["seq_total_len_p95"] == lengths[0]
+
+
+def test_deal_facts_count_padding_imbalance_and_samples_without_labels() -> None:
+    lengths, counts = np.array([10, 20, 30]), np.array([5, 0, 10])
+    facts = deal_facts(lengths, counts, [[[0, 1], []], [[2], []]], Limits(40, None))
+    assert facts["data/pad_frac"] == 2 / 62 and facts["data/token_imbalance"] == 1.0
+    assert facts["data/empty_label"] == 1 and facts["data/packing_efficiency"] == 60 / 80
+    assert deal_facts(lengths, counts, [[[0]], [[1, 2]]], Limits(None, None))["data/token_imbalance"] == 50 * 2 / 60
+
+
+def test_an_average_speed_leaves_out_the_first_steps() -> None:
+    window = Window()
+    for _ in range(NUM_WARMUP_STEPS):
+        window.add(10, 100.0)
+    assert window.tokens_per_s == pytest.approx(0.1), "there is nothing better yet"
+    for _ in range(4):
+        window.add(10, 1.0)
+    assert window.tokens_per_s == 10.0 and window.median_step_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H200", 989.0), ("NVIDIA Unheard", None)],
+)
+def test_the_peak_of_an_unknown_device_is_not_guessed(name: str, tflops: float | None) -> None:
+    assert peak_tflops(name) == tflops
+
+
+class FakeCuda:
+    """The allocator's statistics; peaks are reset as torch resets them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.peak = 1, 1
+        monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: type("P", (), {"total_memory": 80 * 2**30})
+        )
+
+    def use(self, gib: int) -> None:
+        self.now, self.peak = gib, max(self.peak, gib)
+
+    def stats(self, device: Any) -> dict[str, int]:
+        found = {}
+        for kind in ("allocated", "reserved"):
+            found[f"{kind}_bytes.all.current"] = self.now * 2**30
+            found[f"{kind}_bytes.all.peak"] = self.peak * 2**30
+        return found | {"num_alloc_retries": 2, "num_ooms": 0}
+
+    def reset(self, device: Any) -> None:
+        self.peak = self.now
+
+
+@pytest.mark.covers("S4.27:C", "S4.28", "S4.29", "S4.30", "S4.31", "S4.38", "S4.39")
+def test_roll_detail_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    detail = RollDetail(Memory(CPU), level="checkpoint")
+    with detail.phase("sft/train_step"):
+        pass
+    assert detail.take_metrics() == {}, "this level shows saves and validations only"
+    with detail.phase("sft/do_checkpoint"):
+        time.sleep(0.02)
+    metrics = detail.take_metrics()
+    assert metrics["time/sft/do_checkpoint/total"] >= 0.02
+    assert metrics["time/sft/do_checkpoint/execute"] == metrics["time/sft/do_checkpoint/total"]
+    assert metrics["time/sft/do_checkpoint/onload"] == metrics["time/sft/do_checkpoint/offload"] == 0.0
+    assert (
+        metrics["memory/cpu/sft/do_checkpoint/start/rss"] > 0.01
+        and metrics["memory/cpu/sft/do_checkpoint/end/vms"] > 0.01
+    )
+    assert detail.take_metrics() == {} and [key for key in metrics if lookup(key) is None] == []
+
+
+@pytest.mark.covers("S4.32", "S4.33", "S4.34", "S4.35", "S4.36", "S4.37")
+def test_roll_detail_of_a_device_counts_peaks_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    memory = Memory(torch.device("cuda"))
+    detail = RollDetail(memory, level="step")
+    cuda.use(60)
+    cuda.use(10)
+    with detail.phase("sft/train_step"):
+        cuda.use(40)
+        cuda.use(12)
+        assert memory.sample()["max_allocated_gib"] == 40, "the step's own measurement"
+        cuda.use(20)
+    metrics = detail.take_metrics()
+    prefix = "memory/sft/train_step"
+    assert metrics[f"{prefix}/start/onload/allocated/0"] == metrics[f"{prefix}/start/offload/allocated/0"] == 10
+    assert metrics[f"{prefix}/end/onload/max_allocated/0"] == 40, "a measurement in between must not hide the peak"
+    assert metrics[f"{prefix}/end/onload/max_reserved_frac/0"] == 0.5
+    assert metrics[f"{prefix}/end/offload/allocated/0"] == 20
+    assert [key for key in metrics if lookup(key) is None] == []
+
+
+@pytest.mark.covers("S3.49")
+def test_gpu_samples_are_summed_up_over_ranks_and_absent_without_a_gpu() -> None:
+    sampler = GpuSampler(CPU)
+    nothing = dict.fromkeys(("gpu_util", "gpu_mem_util", "gpu_temp_c", "gpu_power_w"), (0.0, 0.0))
+    assert sampler.last() == {} and sampler.summary(nothing) == {}
+    by_rank = {
+        "gpu_util": (100.0, 60.0),
+        "gpu_mem_util": (50.0, 30.0),
+        "gpu_temp_c": (60.0, 80.0),
+        "gpu_power_w": (1.0, 2.0),
+    }
+    summary = sampler.summary(by_rank)
+    assert summary["system/gpu_util"] == 80.0 and summary["system/gpu_util_min"] == 60.0
+    assert summary["system/gpu_temp_c"] == 80.0 and [key for key in summary if lookup(key) is None] == []
+
+
+@pytest.mark.covers("S4.21", "S4.23:C")
+def test_rows_under_the_names_of_roll_are_asked_for() -> None:
+    assert not any(key.startswith("actor/") for key in row_of(new_meter()))
+    row = row_of(new_meter(has_roll_names=True))
+    assert row["actor/sft_loss"] == row["train/loss"]
+    assert (row["actor/valid_samples"], row["actor/total_samples"], row["actor/valid_sample_ratio"]) == (6, 6, 1.0)
+
+
+def test_what_a_validation_took_is_told_by_the_next_step_once() -> None:
+    meter = new_meter()
+    meter.note_duration("eval", 3.0)
+    assert row_of(meter)["time/train/eval_s"] == 3.0
+    assert "time/train/eval_s" not in row_of(meter, step=1)
+
+
+def test_facts_of_the_data_and_of_the_trackers_are_told_now_and_then() -> None:
+    meter = new_meter(data_facts={"data/truncated": 3}, tracker_health=lambda: {"obs/queue_depth": 2})
+    first, second, fiftieth = row_of(meter), row_of(meter, step=1), row_of(meter, step=49)
+    assert first["data/truncated"] == fiftieth["data/truncated"] == 3 and "data/truncated" not in second
+    assert fiftieth["obs/queue_depth"] == 2 and fiftieth["data/epoch_repeat"] == 1
+    assert fiftieth["system/disk_free_gib"] > 0

@@ -1,0 +1,95 @@
+"""The sums of a validation: token-weighted, over documents, whatever the packing."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from trainer.catalogue import lookup
+from trainer.data.loader import RankPlan, build_step, pack
+from trainer.data.plan import Limits
+from trainer.monitor.validation import Validation, document_sums
+from trainer.runtime.distributed import World
+
+
+class Samples:
+    def __init__(self) -> None:
+        generator = np.random.default_rng(11)
+        self._samples = []
+        for length in generator.integers(2, 40, 30):
+            mask = generator.random(length) < 0.5
+            mask[-1] = True
+            self._samples.append((np.arange(length, dtype=np.int32), mask))
+        self.lengths = np.array([len(ids) for ids, _ in self._samples])
+        self.num_loss_tokens = np.array([int(mask[1:].sum()) for _, mask in self._samples])
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._samples[index]
+
+
+def loss_of(batch: Any) -> torch.Tensor:
+    """A loss for every supervised position that depends on its token and document alone."""
+    documents = torch.bucketize(batch.supervised_S, batch.cu_seqlens_D1[1:].long(), right=True)
+    ids = torch.tensor(batch.sample_ids)[documents] if batch.sample_ids else torch.zeros(0)
+    return 1.0 + 0.1 * ids + 0.01 * batch.position_ids_T[batch.supervised_S]
+
+
+def test_document_sums_follow_the_documents_of_a_pack() -> None:
+    samples = Samples()
+    batch = pack(samples, [3, 7, 1])
+    sums_D, counts_D = document_sums(batch, loss_of(batch))
+    assert counts_D.tolist() == samples.num_loss_tokens[[3, 7, 1]].tolist()
+    for index, found in zip([3, 7, 1], sums_D.tolist(), strict=True):
+        positions = np.flatnonzero(samples.sample(index)[1][1:])
+        assert found == pytest.approx(float(np.sum(1.0 + 0.1 * index + 0.01 * positions)), rel=1e-6)
+    empty = pack(samples, [])
+    assert [part.tolist() for part in document_sums(empty, loss_of(empty))] == [[0.0], [0.0]]
+
+
+def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str, float]:
+    samples = Samples()
+    validation = Validation(world, length_facts={"seq_total_len_mean": 20.0})
+    plan = RankPlan(world.rank, world.size, Limits(max_tokens, None), 0.0)
+    for start in range(0, 30, batch_size):
+        batch = build_step(samples, np.arange(start, min(30, start + batch_size)), plan, step=0, epoch=0)
+        validation.begin_batch()
+        for micro_batch in batch.micro_batches:
+            losses = loss_of(micro_batch)
+            validation.add(micro_batch, losses, losses > 2.505)
+        assert not validation.end_batch(batch, is_stopping=False)
+    return validation.row(train_loss=1.0)
+
+
+@pytest.mark.covers("S0.8", "S0.25", "S3.11")
+def test_a_validation_is_the_same_however_it_is_packed_and_dealt() -> None:
+    samples = Samples()
+    per_document, all_losses = [], []
+    for index in range(30):
+        losses = 1.0 + 0.1 * index + 0.01 * np.flatnonzero(samples.sample(index)[1][1:])
+        per_document.append((losses.sum(), len(losses)))
+        all_losses += losses.tolist()
+    mean = float(np.mean(all_losses))
+    stderr = math.sqrt(sum((total - mean * count) ** 2 for total, count in per_document)) / len(all_losses)
+    rows = [
+        row for shape in ((1, 30, None), (2, 7, 60), (1, 4, 41)) for row in run_ranks(validated, shape[0], *shape[1:])
+    ]
+    for row in rows:
+        assert row["val/loss"] == pytest.approx(mean, rel=1e-6)
+        assert row["val/loss_stderr"] == pytest.approx(stderr, rel=1e-4), "float32 losses"
+        assert row["val/token_accuracy"] == np.mean(np.array(all_losses) > 2.505)
+        assert row["val/gap"] == pytest.approx(mean - 1.0) and row["val/samples"] == 30
+        assert row["val/tokens"] == samples.lengths.sum() and row["val/seq_total_len_mean"] == 20.0
+        assert row["time/eval/total_s"] >= row["time/eval/data_s"] + row["time/eval/forward_s"] > 0
+        assert [key for key in row if lookup(key) is None] == []
+
+
+@pytest.mark.covers("S0.5", "S0.8")
+def test_what_is_logged_of_training_is_logged_of_validation() -> None:
+    row = run_ranks(validated, 1, 30, None)[0]
+    both = ("loss", "ppl", "seq_total_len_mean", "total_valid_token_count")
+    assert all(f"val/{name}" in row for name in both)
+    for name in ("tokens_per_s", "valid_tokens_per_s", "samples_per_s"):
+        assert f"throughput/eval/{name}" in row

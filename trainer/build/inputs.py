@@ -1,0 +1,91 @@
+"""What a run is made from: model files, tokenizer and tokens, ready before any process group exists."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.data.chat import tokenizer_digest
+from trainer.data.conversation import RowKeys
+from trainer.data.loader import View
+from trainer.data.rows import resolve_files
+from trainer.data.sample_writer import PrepareOptions
+from trainer.data.token_cache import TokenDataset, prepare, split
+from trainer.model.packed_lm import ModelSource
+from trainer.model.source import find_model
+from trainer.protocols import DataError
+from trainer.quickstart import ensure_quickstart
+from trainer.runtime.environment import local_rank
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made from, ready before any process group exists."""
+
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_digest: str
+    chat_template: str | None
+    train: View
+    validation: View | None
+
+
+def prepare_inputs(config: Config) -> Inputs:
+    """Model files, tokenizer and tokens. Needs no process group; the machine's first rank does the work once."""
+    source = resolve_source(config)
+    tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+    chat_template = None
+    if config.data.chat_template is not None:
+        try:
+            chat_template = Path(config.data.chat_template).read_text()
+        except OSError as error:
+            raise ConfigError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from error
+        tokenizer.chat_template = chat_template
+    digest = tokenizer_digest(tokenizer)  # half a second for a large vocabulary
+    dataset = _prepare(config, config.data.train_files, config.data.train_max_samples, tokenizer, digest)
+    if config.data.val_files is not None:
+        held_out = _prepare(config, config.data.val_files, config.data.val_max_samples, tokenizer, digest)
+        train, validation = View.whole(dataset), View.whole(held_out)
+    else:
+        train_ids, val_ids = split(dataset, val_ratio=config.data.val_ratio, seed=config.trainer.seed)
+        limit = config.data.val_max_samples
+        train, validation = View(dataset, train_ids), View(dataset, val_ids if limit == -1 else val_ids[:limit])
+    if not len(train.lengths):
+        raise DataError("no training samples are left; lower data.val_ratio or give more rows")
+    return Inputs(source, tokenizer, digest, chat_template, train, validation if len(validation.lengths) else None)
+
+
+def resolve_source(config: Config) -> ModelSource:
+    model = config.model
+    if model.partial_pretrain == QUICKSTART:
+        files = ensure_quickstart(Path(config.data.cache_dir))
+        return ModelSource(str(files.model_dir), random_weights=True, trust_remote_code=False)
+    path = find_model(model.partial_pretrain, random_weights=model.random_weights)
+    return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
+
+
+def _prepare(
+    config: Config, files: str | list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase, digest: str
+) -> TokenDataset:
+    data = config.data
+    cache_dir = Path(data.cache_dir)
+    if files == QUICKSTART:
+        files = str(ensure_quickstart(cache_dir).train_file)
+    options = PrepareOptions(
+        keys=RowKeys(data.messages_key, data.tools_key, data.prompt_key, data.response_key),
+        max_length=data.max_length,
+        truncation=data.truncation,
+        on_bad_row=data.on_bad_row,
+        max_bad_fraction=data.max_bad_fraction,
+        max_samples=max_samples,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
+    return prepare(
+        resolve_files(files),
+        tokenizer=tokenizer,
+        tokenizer_digest=digest,
+        options=options,
+        cache_dir=cache_dir,
+        wait=local_rank() != 0,
+    )

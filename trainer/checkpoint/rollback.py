@@ -1,0 +1,140 @@
+"""Going back to an older checkpoint and past the batches that did harm: decided once, written down, then carried out.
+
+`rollbacks.json` in the run directory is written before anything else changes, so a crash at any point leaves either
+the run as it was or a rollback that the next start completes: the pointer goes back, and what was saved after the
+checkpoint is set aside. The steps it names are passed over for good.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.layout import CheckpointInfo
+from trainer.config import ConfigError
+
+logger = logging.getLogger(__name__)
+FILE = "rollbacks.json"
+STEPS_BEFORE_ONSET = 16
+"""What was saved so shortly before the trouble showed is not trusted."""
+SKIPPED_AROUND = 8
+"""Batches passed over on either side."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """From the state after step `found_step` back to that after `target_step`; steps first to last are passed over."""
+
+    onset: int
+    found_step: int
+    target_step: int
+    first_skipped: int
+    last_skipped: int
+    reason: str
+    condemned: list[str]
+    """Nonces of the checkpoints that were newer: they are set aside, also by a start after a crash."""
+
+    def overlaps(self, other: "Rollback") -> bool:
+        return self.first_skipped <= other.last_skipped and other.first_skipped <= self.last_skipped
+
+
+@dataclass(frozen=True)
+class Rollbacks:
+    """All rollbacks of a run, oldest first."""
+
+    entries: tuple[Rollback, ...] = ()
+
+    @property
+    def skipped_steps(self) -> frozenset[int]:
+        """Steps, counted from 1, that are not trained."""
+        return frozenset(n for entry in self.entries for n in range(entry.first_skipped, entry.last_skipped + 1))
+
+    @property
+    def lr_factor(self) -> float:
+        """The learning rate is halved each time the same place makes trouble again."""
+        repeats = sum(
+            any(entry.overlaps(before) for before in self.entries[:index]) for index, entry in enumerate(self.entries)
+        )
+        return float(0.5**repeats)
+
+
+NO_ROLLBACKS = Rollbacks()
+
+
+def read(run_dir: Path) -> Rollbacks:
+    """Raises `ConfigError` for a file that cannot be read: without it the run would train what it must not."""
+    try:
+        text = (run_dir / FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Rollbacks()
+    try:
+        return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them") from error
+
+
+def candidates(run_dir: Path, *, onset: int, episodes: Sequence[tuple[int, int]]) -> list[CheckpointInfo]:
+    """Committed checkpoints from well before `onset` and outside any earlier trouble, newest first."""
+    latest = onset - STEPS_BEFORE_ONSET
+    trouble = [(first, last + STEPS_BEFORE_ONSET) for first, last in episodes if first < onset]
+    return [
+        info
+        for info in reversed(layout.checkpoints(run_dir))
+        if info.status == "committed"
+        and info.step <= latest
+        and not any(first <= info.step <= last for first, last in trouble)
+    ]
+
+
+def worth_keeping(run_dir: Path, *, best_step: int | None, episodes: Sequence[tuple[int, int]]) -> set[int]:
+    """Checkpoints that rotation spares: that of the best validation, and the newest one before the last trouble."""
+    committed = [info.step for info in layout.checkpoints(run_dir) if info.status == "committed"]
+    bounds = [] if best_step is None else [best_step]
+    if episodes:
+        bounds.append(episodes[-1][0] - STEPS_BEFORE_ONSET)
+    return {max(before) for bound in bounds if (before := [step for step in committed if step <= bound])}
+
+
+def decide(
+    run_dir: Path, target: CheckpointInfo, *, onset: int, found_step: int, last_step: int, reason: str
+) -> Rollbacks:
+    """Write down that the run goes back to `target`, then carry it out. From the first write on it is the truth.
+
+    `last_step`, the last of the run, is never passed over: with it a run ends.
+    """
+    newer = [info for info in layout.checkpoints(run_dir) if info.step > target.step]
+    entry = Rollback(
+        onset=onset,
+        found_step=found_step,
+        target_step=target.step,
+        first_skipped=max(target.step + 1, onset - SKIPPED_AROUND),
+        last_skipped=min(last_step - 1, found_step + SKIPPED_AROUND),
+        reason=reason,
+        condemned=[nonce for info in newer if (nonce := _nonce(info))],
+    )
+    rollbacks = Rollbacks((*read(run_dir).entries, entry))
+    content = {"rollbacks": [dataclasses.asdict(item) for item in rollbacks.entries]}
+    fsio.atomic_write(run_dir / FILE, (json.dumps(content, indent=2) + "\n").encode())
+    complete(run_dir)
+    return rollbacks
+
+
+def complete(run_dir: Path) -> None:
+    """Carry out the newest rollback as far as it is not: point to its checkpoint, set aside what it condemned."""
+    entries = read(run_dir).entries
+    if not entries:
+        return
+    entry = entries[-1]
+    condemned = [info for info in layout.checkpoints(run_dir) if _nonce(info) in entry.condemned]
+    if not condemned:
+        return
+    layout.publish(run_dir, entry.target_step)
+    for info in condemned:
+        layout.quarantine(info.path, f"the run was rolled back to step {entry.target_step}: {entry.reason}")
+
+
+def _nonce(info: CheckpointInfo) -> str | None:
+    return info.manifest.nonce if info.manifest is not None else None

@@ -1,0 +1,334 @@
+"""Turns what a step measured into its row of metrics, and keeps the totals that a restart must not lose."""
+
+import math
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from trainer.batch import StepBatch
+from trainer.detection import Limits
+from trainer.monitor.clock import PhaseClock, Span
+from trainer.monitor.memory import GIB, Memory
+from trainer.monitor.packet import StepSums, StepTotals, reduce_step
+from trainer.monitor.system import GpuSampler
+from trainer.monitor.throughput import Window, peak_tflops
+from trainer.protocols import StepCost
+from trainer.runtime.distributed import World
+
+RARE_EVERY = 50
+"""Steps between measurements that cost a pass over the parameters or change slowly."""
+EMA_DECAY = 0.98
+MAX_PPL_LOSS = 50.0
+"""Perplexity is capped at exp of this: a number, not an infinity."""
+_LENGTHS = [f"train/seq_{kind}_len_{of}" for kind in ("prompt", "completion", "total") for of in ("mean", "max", "p95")]
+SIGNALS = (
+    "train/loss",
+    "train/lr(1e-3)",
+    "train/lr",
+    "train/grad_norm",
+    "train/ppl",
+    "train/loss_max_rank",
+    "train/nonfinite",
+    *_LENGTHS,
+    "train/total_token_count",
+    "train/total_valid_token_count",
+    "data/valid_token_frac",
+    "data/pad_frac",
+    "data/token_imbalance",
+    "data/empty_label",
+    "data/packing_efficiency",
+    "optim/clip_coef",
+    "memory/cpu/rss_gib",
+    "memory/allocated_gib",
+    "memory/reserved_gib",
+    "memory/max_allocated_gib",
+    "memory/max_reserved_gib",
+    "memory/allocated_frac",
+    "memory/reserved_frac",
+    "memory/max_allocated_frac",
+    "memory/max_reserved_frac",
+    "memory/alloc_retries",
+    "memory/ooms",
+    "memory/fragmentation",
+    "time/train/data_s_max",
+)
+"""What `Meter.signals` may give: values that all ranks agree on bit by bit."""
+PHASES = ("data", "h2d", "forward", "backward", "optimizer", "logging", "guard", "other")
+MEMORY_MAXIMA = ("allocated_gib", "reserved_gib", "max_allocated_gib", "max_reserved_gib")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is ahead of a run, and what its earlier attempts took; counts of steps, seconds."""
+
+    total_steps: int
+    save_freq: int
+    test_freq: int
+    max_norm: float
+    attempt: int = 1
+    past_s: float = 0.0
+    num_lost_steps: int = 0
+    run_dir: Path = Path()
+    data_facts: Mapping[str, float] = field(default_factory=dict)
+    """What was done to the rows of the training data, as metrics."""
+    has_roll_names: bool = False
+    """Repeat what ROLL names otherwise under its names too."""
+    tracker_health: Callable[[], Mapping[str, float]] = dict
+
+
+class Meter:
+    """One per rank; the rows of all ranks are equal but for phases, which are this rank's. Survives restarts."""
+
+    def __init__(
+        self, world: World, *, plan: Plan, cost: StepCost | None, memory: Memory, observe: Callable[[Span], None] | None
+    ) -> None:
+        self.clock = PhaseClock(world.device, observe=observe)
+        self._world, self._plan, self._cost, self._memory = world, plan, cost, memory
+        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+        self._peak_tflops = peak_tflops(name)
+        self._device_gib = memory.device_total_gib
+        self._gpu = GpuSampler(world.device)
+        self._started = time.monotonic()
+        self._window, self._clipped = Window(), deque[bool](maxlen=100)
+        self._local: dict[str, float] = {}
+        self._durations: dict[str, float] = {}
+        self._late: dict[str, float] = {}
+        self._is_first = True
+        self._num_samples = self._num_tokens = self._num_valid_tokens = 0
+        self._productive_s = 0.0
+        self._ema, self._num_ema = 0.0, 0
+
+    def reduce(
+        self,
+        batch: StepBatch,
+        *,
+        loss_sum: Tensor,
+        num_nonfinite: Tensor,
+        grad_square_sum: Tensor,
+        norm_squares: Tensor | None,
+        is_stopping: bool,
+        wants_save: bool,
+        limits: Limits,
+        num_decisions: int,
+        data_s: float,
+    ) -> StepSums:
+        """Tell the other ranks of this step and add up. Collective. `data_s`: how long this rank waited for data."""
+        local = {
+            "num_loss_tokens": sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches),
+            "data_s": data_s,
+            "decisions": num_decisions,
+            **self._memory.sample(),
+            **self._gpu.last(),
+        }
+        return reduce_step(
+            loss_sum=loss_sum,
+            num_nonfinite=num_nonfinite,
+            grad_square_sum=grad_square_sum,
+            norm_squares=norm_squares,
+            is_stopping=is_stopping,
+            wants_save=wants_save,
+            num_loss_tokens=batch.num_loss_tokens,
+            limits=limits,
+            local=local,
+            world=self._world,
+        )
+
+    def is_rare(self, step: int) -> bool:
+        """Whether slow and costly things are measured in this step (counted from 1)."""
+        return step % RARE_EVERY == 0
+
+    def signals(self, batch: StepBatch, totals: StepTotals, *, lr: float) -> dict[str, float]:
+        """What of a row all ranks agree on bit by bit: the guard and its rules may act on it."""
+        loss, grad_norm = totals.loss_sum / batch.num_loss_tokens, totals.grad_norm
+        by_rank, ranks = totals.by_rank, range(self._world.size)
+        if len(set(by_rank["decisions"])) > 1:
+            raise RuntimeError(f"the guards of the ranks disagree; numbers of decisions: {by_rank['decisions']}")
+        counts = by_rank["num_loss_tokens"]
+        own_losses = [by_rank["loss_sum"][rank] / counts[rank] for rank in ranks if counts[rank]]
+        return {
+            "train/loss": loss,
+            "train/lr(1e-3)": lr * 1e3,
+            "train/lr": lr,
+            "train/grad_norm": grad_norm,
+            "train/ppl": perplexity(loss),
+            "train/loss_max_rank": _largest(own_losses),
+            "train/nonfinite": int(sum(by_rank["num_nonfinite"])),
+            **{f"train/{name}": value for name, value in batch.length_facts.items()},
+            "train/total_token_count": batch.num_tokens,
+            "train/total_valid_token_count": batch.num_loss_tokens,
+            **batch.deal_facts,
+            "optim/clip_coef": min(1.0, self._plan.max_norm / grad_norm) if grad_norm > 0 else 1.0,
+            **self._memory_metrics(totals),
+            "time/train/data_s_max": max(by_rank["data_s"]),
+        }
+
+    def row(self, batch: StepBatch, signals: Mapping[str, float], totals: StepTotals) -> dict[str, float]:
+        """The metrics of a finished step; ends its time."""
+        phases = self.clock.lap()
+        step_s = phases["step"]
+        self._count(batch, signals, step_s)
+        update_s = phases.get("forward", 0.0) + phases.get("backward", 0.0) + phases.get("optimizer", 0.0)
+        own_s = phases.get("logging", 0.0) + phases.get("guard", 0.0)
+        row = {
+            **signals,
+            "train/loss_ema": self.loss_ema,
+            "train/time(s)": step_s,
+            **{f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in PHASES},
+            "time/train/shard_s": phases.get("h2d", 0.0),
+            "time/train/update_s": update_s,
+            "time/train/step_s": step_s,
+            "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
+            **self._speed(batch, step_s, update_s),
+            **self._progress(batch.step + 1, batch.epoch),
+            "obs/overhead_frac": own_s / step_s,
+        }
+        if self.is_rare(batch.step + 1) or self._is_first:
+            row |= self._rare(totals) | {"data/epoch_repeat": batch.epoch + 1}
+        if self._plan.has_roll_names:
+            row |= _roll_names(batch, signals)
+        self._is_first = False
+        row |= self._late
+        self._late = {}
+        return row
+
+    def note_duration(self, what: str, seconds: float) -> None:
+        """Remember what a validation or a save kept training waiting, for the time left."""
+        self._durations[what] = seconds
+        if what == "eval":
+            self._late["time/train/eval_s"] = seconds
+
+    @property
+    def loss_ema(self) -> float:
+        """Training loss smoothed over about 50 steps, bias-corrected; NaN before the first finite one."""
+        return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
+
+    def _count(self, batch: StepBatch, signals: Mapping[str, float], step_s: float) -> None:
+        self._num_samples += batch.num_samples
+        self._num_tokens += batch.num_tokens
+        self._num_valid_tokens += batch.num_loss_tokens
+        self._productive_s += step_s
+        self._window.add(batch.num_tokens, step_s)
+        self._clipped.append(signals["optim/clip_coef"] < 1.0)
+        if math.isfinite(loss := signals["train/loss"]):
+            self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss
+            self._num_ema += 1
+
+    def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
+        tokens_per_s = batch.num_tokens / step_s
+        found: dict[str, float] = {
+            "throughput/train/tokens_per_s": tokens_per_s,
+            "throughput/train/valid_tokens_per_s": batch.num_loss_tokens / step_s,
+            "throughput/train/samples_per_s": batch.num_samples / step_s,
+            "throughput/train/valid_tokens_per_s_update": batch.num_loss_tokens / update_s,
+            "throughput/train/tokens_per_s_per_gpu": tokens_per_s / self._world.size,
+            "throughput/train/tokens_per_s_avg": self._window.tokens_per_s,
+            "system/tps": tokens_per_s,
+        }
+        if self._cost is not None:
+            flops = self._cost.of(num_tokens=batch.num_tokens, sum_squared_lengths=batch.sum_squared_lengths)
+            tflops = flops / step_s / self._world.size / 1e12
+            found["throughput/train/tflops_per_gpu"] = tflops
+            if self._peak_tflops is not None:
+                found["throughput/train/mfu"] = tflops / self._peak_tflops
+        return found
+
+    def _progress(self, step: int, epoch: int) -> dict[str, float]:
+        plan, elapsed_s = self._plan, time.monotonic() - self._started
+        remaining = plan.total_steps - step
+        num_evals = remaining // plan.test_freq + 1 if plan.test_freq > 0 else 1
+        num_saves = remaining // plan.save_freq + 1 if plan.save_freq > 0 else 1
+        eta_s = remaining * self._window.median_step_s
+        eta_s += num_evals * self._durations.get("eval", 0.0) + num_saves * self._durations.get("save", 0.0)
+        return {
+            "progress/step": step,
+            "progress/epoch": epoch,
+            "progress/pct": 100.0 * step / plan.total_steps,
+            "progress/samples": self._num_samples,
+            "system/samples": self._num_samples,
+            "progress/tokens": self._num_tokens,
+            "progress/valid_tokens": self._num_valid_tokens,
+            "progress/eta_s": eta_s if remaining else 0.0,
+            "progress/elapsed_s": plan.past_s + elapsed_s,
+            "progress/attempt": plan.attempt,
+            "progress/lost_steps": plan.num_lost_steps,
+            "progress/goodput": min(1.0, self._productive_s / (plan.past_s + elapsed_s)),
+        }
+
+    def _memory_metrics(self, totals: StepTotals) -> dict[str, float]:
+        by_rank = totals.by_rank
+        found = {"memory/cpu/rss_gib": max(by_rank["rss_gib"])}
+        if self._device_gib is None:
+            return found
+        for name in MEMORY_MAXIMA:
+            found[f"memory/{name}"] = max(by_rank[name])
+        for name in ("allocated", "reserved", "max_allocated", "max_reserved"):
+            found[f"memory/{name}_frac"] = max(by_rank[f"{name}_gib"]) / self._device_gib
+        found["memory/alloc_retries"] = sum(by_rank["alloc_retries"])
+        found["memory/ooms"] = sum(by_rank["ooms"])
+        fragments = [1 - a / r for a, r in zip(by_rank["allocated_gib"], by_rank["reserved_gib"], strict=True) if r]
+        found["memory/fragmentation"] = _largest(fragments)
+        return found
+
+    def _rare(self, totals: StepTotals) -> dict[str, float]:
+        by_rank = totals.by_rank
+        waits = sorted(by_rank["data_s"])
+        found: dict[str, float] = {
+            "memory/cpu/vms_gib": max(by_rank["vms_gib"]),
+            "time/train/slowest_rank": by_rank["data_s"].index(waits[-1]),
+            "time/train/rank_skew": waits[-1] / max(waits[len(waits) // 2], 1e-9),
+            **self._gpu.summary(by_rank),
+            "system/cpu_util": psutil.cpu_percent(),
+            "system/disk_free_gib": shutil.disk_usage(self._plan.run_dir).free / GIB,
+            **self._plan.data_facts,
+            **self._plan.tracker_health(),
+        }
+        if totals.param_norm > 0:
+            found["optim/param_norm"] = totals.param_norm
+            found["optim/update_norm"] = totals.update_norm
+            found["optim/update_ratio"] = totals.update_norm / totals.param_norm
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_samples": self._num_samples,
+            "num_tokens": self._num_tokens,
+            "num_valid_tokens": self._num_valid_tokens,
+            "productive_s": self._productive_s,
+            "ema": self._ema,
+            "num_ema": self._num_ema,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._num_samples = int(state_dict["num_samples"])
+        self._num_tokens = int(state_dict["num_tokens"])
+        self._num_valid_tokens = int(state_dict["num_valid_tokens"])
+        self._productive_s = float(state_dict["productive_s"])
+        self._ema, self._num_ema = float(state_dict["ema"]), int(state_dict["num_ema"])
+
+
+def _roll_names(batch: StepBatch, signals: Mapping[str, float]) -> dict[str, float]:
+    num_valid = batch.num_samples - signals["data/empty_label"]
+    return {
+        "actor/sft_loss": signals["train/loss"],
+        "actor/valid_samples": num_valid,
+        "actor/total_samples": batch.num_samples,
+        "actor/valid_sample_ratio": num_valid / batch.num_samples,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), capped."""
+    return math.exp(min(loss, MAX_PPL_LOSS)) if math.isfinite(loss) else loss
+
+
+def _largest(values: list[float]) -> float:
+    """The maximum; NaN if any is, which `max` would hide or not by its place."""
+    return math.nan if any(math.isnan(value) for value in values) else max(values, default=math.nan)

@@ -1,0 +1,97 @@
+"""Adds up a validation: the token-weighted loss, its standard error over samples, and what the set looks like.
+
+Shape suffixes: S supervised positions, D documents.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.batch import PackedBatch, StepBatch
+from trainer.monitor.meter import perplexity
+from trainer.monitor.packet import reduce_sums
+from trainer.runtime.distributed import World
+
+
+class Validation:
+    """One pass over the validation samples, all ranks together."""
+
+    def __init__(self, world: World, *, length_facts: Mapping[str, float]) -> None:
+        self._world, self._length_facts = world, length_facts
+        self._started = self._mark = time.perf_counter()
+        self._data_s = self._forward_s = 0.0
+        self._local = self._zeros()
+        self._totals = [0.0] * len(self._local)
+        self._num_loss_tokens = self._num_tokens = self._num_samples = self._num_batches = 0
+
+    def begin_batch(self) -> None:
+        """The batch is here: what passed since the last one was waiting for data."""
+        self._data_s += self._lap()
+
+    def add(self, micro_batch: PackedBatch, losses_S: Tensor, hits_S: Tensor) -> None:
+        """Take loss and hit of every supervised position of this rank's micro-batch (on its device)."""
+        sums_D, counts_D = document_sums(micro_batch, losses_S)
+        squares = [sums_D @ sums_D, sums_D @ counts_D, counts_D @ counts_D]
+        self._local += torch.stack([sums_D.sum(), *squares, hits_S.sum().double()])
+
+    def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
+        """Add up over ranks; whether any of them was asked to stop. Collective."""
+        sums, is_any_stopping = reduce_sums(self._local, is_stopping=is_stopping)
+        self._local = self._zeros()
+        self._totals = [total + value for total, value in zip(self._totals, sums, strict=True)]
+        self._num_loss_tokens += batch.num_loss_tokens
+        self._num_tokens += batch.num_tokens
+        self._num_samples += batch.num_samples
+        self._num_batches += 1
+        self._forward_s += self._lap()
+        return is_any_stopping
+
+    def row(self, *, train_loss: float) -> dict[str, float]:
+        """The metrics. `train_loss`: the smoothed training loss, for the gap.
+
+        The standard error is that of a ratio of sums over samples i with loss L_i and n_i tokens, m the mean:
+        sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3, for a large population).
+        """
+        loss_sum, squares, products, square_counts, num_hits = self._totals
+        mean = loss_sum / self._num_loss_tokens
+        residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
+        total_s = time.perf_counter() - self._started
+        return {
+            "val/loss": mean,
+            "val/loss_stderr": math.sqrt(residual) / self._num_loss_tokens if math.isfinite(residual) else math.nan,
+            "val/ppl": perplexity(mean),
+            "val/token_accuracy": num_hits / self._num_loss_tokens,
+            "val/gap": mean - train_loss,
+            "val/samples": self._num_samples,
+            "val/tokens": self._num_tokens,
+            "val/total_valid_token_count": self._num_loss_tokens,
+            **{f"val/{name}": value for name, value in self._length_facts.items()},
+            "time/eval/data_s": self._data_s,
+            "time/eval/forward_s": self._forward_s,
+            "time/eval/step_s": (self._data_s + self._forward_s) / self._num_batches,
+            "time/eval/total_s": total_s,
+            "throughput/eval/tokens_per_s": self._num_tokens / total_s,
+            "throughput/eval/valid_tokens_per_s": self._num_loss_tokens / total_s,
+            "throughput/eval/samples_per_s": self._num_samples / total_s,
+        }
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(5, dtype=torch.float64, device=self._world.device)
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        took_s, self._mark = now - self._mark, now
+        return took_s
+
+
+def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
+    """(summed loss, number of supervised positions) of each document of a micro-batch, float64 [D]."""
+    document_S = torch.bucketize(batch.supervised_S, batch.cu_seqlens_D1[1:].long(), right=True)
+    sums_D = torch.zeros(len(batch.seqlens), dtype=torch.float64, device=losses_S.device)
+    counts_D = torch.zeros_like(sums_D)
+    sums_D.index_add_(0, document_S, losses_S.double())
+    counts_D.index_add_(0, document_S, torch.ones_like(losses_S, dtype=torch.float64))
+    return sums_D, counts_D
