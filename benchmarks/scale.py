@@ -245,7 +245,7 @@ def held_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 def count_step(world: World, source: ModelSource) -> dict[str, Any]:
     """What one rank holds at the end of a backward pass, and what it receives during the step."""
-    model = build_toy_model(world, source, param_dtype="bfloat16")
+    model = build_toy_model(world, source, param_dtype="bfloat16", reshard_after_forward=True)
     parts = toy_parts(world, model, ToySamples(), total_steps=1)
     held: dict[str, int] = {}
 

@@ -14,6 +14,7 @@ from toy import ToySamples, build_toy_model, model_config, write_model_config
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
+from trainer.model import parallelize as sharding
 from trainer.model.parallelize import parallelize
 
 SAMPLES = ToySamples()
@@ -135,7 +136,7 @@ def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> No
 
 def gathers_of_a_step(world: Any, source: Any) -> tuple[int, int]:
     """How often parameters are gathered in the forward and in the backward pass."""
-    model = build_toy_model(world, source)
+    model = build_toy_model(world, source, reshard_after_forward=True)
     model.train()
     with Calls(torch.ops.c10d._allgather_base_.default) as gathers:
         loss = model(pack(ToySamples(), [0]))
@@ -150,8 +151,9 @@ def test_an_embedding_of_its_own_is_not_gathered_for_the_backward_pass(tmp_path:
     assert run_ranks(gathers_of_a_step, 2, source) == [(5, 2)] * 2
 
 
-def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward: bool | str) -> int:
+def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward: bool | str, kept_bytes: int) -> int:
     """How many decoder layers hold whole parameters between forward and backward pass."""
+    sharding.KEPT_BYTES = kept_bytes
     model = build_toy_model(world, source, reshard_after_forward=reshard_after_forward)
     model.train()
     model(pack(ToySamples(), [0]))
@@ -161,12 +163,16 @@ def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward
     )
 
 
-@pytest.mark.parametrize(("world_size", "setting", "num_gathered"), [(1, "auto", 2), (2, "auto", 0), (2, False, 2)])
-def test_auto_frees_gathered_parameters_where_several_ranks_share_them(
-    tmp_path: Path, world_size: int, setting: bool | str, num_gathered: int
+@pytest.mark.parametrize(
+    ("world_size", "setting", "kept_bytes", "num_gathered"),
+    [(1, "auto", 0, 2), (2, "auto", 0, 0), (2, "auto", 2**30, 2), (2, False, 0, 2), (2, True, 2**30, 0)],
+)
+def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
+    tmp_path: Path, world_size: int, setting: bool | str, kept_bytes: int, num_gathered: int
 ) -> None:
     source = write_model_config(tmp_path)
-    assert set(run_ranks(gathered_layers_after_forward, world_size, source, setting)) == {num_gathered}
+    found = run_ranks(gathered_layers_after_forward, world_size, source, setting, kept_bytes)
+    assert set(found) == {num_gathered}
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:

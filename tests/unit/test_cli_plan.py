@@ -69,7 +69,7 @@ def test_what_is_sharded_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_send_each_gradient_once_and_one_rank_sends_nothing(tmp_path: Path) -> None:
-    words = [*tokens(64, 32, batch=16), "model.fsdp_config.param_dtype=bfloat16"]
+    words = [*tokens(64, 32, batch=16), "model.fsdp_config.param_dtype=bfloat16", RESHARD]
     alone, pair, replicas = (planned(tmp_path, n, *words, *more) for n, more in ((1, []), (2, []), (4, [HSDP])))
     assert (alone.gathered_bytes, alone.reduced_bytes) == (0, 0)
     assert pair.workload.num_micro_batches == 4
@@ -80,7 +80,7 @@ def test_ranks_send_each_gradient_once_and_one_rank_sends_nothing(tmp_path: Path
     assert replicas.reduced_bytes == 2 * (pair.num_parameters * 4 // 2 * 2)
 
 
-HSDP = "model.fsdp_config.fsdp_size=2"
+HSDP, RESHARD = "model.fsdp_config.fsdp_size=2", "model.fsdp_config.reshard_after_forward=true"
 
 
 def test_recomputation_lowers_activations(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
+KEPT_BYTES = 2**30
+"""Gathered layers of at most this size stay for the backward pass: a model of half a billion parameters in bfloat16."""
 _MAX_VARIANTS = 32
 """Compiled forms of one function: kinds of layer x with and without gradients x one token or more. Above its limit
 (8 by default) torch.compile runs the function uncompiled."""
@@ -82,13 +84,14 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
         ),
         offload_policy=CPUOffloadPolicy() if fsdp.cpu_offload and world.device.type == "cuda" else OffloadPolicy(),
     )
-    num_sharers = world.size // world.num_replicas
-    reshard = num_sharers > 1 if fsdp.reshard_after_forward == AUTO else bool(fsdp.reshard_after_forward)
+    reshard = fsdp.reshard_after_forward
+    if reshard == AUTO:
+        reshard = _is_worth_freeing(model, compute_dtype(fsdp.param_dtype, world.device), world)
     for layer in decoder_layers(model):
-        unit(layer, reshard_after_forward=reshard)
+        unit(layer, reshard_after_forward=bool(reshard))
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embeddings.weight is not head.weight:
-        unit(embeddings, reshard_after_forward=reshard)
+        unit(embeddings, reshard_after_forward=bool(reshard))
         assert isinstance(embeddings, FSDPModule)
         embeddings.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
         # needed again at once in the backward pass, so it stays gathered
@@ -98,6 +101,12 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
         if isinstance(module, FSDPModule):
             _sum_gradients(module)
     model.register_forward_hook(_reshard_without_backward)
+
+
+def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
+    """Whether all layers, gathered, take so much that gathering them twice is the lesser evil."""
+    numel = sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
+    return world.size > world.num_replicas and numel * dtype.itemsize > KEPT_BYTES
 
 
 def _sum_gradients(module: nn.Module) -> None:
