@@ -98,3 +98,8 @@ def test_a_high_first_loss_is_a_fault_of_weights_that_should_be_pretrained(model
     series = {"train/loss": Series(STEPS, np.linspace(8, 1, 400))}
     log = RunLog(Path("run"), "fsdp-sft", series, 400, config={"model.partial_pretrain": model})
     assert next(f for f in analyse(log).findings if f.rule == "V03").level == level
+
+
+def test_a_rate_that_jumps_all_the_time_was_lifted_off_no_schedule() -> None:
+    noise = np.random.default_rng(SEED).random(len(STEPS))
+    assert raised_rates(Series(STEPS, noise), jump=3) == ()

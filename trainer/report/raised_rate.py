@@ -10,8 +10,15 @@ NUM_BEFORE = 3
 """Points that a schedule has before a jump counts: a warm-up from 0 rises by any factor at first."""
 
 
+MAX_STRETCHES = 20
+"""A rate that jumps more often follows no schedule that it could be lifted off."""
+
+
 def raised_rates(series: Series, *, jump: float) -> tuple[RaisedRate, ...]:
-    """All stretches that begin with a rise by more than `jump` times from one point to the next, in order."""
+    """All stretches that begin with a rise by more than `jump` times from one point to the next, in order.
+
+    None for a rate that does so all the time.
+    """
     values = series.values
     before, after = values[:-1], values[1:]
     found, free = [], NUM_BEFORE
@@ -28,6 +35,8 @@ def raised_rates(series: Series, *, jump: float) -> tuple[RaisedRate, ...]:
             stop = len(values)
         steps = (int(series.steps[start]), int(series.steps[stop - 1]))
         found.append(RaisedRate(steps, level, float(values[start:stop].max()), falls_back))
+        if len(found) > MAX_STRETCHES:
+            return ()
         free = stop + 1
     return tuple(found)
 
