@@ -6,11 +6,12 @@ benchmarks/guard_calibration.py.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 from curves import BIMODAL, HELD_OUT, TUNED
 from guard_trials import Family, Outcome, per_10k, precision, recall, trial
 
-from trainer.detection import Level
+from trainer.detection import Detector, Level
 
 SEEDS = range(6)
 TRIPLE, QUINTUPLE = "spike x3, gradient x27", "spike x5, gradient x125"
@@ -93,3 +94,22 @@ def test_a_rising_loss_is_found_within_200_steps(outcomes: Outcomes, group: str,
     found = of(outcomes, [family for family in GROUPS[group] if family[0] != "memorised"])
     delays = [outcome.delays[fault].get(Level.DIVERGING, 1000) for outcome in found]
     assert sum(delay <= 200 for delay in delays) >= 0.95 * len(delays), sorted(delays)[-10:]
+
+
+@pytest.mark.covers("S3.39")
+@pytest.mark.parametrize("fall_steps", [5, 15])
+def test_a_spike_soon_after_the_steep_start_of_a_run_is_severe(fall_steps: int) -> None:
+    """The loss falls from 8 to 2 in the first steps; a window with them would call any spike usual."""
+    num_found = num_false = 0
+    for seed in range(30):
+        generator, detector = np.random.default_rng(seed), Detector()
+        steps = np.arange(1, 301)
+        losses = (2 + 6 * np.exp(-steps / fall_steps)) * np.exp(generator.normal(0, 0.05, 300))
+        norms = (1 + 9 * np.exp(-steps / fall_steps)) * np.exp(generator.normal(0, 0.3, 300))
+        losses[89], norms[89] = 3 * losses[89], 27 * norms[89]
+        for step, loss, norm in zip(steps.tolist(), losses.tolist(), norms.tolist(), strict=True):
+            values = {"train/loss": loss, "train/grad_norm": norm, "train/total_valid_token_count": 100}
+            is_severe = any(event.level == Level.SEVERE for event in detector.observe(step, values))
+            num_found += is_severe and step == 90
+            num_false += is_severe and step != 90
+    assert num_false == 0 and num_found >= 0.7 * 30

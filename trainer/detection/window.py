@@ -5,10 +5,13 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation -> standard deviation of a Gaussian."""
 SIGMAS_TO_Q95 = 1.645
+NUM_NEWEST, START_Z = 32, 3.0
+"""The start of a run is what lies so many spreads above the newest values."""
 WINSOR_Z = 6.0
 """The window takes no value further out: outliers do not hide later ones, yet a lasting shift is learned."""
 
@@ -158,12 +161,31 @@ class RobustWindow:
         return max(value, usual.at(-WINSOR_Z)) if self._scale.is_two_sided else value
 
     def _measure(self) -> Usual:
-        centre = quantile(self._ordered, 0.5)
-        spread = MAD_TO_SIGMA * quantile(sorted([abs(value - centre) for value in self._ordered]), 0.5)
+        """Of the window, without its oldest part where that lies high above the newest: the start of a run.
+
+        Were the first steps counted, everything later would look usual. High batches that come now and then are no
+        such part: they count.
+        """
+        usual = self._measured(self._ordered)
+        newest = [
+            self._in_domain(value) for value in islice(self._values, max(0, len(self._values) - NUM_NEWEST), None)
+        ]
+        recent = self._measured(sorted(newest))
+        if usual.centre + usual.scale < recent.centre + 2 * recent.scale:
+            return usual
+        bar, values = recent.centre + START_Z * recent.scale, [self._in_domain(value) for value in self._values]
+        high = [index for index, value in enumerate(values) if value > bar]
+        is_start = bool(high) and len(high) > (high[-1] + 1) / 2
+        kept = values[high[-1] + 1 :] if is_start else values
+        return self._measured(sorted(kept)) if self._min_points <= len(kept) < len(values) else usual
+
+    def _measured(self, ordered: Sequence[float]) -> Usual:
+        centre = quantile(ordered, 0.5)
+        spread = MAD_TO_SIGMA * quantile(sorted([abs(value - centre) for value in ordered]), 0.5)
         # a mixture of easy and hard batches has a small median deviation and a long tail
-        spread = max(spread, (quantile(self._ordered, 0.95) - centre) / SIGMAS_TO_Q95)
+        spread = max(spread, (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95)
         if self._scale.is_two_sided:
-            spread = max(spread, (centre - quantile(self._ordered, 0.05)) / SIGMAS_TO_Q95)
+            spread = max(spread, (centre - quantile(ordered, 0.05)) / SIGMAS_TO_Q95)
         if self._is_log:
             floor = self._scale.log_floor
         else:
