@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.optim.schedule import Schedule
 from trainer.report.generalisation import train_losses_at
 from trainer.report.overfit import judge
 from trainer.report.phrases import listed, number
@@ -169,3 +170,16 @@ def test_numbers_are_written_as_on_the_pages() -> None:
     written = [number(value) for value in (0.78, 5.5e7, 1.2e-5, 12345.0, 512.0, 0.0)]
     assert written == ["0.78", "5.5e7", "1.2e-5", "12,345", "512", "0"]
     assert listed([]) == "" and listed(["a"]) == "a" and listed("abc") == "a, b and c"
+
+
+@pytest.mark.covers("S3.33")
+@pytest.mark.parametrize("total_steps", [40, 60, 233, 1000])
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
+def test_the_schedules_of_this_trainer_are_recognised_however_short(kind: str, total_steps: int) -> None:
+    own = Schedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0, stable_ratio=0.9)
+    steps = np.arange(1, total_steps + 1)
+    rates = np.array([own.lr_at(int(step) - 1) for step in steps])
+    told = learning_rate(Series(steps, rates), (), limits=LIMITS, total_steps=total_steps)
+    few_points = {"wsd": "step"} if total_steps == 40 else {}  # its decay is four points long
+    assert told.schedule == few_points.get(kind, kind) and told.raised == ()
+    assert told.warmup_steps == total_steps // 10

@@ -189,7 +189,7 @@ def _jump(run: Run, peak: float) -> int | None:
     series = run.get("lr")
     if "restart" in str(remedies.value(run, "schedule")) or peak <= 0:
         return None
-    start = int(np.argmax(series.values >= run.limits["lr_high"] * peak))
+    start = int(np.argmax(series.values >= peak * (1 - 1e-6)))
     moves = np.diff(series.values[start:]) / peak
     jumps = np.flatnonzero((moves > run.limits["lr_jump_up"]) | (moves < -run.limits["lr_jump_down"]))
     return int(series.steps[start + 1 + jumps[0]]) if len(jumps) else None

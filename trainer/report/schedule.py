@@ -56,10 +56,11 @@ def _schedule(series: Series, start: int, total_steps: int) -> str:
         return "unknown"
     if np.all(np.abs(y - y[0]) <= TOLERANCE):
         return "constant"
-    if _is_line(x, y):
-        return "linear"
-    if _is_cosine(x, y, float(total_steps - tail.steps[0])):
-        return "cosine"
+    for first in (0, 1):  # the decay may begin a point after the peak: the first step after warm-up has it too
+        if _is_line(x[first:], y[first:]):
+            return "linear"
+        if _is_cosine(x[first:] - x[first], y[first:], float(total_steps - tail.steps[first])):
+            return "cosine"
     if _is_wsd(x, y):
         return "wsd"
     return "step" if _is_steps(series.values[start:] / peak) else "unknown"
@@ -73,7 +74,9 @@ def _is_line(x: Floats, y: Floats) -> bool:
 def _is_cosine(x: Floats, y: Floats, planned: float) -> bool:
     """Half a cosine down to any floor, over the planned steps or, where the run was to be longer, over more."""
     span = x[-1]
-    lengths = span * np.concatenate(([max(1.0, planned / span)], np.geomspace(1, MAX_STRETCH, 60)))
+    if span <= 0:
+        return False
+    lengths = np.concatenate(([max(span, planned), max(span, planned + 1)], span * np.geomspace(1, MAX_STRETCH, 60)))
     for length in lengths:
         shape = 0.5 * (1 + np.cos(np.pi * np.minimum(x / length, 1)))
         floor = _fitted_floor(shape, y)
