@@ -73,6 +73,7 @@ class Outcome:
     last_loss: float
     lr: Mapping[int, float]
     skipped: int
+    num_lost_steps: int
 
 
 def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, kill_at: str = "") -> Outcome:
@@ -106,7 +107,9 @@ def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, 
         fsio.observer = None
     losses = [row["train/loss"] for _, row in result.rows]
     lr = {step: row["train/lr"] for step, row in result.rows}
-    return Outcome(result.exit_code, tuple(guard.steps), float(np.mean(losses[-10:])), lr, guard.num_skipped)
+    num_lost_steps = int(result.rows[-1][1]["progress/lost_steps"])
+    last_loss = float(np.mean(losses[-10:]))
+    return Outcome(result.exit_code, tuple(guard.steps), last_loss, lr, guard.num_skipped, num_lost_steps)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,7 @@ def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
     again = found.steps[BAD_STEP:]
     assert again == tuple(step for step in range(TARGET_STEP + 1, NUM_STEPS + 1) if step not in PASSED_OVER)
     assert found.last_loss == pytest.approx(clean.last_loss, rel=0.02)
+    assert (found.num_lost_steps, clean.num_lost_steps) == (BAD_STEP - TARGET_STEP, 0)
     (entry,) = rollback.read(run_dir).entries
     assert (entry.onset, entry.found_step, entry.target_step) == (BAD_STEP, BAD_STEP, TARGET_STEP)
     assert [info.step for info in layout.checkpoints(run_dir)] == [*range(20, 181, 20), 220, 240, 260]

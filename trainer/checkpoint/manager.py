@@ -265,6 +265,7 @@ class CheckpointManager:
         state.train_batches.rewind(own_position(info.manifest), skipped_steps=rollbacks.skipped_steps)
         load_state(info, replace(state, tracking=None), contents=ALL_CONTENTS, world=self._world)
         state.guard.after_rollback(before, rollbacks)
+        state.meter.lose_steps(step - info.step)
         if state.tracking is not None:
             state.tracking.rewind(info.step)
         self._committed_step = info.step

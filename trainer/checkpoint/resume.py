@@ -43,6 +43,10 @@ class Guard(Stateful, Protocol):
     def after_rollback(self, forgotten: Mapping[str, Any], rollbacks: Rollbacks) -> None: ...
 
 
+class Meter(Stateful, Protocol):
+    def lose_steps(self, count: int) -> None: ...
+
+
 class Tracking(Stateful, Protocol):
     def rewind(self, step: int) -> None: ...
 
@@ -60,7 +64,7 @@ class RunState:
     train_batches: TrainBatches
     guard: Guard
     loop: Stateful
-    meter: Stateful
+    meter: Meter
     tracking: Tracking | None
     """On the main rank only."""
     schedule: Mapping[str, Any]

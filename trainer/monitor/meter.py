@@ -101,6 +101,7 @@ class Meter:
         self._local: dict[str, float] = {}
         self._durations: dict[str, float] = {}
         self._late: dict[str, float] = {}
+        self._num_lost_steps = plan.num_lost_steps
         self._is_first = True
         self._num_samples = self._num_tokens = self._num_valid_tokens = 0
         self._productive_s = 0.0
@@ -205,6 +206,10 @@ class Meter:
         if what == "eval":
             self._late["time/train/eval_s"] = seconds
 
+    def lose_steps(self, count: int) -> None:
+        """A rollback: so many steps have to be trained again."""
+        self._num_lost_steps += count
+
     @property
     def loss_ema(self) -> float:
         """Training loss smoothed over about 50 steps, bias-corrected; NaN before the first finite one."""
@@ -258,7 +263,7 @@ class Meter:
             "progress/eta_s": eta_s if remaining else 0.0,
             "progress/elapsed_s": plan.past_s + elapsed_s,
             "progress/attempt": plan.attempt,
-            "progress/lost_steps": plan.num_lost_steps,
+            "progress/lost_steps": self._num_lost_steps,
             "progress/goodput": min(1.0, self._productive_s / (plan.past_s + elapsed_s)),
         }
 
