@@ -52,12 +52,13 @@ def peer_versions(*packages: str) -> dict[str, str]:
 
 
 def header() -> dict[str, Any]:
-    """Command, commit, versions and machine of a result file."""
+    """Command (files by their name), commit, versions and machine of a result file."""
+    arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, check=True, capture_output=True, text=True
     ).stdout.strip()
     return {
-        "command": "python " + " ".join([str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *sys.argv[1:]]),
+        "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *arguments]),
         "commit": commit,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
         "machine": {"cpus": os.cpu_count(), "cpu_capability": torch.backends.cpu.get_cpu_capability()},
