@@ -67,15 +67,6 @@ class Clock(Protocol):
     def exclude(self) -> float: ...
 
 
-class StepTotals(Protocol):
-    @property
-    def num_stop_requests(self) -> int: ...
-    @property
-    def is_save_requested(self) -> bool: ...
-    @property
-    def is_skipped(self) -> bool: ...
-
-
 class StepSums(Protocol):
     @property
     def grad_norm(self) -> Tensor: ...
@@ -90,20 +81,8 @@ class Meter(Protocol):
     @property
     def loss_ema(self) -> float: ...
     def is_rare(self, step: int) -> bool: ...
-    def reduce(
-        self,
-        batch: StepBatch,
-        *,
-        loss_sum: Tensor,
-        num_nonfinite: Tensor,
-        grad_square_sum: Tensor,
-        norm_squares: Tensor | None,
-        is_stopping: bool,
-        wants_save: bool,
-        limits: Limits,
-        num_decisions: int,
-        data_s: float,
-    ) -> StepSums: ...
+    @property
+    def reduce(self) -> Callable[..., StepSums]: ...
     def signals(self, batch: StepBatch, totals: Any, *, lr: float) -> dict[str, float]: ...
     def row(self, batch: StepBatch, signals: Mapping[str, float], totals: Any) -> dict[str, float]: ...
     def note_duration(self, what: str, seconds: float) -> None: ...
@@ -204,8 +183,8 @@ class SFTTrainer:
             logger.info("this run has ended early, at step %d: nothing to do", parts.train_batches.next_step)
             return EXIT_DONE
         with self.stop.deferred():
-            if parts.loop.owes_validation:
-                self.validate(parts.train_batches.next_step)
+            if parts.loop.owes_validation and self.validate(parts.train_batches.next_step).is_stop:
+                return EXIT_DONE
             while (exit_code := self._train()) is None:
                 logger.info("going on at step %d", parts.train_batches.next_step + 1)
         return exit_code
@@ -319,16 +298,31 @@ class SFTTrainer:
             self.heartbeat.beat()
         return loss_sum, num_nonfinite, losses
 
-    @torch.no_grad()
     def validate(self, step: int) -> Decision:
         """Token-weighted mean loss over every validation sample; put off when a stop is requested meanwhile."""
         parts = self.parts
         if parts.validation_batches is None:
             return Decision()
+        with parts.detail.phase("sft/eval"):
+            metrics = self._validate(parts.validation_batches())
+        if metrics is None:
+            parts.loop.owes_validation = True
+            return Decision()
+        parts.loop.owes_validation = False
+        decision = parts.guard.observe_validation(step, metrics["val/loss"], train_loss=parts.meter.loss_ema)
+        parts.loop.has_stopped_early = decision.is_stop
+        parts.tracker.log({**metrics, **parts.guard.validation_scores()}, step)
+        parts.meter.note_duration("eval", parts.meter.clock.exclude())
+        return decision
+
+    @torch.no_grad()
+    def _validate(self, batches: Iterable[StepBatch]) -> dict[str, float] | None:
+        """The metrics; None when a stop was requested before the last batch."""
+        parts = self.parts
         self.heartbeat.enter("validate", limit_s=parts.hang_timeout_s)
         parts.model.eval()
         validation = parts.new_validation()
-        for batch in parts.validation_batches():
+        for batch in batches:
             validation.begin_batch()
             for micro_batch in batch.micro_batches:
                 inputs = micro_batch.to(parts.world.device)
@@ -337,12 +331,5 @@ class SFTTrainer:
                 self.heartbeat.beat()
             self._is_stopping = validation.end_batch(batch, is_stopping=self.stop.is_set)
             if self._is_stopping:
-                parts.loop.owes_validation = True
-                return Decision()
-        parts.loop.owes_validation = False
-        metrics = validation.row(train_loss=parts.meter.loss_ema)
-        decision = parts.guard.observe_validation(step, metrics["val/loss"], train_loss=parts.meter.loss_ema)
-        parts.loop.has_stopped_early = decision.is_stop
-        parts.tracker.log({**metrics, **parts.guard.validation_scores()}, step)
-        parts.meter.note_duration("eval", parts.meter.clock.exclude())
-        return decision
+                return None
+        return validation.row(train_loss=parts.meter.loss_ema)

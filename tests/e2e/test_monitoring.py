@@ -49,6 +49,7 @@ def test_a_run_logs_what_the_catalogue_promises_and_nothing_else(watched: Path) 
     columns = {"step", "attempt", "kind", "ts", "nonfinite"}
     logged = {key for row in rows for key in row} - columns
     assert [key for key in sorted(logged) if lookup(key) is None or not lookup(key).is_emitted] == []  # type: ignore[union-attr]
+    assert {f"time/sft/{phase}/total" for phase in ("train_step", "do_checkpoint", "eval")} <= logged
     seen = {metric.key for key in logged if (metric := lookup(key)) is not None}
     promised = {metric.key for metric in CATALOGUE if metric.is_emitted} - NOT_ALWAYS
     missing = sorted(promised - seen)

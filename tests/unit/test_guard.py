@@ -219,3 +219,15 @@ def test_a_rollback_forgets_the_window_and_keeps_the_counts() -> None:
     assert (guard.num_skipped, guard.num_decisions, guard.episodes) == (1, 1, [(61, 61)])
     assert guard.scores()["guard/loss_z"] != 0, "scores are those of the last step"
     assert not guard.limits().is_severe(loss=8.0, grad_norm=20.0), "the window is that of the checkpoint: empty"
+
+
+def test_a_rollback_forgets_steps_that_were_not_finite_after_its_checkpoint() -> None:
+    """Five before the checkpoint and five after it are not ten that the run still stands behind."""
+    guard = new_guard(max_nonfinite_steps=20)
+    for step in range(1, 11):
+        guard.observe(step, signals(NAN if step % 2 else 2.0), is_skipped=bool(step % 2))
+    saved = guard.state_dict()
+    for step in range(11, 20):
+        guard.observe(step, signals(NAN if step % 2 else 2.0), is_skipped=bool(step % 2))
+    guard.load_state_dict(saved)
+    assert guard.state_dict()["nonfinite_steps"] == [1, 3, 5, 7, 9]

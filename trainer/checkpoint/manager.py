@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,10 @@ from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.config import CheckpointConfig
 from trainer.protocols import CannotWriteError, ResumableError
 from trainer.runtime import seeding
-from trainer.runtime.distributed import World
+from trainer.runtime.distributed import World, on_main
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 ALL_CONTENTS = ["model", "optimizer", "extra"]
 RETRY_AFTER_S = (60.0, 300.0)
 """Training goes on for so long after the first and the second failed save in a row; the third ends the run."""
@@ -261,6 +262,7 @@ class CheckpointManager:
                 self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason
             )
         )
+        assert info.manifest is not None, "candidates are committed"
         before = state.guard.state_dict()
         state.train_batches.rewind(own_position(info.manifest), skipped_steps=rollbacks.skipped_steps)
         load_state(info, replace(state, tracking=None), contents=ALL_CONTENTS, world=self._world)
@@ -271,18 +273,11 @@ class CheckpointManager:
         self._committed_step = info.step
         return True
 
-    def _on_main(self, action: Callable[[], Any]) -> Any:
-        """The main rank's result on every rank, or its error. Collective."""
-        outcome: list[Any] = [None, None]
-        if self._world.is_main:
-            try:
-                outcome[0] = action()
-            except OSError as error:
-                outcome[1] = CannotWriteError(f"'{self.run_dir}': {error.strerror or error}")
-        dist.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+    def _on_main(self, action: Callable[[], T]) -> T:
+        def describe(error: OSError) -> CannotWriteError:
+            return CannotWriteError(f"'{self.run_dir}': {error.strerror or error}")
+
+        return on_main(action, self._world, describe=describe)
 
 
 class _Pending:

@@ -20,6 +20,7 @@ from trainer.checkpoint.resume import own_position
 from trainer.checkpoint.rollback import NO_ROLLBACKS, Rollbacks
 from trainer.config import ConfigError, TrainerConfig
 from trainer.protocols import CannotWriteError, Position
+from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
 logger = logging.getLogger(__name__)
@@ -77,20 +78,7 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
 
 
 def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
-    """The main rank's result on every rank, or its error."""
-    outcome: list[Any] = [None, None]
-    if world.is_main:
-        try:
-            outcome[0] = action()
-        except (ConfigError, CannotWriteError) as error:
-            outcome[1] = error
-        except OSError as error:
-            outcome[1] = _cannot_use(Path(config.default_local_dir), error)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result
+    return distributed.on_main(action, world, describe=partial(_cannot_use, Path(config.default_local_dir)))
 
 
 def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World) -> bool:

@@ -212,6 +212,7 @@ class Guard:
             return
         self._detector.load_state_dict(state_dict["detector"])
         self._overfit.load_state_dict(state_dict["overfit"])
+        self._nonfinite_steps.clear()  # a rollback loads into a guard that has seen more
         self._nonfinite_steps.extend(int(step) for step in state_dict["nonfinite_steps"])
         self.num_decisions = int(state_dict["num_decisions"])
         self._last_evidence = int(state_dict["last_evidence"])

@@ -62,7 +62,7 @@ SIGNALS = (
 )
 """What `Meter.signals` may give: values that all ranks agree on bit by bit."""
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "logging", "guard", "other")
-MEMORY_MAXIMA = ("allocated_gib", "reserved_gib", "max_allocated_gib", "max_reserved_gib")
+DEVICE_MEMORY = ("allocated", "reserved", "max_allocated", "max_reserved")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,6 @@ class Meter:
         self._gpu = GpuSampler(world.device)
         self._started = time.monotonic()
         self._window, self._clipped = Window(), deque[bool](maxlen=100)
-        self._local: dict[str, float] = {}
         self._durations: dict[str, float] = {}
         self._late: dict[str, float] = {}
         self._num_lost_steps = plan.num_lost_steps
@@ -272,10 +271,9 @@ class Meter:
         found = {"memory/cpu/rss_gib": max(by_rank["rss_gib"])}
         if self._device_gib is None:
             return found
-        for name in MEMORY_MAXIMA:
-            found[f"memory/{name}"] = max(by_rank[name])
-        for name in ("allocated", "reserved", "max_allocated", "max_reserved"):
-            found[f"memory/{name}_frac"] = max(by_rank[f"{name}_gib"]) / self._device_gib
+        for name in DEVICE_MEMORY:
+            found[f"memory/{name}_gib"] = max(by_rank[f"{name}_gib"])
+            found[f"memory/{name}_frac"] = found[f"memory/{name}_gib"] / self._device_gib
         found["memory/alloc_retries"] = sum(by_rank["alloc_retries"])
         found["memory/ooms"] = sum(by_rank["ooms"])
         fragments = [1 - a / r for a, r in zip(by_rank["allocated_gib"], by_rank["reserved_gib"], strict=True) if r]

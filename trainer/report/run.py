@@ -1,6 +1,6 @@
 """A log together with what was found out about it: what every rule looks at."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -103,10 +103,6 @@ class Run:
         if losses is None or len(losses) < 2 or float(np.median(np.diff(losses.steps))) > 1:
             return True
         return bool(np.any(losses.steps == step))
-
-    def matching(self, *words: str) -> Iterator[str]:
-        """Keys that hold one of the words, in any case."""
-        return (key for key in self.log.series if any(word in key.lower() for word in words))
 
 
 def recognise_profile(log: RunLog) -> str:

@@ -145,9 +145,6 @@ class UsualRange:
     def centre(self) -> Floats:
         return self.centres[self.centre_of]
 
-    def centre_at(self, index: int) -> float:
-        return float(self.centres[self.centre_of[index]])
-
     def scale_up_at(self, index: int) -> float:
         return float(self.scales_up[self.scale_of[index]])
 

@@ -2,15 +2,20 @@
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import AUTO, ConfigError
+from trainer.protocols import CannotWriteError
 from trainer.runtime.environment import local_rank, rank_and_size
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,23 @@ def start(device: torch.device, *, timeout_s: int, fsdp_size: int) -> World:
     else:
         mesh = init_device_mesh(device.type, (size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
     return World(rank=rank, size=size, device=device, mesh=mesh)
+
+
+def on_main(action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]) -> T:
+    """The main rank's result on every rank, or its error; `describe` words a failure of the disk. Collective."""
+    outcome: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            outcome[0] = action()
+        except (ConfigError, CannotWriteError) as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = describe(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
 
 
 def stop() -> None:
