@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 PACKAGES_F2 = ("data", "model", "optim", "checkpoint", "monitor", "tracking", "report", "quickstart")
 MAX_FUNCTION_LINES = 50
@@ -225,3 +226,93 @@ def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
     return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+CUDA_CALLS = ("torch.cuda.", "torch.accelerator.")
+CUDA_METHODS = ("synchronize", "elapsed_time", "pin_memory")
+"""Of events, streams and tensors: they act on the device that the calling thread stands on."""
+DEVICE_CHOICES = ("torch.cuda.set_device", "torch.accelerator.set_device_index")
+
+
+def threads_without_device(sources: Sources) -> list[str]:
+    """Threads that come to use CUDA before they chose a device: each begins on device 0, whatever its process uses.
+
+    Calls are followed by name into the files that a file imports, so one name may stand for several functions. A choice
+    counts at the head of the function that uses CUDA, or of the one that the thread begins with.
+    """
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    found = []
+    for module, tree in trees.items():
+        for target in _thread_targets(tree):
+            near = [(owner, node) for owner in _imported(module, sources) for node in _functions(trees[owner])]
+            own = [(owner, node) for owner, node in near if owner == module and node.name == _leaf(target)]
+            begin: list[tuple[str, Any]] = own or [(module, target)]
+            if any(_first_use_of_cuda(node) == "choice" for _, node in begin):
+                continue
+            found += [
+                f"{module}:{target.lineno}: this thread runs {owner}:{node.lineno}, which uses CUDA without set_device"
+                for owner, node in _reached(begin, near)
+                if _first_use_of_cuda(node) == "use"
+            ]
+    return found
+
+
+def _functions(tree: ast.AST) -> list[Any]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _imported(module: str, sources: Sources) -> set[str]:
+    """The module itself and all that it imports, over any number of files."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        if (name := waiting.pop()) in sources and name not in found:
+            found.add(name)
+            waiting += [item.target for item in imports_of(name, sources[name], sources)]
+    return found
+
+
+def _thread_targets(tree: ast.AST) -> Iterator[ast.expr]:
+    """What threads are told to run: of `Thread(target=…)`, `Timer(s, …)`, and a pool's `submit` and `map`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = _leaf(node.func)
+        if called == "Thread":
+            yield from (keyword.value for keyword in node.keywords if keyword.arg == "target")
+            yield from node.args[1:2]
+        elif called == "Timer":
+            yield from node.args[1:2]
+        elif called in ("submit", "map") and isinstance(node.func, ast.Attribute):
+            yield from node.args[:1]
+
+
+def _reached(begin: list[tuple[str, Any]], near: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    found: dict[int, tuple[str, Any]] = {}
+    waiting = list(begin)
+    while waiting:
+        owner, node = waiting.pop()
+        if id(node) not in found:
+            found[id(node)] = owner, node
+            called = {_leaf(inner.func) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
+            waiting += [function for function in near if function[1].name in called]
+    return list(found.values())
+
+
+def _first_use_of_cuda(node: ast.AST) -> str | None:
+    """`choice` if a function's first call to do with CUDA chooses the device, else `use`; None without any."""
+    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+        name = _dotted(call.func)
+        if name in DEVICE_CHOICES:
+            return "choice"
+        if name.startswith(CUDA_CALLS) or _leaf(call.func) in CUDA_METHODS:
+            return "use"
+    return None
+
+
+def _leaf(node: ast.AST) -> str:
+    """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`; of `partial(wait, 3)` too."""
+    if isinstance(node, ast.Call) and _leaf(node.func) == "partial" and node.args:
+        return _leaf(node.args[0])
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -190,3 +190,35 @@ def test_an_unsafe_load_is_caught(source: str) -> None:
 def test_safe_loads_are_left_alone() -> None:
     safe = "import pickle\ntorch.load(path, weights_only=True)\nnp.load(path)\nmodel.eval()\npickle.dumps(x)\n"
     assert rules.unsafe_loads("a.py", safe + "f(trust_remote_code=config.trust_remote_code)") == []
+
+
+def test_every_thread_chooses_its_device_before_it_uses_cuda(sources: rules.Sources) -> None:
+    assert rules.threads_without_device(sources) == []
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "threading.Thread(target=self._run, daemon=True)",
+        "Thread(None, self._run)",
+        "threading.Timer(3.0, self._run)",
+        "pool.submit(self._run, 3)",
+        "threading.Thread(target=partial(self._run, 3))",
+        "threading.Thread(target=lambda: self._run())",
+    ],
+)
+@pytest.mark.parametrize("use", ["self._event.synchronize()", "torch.cuda.current_stream()", "tensor.pin_memory()"])
+def test_a_thread_that_uses_cuda_on_device_0_is_caught(start: str, use: str) -> None:
+    """The use stands in another file, as that of a save behind training does."""
+    buffers = f"class Buffers:\n    def wait(self):\n        {use}\n"
+    body = "    def _run(self):\n        {first}self._buffers.wait()\n"
+    manager = f"from trainer.b import Buffers\nclass A:\n    def __init__(self):\n        {start}\n{body}"
+    late = {"trainer.a": manager.format(first=""), "trainer.b": buffers}
+    assert [line.split(",")[0] for line in rules.threads_without_device(late)] == [
+        "trainer.a:4: this thread runs trainer.b:2"
+    ]
+    chosen = "torch.cuda.set_device(self._device)\n        "
+    if "lambda" not in start:
+        assert rules.threads_without_device({**late, "trainer.a": manager.format(first=chosen)}) == []
+    assert rules.threads_without_device({**late, "trainer.b": buffers.replace(use, f"{chosen}{use}")}) == []
+    assert rules.threads_without_device({**late, "trainer.b": buffers.replace(use, "print(torch.cuda)")}) == []

@@ -56,7 +56,7 @@ class CheckpointManager:
         self.run_dir = run_dir
         self._world, self._config, self._state, self._keep = world, config, state, keep
         self._retry_after_s = retry_after_s
-        self._buffers = HostBuffers() if config.async_save else None
+        self._buffers = HostBuffers(next(state.model.parameters()).device) if config.async_save else None
         self._pending: _Pending | None = None
         self._num_saves = self._num_failed_in_a_row = 0
         self._failed_at, self._last_error = 0.0, ""

@@ -1,5 +1,7 @@
 """The state of one step as it will be written, live or copied so that training may go on."""
 
+import mmap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,11 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint.manifest import TensorInfo
 from trainer.checkpoint.shards import with_local
 from trainer.protocols import Position
+
+ALIGNMENT_BYTES = 64
+"""Where torch itself begins a tensor in host memory."""
+PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device of the process."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +42,90 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Memory for one copied state, kept from save to save; page-locked when the state lives on a GPU.
+    """Memory for one copied state: one block of its size, kept from save to save; page-locked for a state on a GPU.
 
-    On a GPU the copies are queued on the current stream: they see the parameters as they are now, whatever is queued
-    later, and `ready` says when they are done.
+    Torch's own page-locked memory comes in powers of two, which for one tensor each is up to twice what they hold.
+    The copies from a GPU are queued on the current stream: they see the parameters as they are now, whatever is queued
+    later.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self.ready: torch.cuda.Event | None = None
+    def __init__(self, device: torch.device) -> None:
+        """`device`: where the state lives; the CPU too when it is kept in host memory."""
+        self._device = device
+        self._shapes: list[tuple[torch.dtype, torch.Size]] = []
+        self._buffers: list[Tensor] = []
+        self._locked: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        seen: dict[tuple[Any, ...], Tensor] = {}
-        parts = ("model", "optim", "extra")
-        copied = replace(snapshot, **{part: self._copied(getattr(snapshot, part), (part,), seen) for part in parts})
-        if torch.cuda.is_initialized():
-            self.ready = torch.cuda.Event()
-            self.ready.record()
-        return copied
+        parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
+        live: dict[tuple[Any, ...], Tensor] = {}
+        _mapped(parts, lambda tensor: live.setdefault(_memory(tensor), tensor))
+        shapes = [(tensor.dtype, tensor.shape) for tensor in live.values()]
+        if shapes != self._shapes:
+            self._allocate(shapes)
+        copies = dict(zip(live, self._buffers, strict=True))
+        is_cuda = self._device.type == "cuda"
+        for memory, tensor in live.items():
+            copies[memory].copy_(tensor, non_blocking=is_cuda)
+        if is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        return replace(snapshot, **_mapped(parts, lambda tensor: copies[_memory(tensor)]))
 
     def wait_until_ready(self) -> None:
         """Block the calling thread, not the device, until the last copy is complete."""
-        if self.ready is not None:
-            self.ready.synchronize()
+        if self._ready is not None:
+            torch.cuda.set_device(self._device)  # a new thread stands on device 0, and would open a context there
+            self._ready.synchronize()
 
-    def _copied(self, value: Any, key: tuple[Any, ...], seen: dict[tuple[Any, ...], Tensor]) -> Any:
-        if isinstance(value, DTensor):
-            return with_local(value, self._copied(value._local_tensor, key, seen))
-        if isinstance(value, Tensor):
-            # what shares memory, as a tied head does, shares its copy
-            memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            if memory not in seen:
-                seen[memory] = self._buffer(value, key)
-                seen[memory].copy_(value, non_blocking=True)
-            return seen[memory]
-        if isinstance(value, dict):
-            return {name: self._copied(item, (*key, name), seen) for name, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copied(item, (*key, index), seen) for index, item in enumerate(value))
-        return value
+    def _allocate(self, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
+        self._shapes, self._buffers = [], []
+        if self._locked is not None:
+            _check(torch.cuda.cudart().cudaHostUnregister(self._locked.data_ptr()), "released")
+            self._locked = None
+        starts, size_bytes = [], 0
+        for dtype, shape in shapes:
+            starts.append(size_bytes)
+            size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        block = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block.madvise(mmap.MADV_DONTFORK)  # loader workers, forked after a rollback, have no use for it
+        if self._device.type == "cuda":
+            whole = torch.frombuffer(block, dtype=torch.uint8)
+            _check(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, PORTABLE), "page-locked")
+            self._locked = whole
+        self._buffers = [_tensor_in(block, start, *kind) for start, kind in zip(starts, shapes, strict=True)]
+        self._shapes = shapes
 
-    def _buffer(self, value: Tensor, key: tuple[Any, ...]) -> Tensor:
-        found = self._buffers.get(key)
-        if found is None or found.shape != value.shape or found.dtype != value.dtype:
-            found = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._buffers[key] = found
-        return found
+
+def _check(status: Any, what: str) -> None:
+    if int(status) != 0:
+        raise RuntimeError(
+            f"host memory for saves behind training could not be {what} (cudaError {int(status)}); "
+            "trainer.checkpoint.async_save=false does without"
+        )
+
+
+def _tensor_in(block: mmap.mmap, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """A tensor with a storage of its own size: `torch.save` writes whole storages."""
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that share memory, as a tied head does: they share their copy."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested containers with every local tensor changed."""
+    if isinstance(value, DTensor):
+        return with_local(value, change(value._local_tensor))
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return value

@@ -1,0 +1,185 @@
+"""The copy that a save behind training writes: exact, in one block of its own size, waited for on its own device."""
+
+import io
+import mmap
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from toy import START
+
+from trainer.checkpoint import snapshot as module
+from trainer.checkpoint.snapshot import ALIGNMENT_BYTES, HostBuffers, Snapshot
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 3)
+
+
+class FakeCuda:
+    """torch.cuda as far as a copy needs it; each thread begins on device 0, as CUDA's threads do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._current = threading.local()
+        self.waits: list[tuple[str, Any]] = []
+        self.locked: dict[int, int] = {}
+        self.status = 0
+        cuda = self
+
+        class Event:
+            def record(self) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                cuda.waits.append((threading.current_thread().name, getattr(cuda._current, "device", 0)))
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self._current, "device", device))
+        monkeypatch.setattr(
+            torch.cuda,
+            "cudart",
+            lambda: SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._release),
+        )
+
+    def _lock(self, pointer: int, size_bytes: int, flags: int) -> int:
+        if not self.status:
+            self.locked[pointer] = size_bytes
+        return self.status
+
+    def _release(self, pointer: int) -> int:
+        del self.locked[pointer]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the blocks asked for."""
+    sizes: list[int] = []
+    allocate = mmap.mmap
+
+    def recorded(fileno: int, length: int, **settings: Any) -> mmap.mmap:
+        sizes.append(length)
+        return allocate(fileno, length, **settings)
+
+    monkeypatch.setattr(module.mmap, "mmap", recorded)
+    return sizes
+
+
+def state(**changes: Any) -> Snapshot:
+    tied = torch.randn(33, 5)
+    model = {"head": tied, "embedding": tied, "low": torch.randn(7).bfloat16(), "empty": torch.empty(0, 4)}
+    optim = {
+        "state": {"head": {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 33).t()}},
+        "param_groups": [{"lr": 1e-3}],
+    }
+    extra = {
+        "rng": torch.randint(0, 256, (5001,), dtype=torch.uint8),
+        "odd": torch.tensor([float("nan"), -0.0]),
+        "n": 3,
+    }
+    settings: dict[str, Any] = {"model": model, "optim": optim, "extra": extra} | changes
+    return Snapshot(START, data={}, tensors={}, loss=None, grad_norm=None, **settings)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def all_tensors(one: Snapshot) -> list[torch.Tensor]:
+    return tensors([one.model, one.optim, one.extra])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) -> None:
+    """On device 0, where a thread begins, waiting would open a context of half a GiB for each of the other ranks."""
+    buffers = HostBuffers(CARD)
+    buffers.copy(state())
+    thread = threading.Thread(target=buffers.wait_until_ready, name="writer")
+    thread.start()
+    thread.join()
+    assert cuda.waits == [("writer", CARD)]
+
+
+@pytest.mark.parametrize("device", [CPU, CARD])
+def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(cuda: FakeCuda, device: torch.device) -> None:
+    live = state()
+    before = [bits(tensor) for tensor in all_tensors(live)]
+    copied = HostBuffers(device).copy(live)
+    for tensor in all_tensors(live):
+        tensor.zero_()
+    assert [bits(tensor) for tensor in all_tensors(copied)] == before
+    for ours, theirs in zip(all_tensors(copied), all_tensors(live), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    assert copied.model["head"].data_ptr() == copied.model["embedding"].data_ptr()
+    assert copied.optim["param_groups"] == [{"lr": 1e-3}] and copied.extra["n"] == 3
+
+
+def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda: FakeCuda, blocks: list[int]) -> None:
+    buffers = HostBuffers(CARD)
+    first, second = buffers.copy(state()), buffers.copy(state())
+    assert [t.data_ptr() for t in all_tensors(first)] == [t.data_ptr() for t in all_tensors(second)]
+    distinct = {tensor.data_ptr(): tensor.nbytes for tensor in all_tensors(first) if tensor.nbytes}
+    assert 0 <= blocks[0] - sum(distinct.values()) < len(distinct) * ALIGNMENT_BYTES
+    (start, size_bytes), *others = cuda.locked.items()
+    assert len(blocks) == 1 and others == [] and size_bytes == blocks[0]
+    for pointer, num_bytes in distinct.items():
+        assert start <= pointer and pointer + num_bytes <= start + size_bytes and pointer % ALIGNMENT_BYTES == 0
+
+
+def test_other_shapes_get_another_block_and_the_first_is_released(cuda: FakeCuda, blocks: list[int]) -> None:
+    buffers = HostBuffers(CARD)
+    buffers.copy(state())
+    grown = state(model={"head": torch.randn(1000)})
+    assert bits(buffers.copy(grown).model["head"]) == bits(grown.model["head"])
+    assert len(blocks) == 2 and list(cuda.locked.values()) == blocks[1:]
+
+
+def test_a_state_in_host_memory_is_not_page_locked(cuda: FakeCuda) -> None:
+    buffers = HostBuffers(CPU)
+    buffers.copy(state())
+    buffers.wait_until_ready()
+    assert cuda.locked == {} and cuda.waits == []
+
+
+def test_memory_that_cannot_be_locked_names_the_way_out(cuda: FakeCuda) -> None:
+    buffers, cuda.status = HostBuffers(CARD), 2
+    with pytest.raises(RuntimeError, match=r"cudaError 2\); trainer.checkpoint.async_save=false"):
+        buffers.copy(state())
+    cuda.status = 0
+    assert bits(buffers.copy(state(extra={"n": torch.ones(3)})).extra["n"]) == bits(torch.ones(3))
+
+
+def test_a_copied_tensor_is_written_without_its_neighbours() -> None:
+    file = io.BytesIO()
+    torch.save(HostBuffers(CPU).copy(state()).model["low"], file)
+    assert len(file.getvalue()) < 3000
+
+
+def test_a_forked_process_does_not_hold_the_copy() -> None:
+    """A page that parent and child share is copied when it is written; the device would go on writing the old one."""
+
+    def is_mapped() -> bool:
+        with open("/proc/self/maps") as maps:
+            ranges = [line.split()[0].split("-") for line in maps]
+        return any(int(low, 16) <= pointer < int(high, 16) for low, high in ranges)
+
+    buffers = HostBuffers(CPU)
+    pointer = buffers.copy(state()).model["head"].data_ptr()
+    assert is_mapped()
+    child = os.fork()
+    if not child:
+        os._exit(int(is_mapped()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
