@@ -50,7 +50,7 @@ class Decision:
 class StepCost(Protocol):
     """Floating-point operations of a global batch."""
 
-    def of(self, *, num_tokens: int, sum_squared_lengths: int) -> float: ...
+    def of(self, *, num_tokens: int, num_loss_tokens: int, sum_squared_lengths: int) -> float: ...
 
 
 class Stateful(Protocol):

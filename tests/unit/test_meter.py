@@ -20,7 +20,6 @@ from trainer.monitor.meter import SIGNALS, Meter, Plan
 from trainer.monitor.packet import DEVICE_FIELDS, HOST_FIELDS, StepTotals
 from trainer.monitor.roll_detail import RollDetail
 from trainer.monitor.system import GpuSampler
-from trainer.monitor.throughput import NUM_WARMUP_STEPS, Window, peak_tflops
 from trainer.monitor.trace import TraceFile
 from trainer.runtime.distributed import World
 
@@ -220,24 +219,6 @@ def test_deal_facts_count_padding_imbalance_and_samples_without_labels() -> None
     assert facts["data/pad_frac"] == 2 / 62 and facts["data/token_imbalance"] == 1.0
     assert facts["data/empty_label"] == 1 and facts["data/packing_efficiency"] == 60 / 80
     assert deal_facts(lengths, counts, [[[0]], [[1, 2]]], Limits(None, None))["data/token_imbalance"] == 50 * 2 / 60
-
-
-def test_an_average_speed_leaves_out_the_first_steps() -> None:
-    window = Window()
-    for _ in range(NUM_WARMUP_STEPS):
-        window.add(10, 100.0)
-    assert window.tokens_per_s == pytest.approx(0.1), "there is nothing better yet"
-    for _ in range(4):
-        window.add(10, 1.0)
-    assert window.tokens_per_s == 10.0 and window.median_step_s == 1.0
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H200", 989.0), ("NVIDIA Unheard", None)],
-)
-def test_the_peak_of_an_unknown_device_is_not_guessed(name: str, tflops: float | None) -> None:
-    assert peak_tflops(name) == tflops
 
 
 class FakeCuda:

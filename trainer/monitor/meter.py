@@ -237,7 +237,11 @@ class Meter:
             "system/tps": tokens_per_s,
         }
         if self._cost is not None:
-            flops = self._cost.of(num_tokens=batch.num_tokens, sum_squared_lengths=batch.sum_squared_lengths)
+            flops = self._cost.of(
+                num_tokens=batch.num_tokens,
+                num_loss_tokens=batch.num_loss_tokens,
+                sum_squared_lengths=batch.sum_squared_lengths,
+            )
             tflops = flops / step_s / self._world.size / 1e12
             found["throughput/train/tflops_per_gpu"] = tflops
             if self._peak_tflops is not None:

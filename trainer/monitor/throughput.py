@@ -1,30 +1,47 @@
 """How fast training goes: over one step, over a window, and against what the device could do."""
 
+import re
 import statistics
 from collections import deque
 
 PEAK_TFLOPS = {
-    "H200": 989.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "GB200": 2500.0,
+    "GB300": 2500.0,
+    "H100": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
+    "H200": 989.0,
+    "H200 NVL": 835.0,
     "GH200": 989.0,
-    "B200": 2250.0,
+    "H800": 989.0,
+    "H800 PCIe": 756.0,
+    "H20": 148.0,
     "A100": 312.0,
     "A800": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
+    "A40": 149.7,
+    "A30": 165.0,
     "A10": 125.0,
-    "A6000": 155.0,
+    "A10G": 70.0,
+    "L4": 121.0,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "RTX A6000": 155.0,
+    "RTX 5090": 209.5,
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
+    "MI250X": 191.5,
     "MI300X": 1307.0,
-    "MI250X": 383.0,
+    "MI325X": 1307.0,
 }
-"""Dense bfloat16 peak by name of the device (vendors' data sheets); the longest name that fits counts."""
+"""Dense bfloat16 with sums in float32, by the words of the device's name. From the vendors' data sheets, which mostly give
+twice as much, for sparse matrices: NVIDIA's of each product (H100, H800: one for SXM, PCIe and NVL), of the A10G AWS's;
+the GeForce ones from NVIDIA's white papers on Ampere, Ada and Blackwell; AMD's of the Instinct series (an MI250X is two
+devices).
+"""
+PARTIAL_DEVICES = {"mig", "laptop", "max", "d"}
+"""Words that make it another device, of which the table says nothing: a slice of a card, or a slower variant."""
 WINDOW_STEPS = 100
 NUM_WARMUP_STEPS = 2
 """Of an attempt: the first steps load kernels and compile."""
@@ -32,8 +49,13 @@ NUM_WARMUP_STEPS = 2
 
 def peak_tflops(device_name: str) -> float | None:
     """None for a device that is not in the table: a guess would look like a measurement."""
-    fitting = [name for name in PEAK_TFLOPS if name.lower().replace(" ", "") in device_name.lower().replace(" ", "")]
-    return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
+    words = _words(device_name)
+    fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]
+    return PEAK_TFLOPS[max(fitting, key=len)] if fitting and not words & PARTIAL_DEVICES else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 class Window:
