@@ -31,7 +31,7 @@ def train(world: World, run_dir: Path, source: Any) -> tuple[int, list[int], dic
         Recipe(total_steps=NUM_STEPS, save_freq=2, keep=2),
         guard=Guard(guard_settings(early_stop_patience=2, early_stop_min_delta=0.002)),
         cadence=Cadence(NUM_STEPS, save_freq=2, test_freq=4),
-        validation_batches=validation_batches(held_out, plan, batch_size=8),
+        validation_batches=validation_batches(held_out, plan, batch_size=8, pin_memory=False),
     )
     validated = {step: row["val/loss"] for step, row in result.rows if "val/loss" in row}
     return result.exit_code, sorted(result.losses), validated

@@ -26,7 +26,7 @@ def train(world, source, max_samples=None, max_tokens=None, is_packed=True, **mo
     model = build_toy_model(world, source, is_packed=is_packed, **model_changes)
     held_out = ToySamples(5, seed=1)
     parts = toy_parts(world, model, ToySamples(), total_steps=STEPS, max_samples=max_samples, max_tokens=max_tokens)
-    batches = validation_batches(held_out, parts.train_batches._plan, batch_size=4)
+    batches = validation_batches(held_out, parts.train_batches._plan, batch_size=4, pin_memory=False)
     parts = type(parts)(**{**parts.__dict__, "validation_batches": batches})
     assert trainer(parts).fit() == 0
     rows = parts.tracker

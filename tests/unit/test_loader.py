@@ -2,14 +2,17 @@
 
 import itertools
 from io import BytesIO
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from toy import ToySamples
 
 from trainer.batch import PackedBatch, StepBatch
+from trainer.build.run import _validation_batches
 from trainer.data.loader import RankPlan, TrainLoader, build_step, pack, validation_batches
 from trainer.data.plan import START, Limits, Schedule
 from trainer.protocols import Position
@@ -164,7 +167,7 @@ def test_a_finished_run_has_no_step_left() -> None:
 def test_validation_visits_every_sample_once(world_size: int, num_samples: int) -> None:
     samples = ToySamples(num_samples)
     plans = [plan_of(rank, world_size, Limits(64, 2)) for rank in range(world_size)]
-    ranks = [list(validation_batches(samples, plan, batch_size=3)()) for plan in plans]
+    ranks = [list(validation_batches(samples, plan, batch_size=3, pin_memory=False)()) for plan in plans]
     assert sorted(sample_ids(list(itertools.chain(*ranks)))) == list(range(num_samples))
     for steps in zip(*ranks, strict=True):
         assert len({len(step.micro_batches) for step in steps}) == 1
@@ -174,7 +177,7 @@ def test_validation_visits_every_sample_once(world_size: int, num_samples: int) 
 
 
 def test_validation_can_be_walked_again() -> None:
-    batches = validation_batches(ToySamples(5), plan_of(0, 1), batch_size=2)
+    batches = validation_batches(ToySamples(5), plan_of(0, 1), batch_size=2, pin_memory=False)
     assert sample_ids(list(batches())) == sample_ids(list(batches())) == list(range(5))
 
 
@@ -188,3 +191,28 @@ def test_after_a_rollback_the_loader_goes_on_earlier_and_passes_over_what_it_is_
     after = {batch.step: sample_ids([batch]) for batch in rewound}
     assert before == [0, 1, 2, 3] and list(after) == [step for step in whole if step >= 1 and step + 1 not in (3, 4)]
     assert all(ids == whole[step] for step, ids in after.items()), "the others are trained with their own samples"
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
+def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_pinned: bool
+) -> None:
+    """A copy from other memory would hold up the host in every micro-batch."""
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
+    setup: Any = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device(device)),
+        inputs=SimpleNamespace(validation=ToySamples(5)),
+        schedule=SimpleNamespace(batch_size=2),
+    )
+    batches = _validation_batches(setup, plan_of(0, 1))
+    assert batches is not None
+    tensors = [v for step in batches() for b in step.micro_batches for v in vars(b).values() if isinstance(v, Tensor)]
+    assert len(tensors) == 3 * 5
+    assert [any(tensor is one for one in pinned) for tensor in tensors] == [is_pinned] * len(tensors)
+    moved: list[dict[str, Any]] = []
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **settings: moved.append(settings) or tensor)
+    pack(Fixed(), [0]).to(torch.device(device))
+    assert moved == [{"non_blocking": True}] * 5
+    setup.inputs.validation = None
+    assert _validation_batches(setup, plan_of(0, 1)) is None

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_meter import batch, new_meter, row_of
-from toy import build_toy_model, write_model_config
 from torch.utils.flop_counter import FlopCounterMode
+from toy import build_toy_model, write_model_config
 
 from trainer.cli.fake_step import full_batch
 from trainer.model import flops
@@ -59,8 +59,6 @@ def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guess
     name: str, tflops: float | None
 ) -> None:
     assert peak_tflops(name) == tflops
-
-
 
 
 def counted_flops(world: World, source: Any) -> tuple[list[float], list[float], float]:

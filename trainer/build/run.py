@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
 
+from trainer.batch import StepBatch
 from trainer.build.final_report import write_final_report
 from trainer.build.inputs import Inputs, prepare_inputs
 from trainer.build.monitoring import Monitoring, build_monitoring, parse_rules
@@ -198,6 +200,17 @@ def _train_loader(setup: Setup, plan: RankPlan) -> TrainLoader:
     )
 
 
+def _validation_batches(setup: Setup, plan: RankPlan) -> Callable[[], Iterator[StepBatch]] | None:
+    if setup.inputs.validation is None:
+        return None
+    return validation_batches(
+        setup.inputs.validation,
+        plan,
+        batch_size=setup.schedule.batch_size,
+        pin_memory=setup.world.device.type == "cuda",
+    )
+
+
 def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
     inputs, trainer = setup.inputs, setup.config.trainer
     return CheckpointManager(
@@ -224,9 +237,7 @@ def _checkpoints(setup: Setup, state: Live) -> CheckpointManager:
 
 
 def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: RankPlan) -> Parts:
-    config, validation = setup.config, setup.inputs.validation
-    batches = validation_batches(validation, plan, batch_size=setup.schedule.batch_size) if validation else None
-    monitoring = state.monitoring
+    config, monitoring = setup.config, state.monitoring
     return Parts(
         world=setup.world,
         model=state.model,
@@ -235,7 +246,7 @@ def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: Rank
         guard=monitoring.guard,
         loop=state.loop,
         train_batches=state.train_batches,
-        validation_batches=batches,
+        validation_batches=_validation_batches(setup, plan),
         checkpoints=checkpoints,
         tracker=state.tracking or _Silent(),
         meter=monitoring.meter,

@@ -202,13 +202,16 @@ class TrainLoader:
         }
 
 
-def validation_batches(samples: Samples, plan: RankPlan, *, batch_size: int) -> Callable[[], Iterator[StepBatch]]:
+def validation_batches(
+    samples: Samples, plan: RankPlan, *, batch_size: int, pin_memory: bool
+) -> Callable[[], Iterator[StepBatch]]:
     """A function that walks all samples in order, every one once over all ranks, `batch_size` at a time."""
     num_samples = len(samples.lengths)
 
     def batches() -> Iterator[StepBatch]:
         for step, start in enumerate(range(0, num_samples, batch_size)):
             ids = np.arange(start, min(start + batch_size, num_samples))
-            yield build_step(samples, ids, plan, step=step, epoch=0)
+            batch = build_step(samples, ids, plan, step=step, epoch=0)
+            yield batch.pin_memory() if pin_memory else batch
 
     return batches
