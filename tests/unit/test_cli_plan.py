@@ -211,7 +211,7 @@ def found_change(fitting: set[Change], *words: str) -> Change | None:
     """What is advised to 8 ranks with micro-batches of 4 times 1024 tokens when only `fitting` fits."""
 
     def forecast(change: Change) -> Forecast:
-        return Forecast(a_plan(change.num_ranks, 0 if change in fitting else 2**40), 2.0, is_cuda=True)
+        return Forecast(a_plan(change.num_ranks, 0 if change in fitting else 2**40), 4.0, is_cuda=True)
 
     return smallest_change(load_config([*tokens(4096, 1024), *words]), a_plan(8), forecast)
 
@@ -258,9 +258,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]
 def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model_config(tmp_path)
     words = ["2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32), OFFLOAD]
-    code, lines, errors = run(capsys, *words, "--memory-gib", "2")
+    code, lines, errors = run(capsys, *words, "--memory-gib", "3")
     assert (code, errors) == (0, "")
-    assert lines[-1] == "fits: 1.5 of 2.0 GiB"
+    assert lines[-1] == "fits: 2.0 of 3.0 GiB"
     start = next(index for index, line in enumerate(lines) if line.startswith("GiB per rank"))
     assert len(lines) < 20
     assert len({line[: plan.NAME_WIDTH] for line in lines[start:-1]}) == len(lines[start:-1]), "a row a category"
@@ -274,7 +274,7 @@ def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (8, tokens(4096, 512), Change(8, ("data.max_token_len_per_gpu=2048",))),
         (8, tokens(4096, 4096, batch=8), Change(8, (RECOMPUTE,))),
-        (2, [*tokens(64, 64, batch=2), RECOMPUTE], Change(16)),
+        (8, [*tokens(64, 64, batch=8), RECOMPUTE], Change(16)),
         (8, [*tokens(64, 64), RECOMPUTE, "model.fsdp_config.fsdp_size=8"], Change(8, (OFFLOAD,))),
     ],
 )
@@ -297,7 +297,7 @@ def test_what_fits_nowhere_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     write_model_config(tmp_path, num_hidden_layers=1)
     words = ["256", f"model.partial_pretrain={tmp_path}", *tokens(32, 32), "--memory-gib", "0.1"]
     code, lines, _ = run(capsys, *words)
-    assert (code, lines[-1]) == (1, "does not fit: 1.5 of 0.1 GiB; nor does anything tried")
+    assert (code, lines[-1]) == (1, "does not fit: 3.0 of 0.1 GiB; nor does anything tried")
 
 
 @pytest.mark.parametrize(

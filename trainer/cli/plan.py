@@ -4,7 +4,9 @@ Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fi
 configuration. torch is imported only once the configuration is known to be right.
 """
 
+import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,8 +27,10 @@ GIB = 2**30
 DEFAULT_GPU_GIB = 80.0
 MAX_RANKS = 512
 NAME_WIDTH = 44
-CUDA_OUTSIDE_GIB, CUDA_GAPS = 1.5, 0.05
-"""Assumed, not measured: CUDA's context, NCCL's and cuBLAS's buffers; what the allocator loses between blocks."""
+CUDA_OUTSIDE_GIB, NCCL_GIB_PER_DOUBLING, CUDA_GAPS = 1.5, 0.5, 0.05
+"""Estimates, not measured: CUDA's context and cuBLAS's buffers; NCCL's, with every doubling of the ranks of a machine;
+what the allocator loses between blocks."""
+MAX_RANKS_PER_MACHINE = 8
 CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
 """A process that has imported torch and transformers; what gloo, the C library and kernels take besides (measured for
 small models: benchmarks/results/memory_plan.json)."""
@@ -53,8 +57,14 @@ class Forecast:
     @property
     def outside_gib(self) -> float:
         """What is no tensor of the step."""
-        fixed_gib, gaps = (CUDA_OUTSIDE_GIB, CUDA_GAPS) if self.is_cuda else (CPU_OUTSIDE_GIB, CPU_GAPS)
-        return fixed_gib + gaps * self.plan.peak_bytes / GIB
+        if not self.is_cuda:
+            return CPU_OUTSIDE_GIB + CPU_GAPS * self.plan.peak_bytes / GIB
+        nccl_gib = NCCL_GIB_PER_DOUBLING * math.log2(self.num_ranks_per_machine)
+        return CUDA_OUTSIDE_GIB + nccl_gib + CUDA_GAPS * self.plan.peak_bytes / GIB
+
+    @property
+    def num_ranks_per_machine(self) -> int:
+        return min(self.plan.num_ranks, MAX_RANKS_PER_MACHINE)
 
     @property
     def host_gib(self) -> float:
@@ -128,11 +138,26 @@ def forecaster(overrides: list[str], memory_gib: float) -> Callable[[Change], Fo
     def forecast(change: Change) -> Forecast:
         if change not in known:
             config = load_config([*overrides, *change.overrides])
-            is_cuda = config.trainer.device != "cpu"
-            known[change] = Forecast(plan_memory(config, change.num_ranks), memory_gib, is_cuda)
+            try:
+                plan = plan_memory(config, change.num_ranks)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a model's own code does with tensors that have no memory
+                raise _not_planned(config, error) from error
+            known[change] = Forecast(plan, memory_gib, is_cuda=config.trainer.device != "cpu")
         return known[change]
 
     return forecast
+
+
+def _not_planned(config: Config, error: Exception) -> ConfigError:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    cause = (str(error).splitlines() or [""])[0]
+    return ConfigError(
+        f"model.partial_pretrain={config.model.partial_pretrain}: its step cannot be planned "
+        f"({type(error).__name__}: {cause}; {place.filename}:{place.lineno}). Measure it: train with "
+        "trainer.total_training_steps=3 and read memory/max_reserved_gib in metrics.jsonl"
+    )
 
 
 def smallest_change(config: Config, plan: "MemoryPlan", forecast: Callable[[Change], Forecast]) -> Change | None:
@@ -189,7 +214,7 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
     )
     columns = ("GPU", "host") if is_cuda else ("CPU",)
     yield f"{'GiB per rank':{NAME_WIDTH}}" + "".join(f"{column:>8}" for column in columns)
-    outside = "CUDA, NCCL, gaps between blocks (assumed)" if is_cuda else "Python and its libraries (assumed)"
+    outside = "CUDA, NCCL, gaps between blocks (estimate)" if is_cuda else "Python and its libraries (estimate)"
     device = {name: size_bytes / GIB for name, size_bytes in plan.device_bytes.items()} | {
         outside: forecast.outside_gib
     }
@@ -201,6 +226,9 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
         yield f"{name:{NAME_WIDTH}}{''.join(cells)}".rstrip()
     sums = [f"{sum(held.values()):8.2f}" for held in (device, host)[: len(columns)]]
     yield f"{'together':{NAME_WIDTH}}{''.join(sums)}"
+    if is_cuda:
+        num_ranks = forecast.num_ranks_per_machine
+        yield f"host memory on a machine with {num_ranks} of these ranks: {num_ranks * forecast.host_gib:.2f} GiB"
 
 
 def _advice(change: Change | None, num_ranks: int, forecast: Callable[[Change], Forecast]) -> str:

@@ -20,7 +20,7 @@ FIELDS = {
 class GpuSampler:
     """Asks NVML about this rank's device every `PERIOD_S` seconds in a daemon thread; `last` never waits.
 
-    Needs the package `nvidia-ml-py`; without it, or without CUDA, there is nothing to report.
+    Needs the package `nvidia-ml-py` (the extra `gpu`); without it, or without CUDA, there is nothing to report.
     """
 
     def __init__(self, device: torch.device, *, period_s: float = PERIOD_S) -> None:

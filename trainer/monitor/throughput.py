@@ -36,9 +36,8 @@ PEAK_TFLOPS = {
     "MI325X": 1307.0,
 }
 """Dense bfloat16 with sums in float32, by the words of the device's name. From the vendors' data sheets, which mostly
-give twice as much, for sparse matrices: NVIDIA's of each product (H100 and H800: of SXM, where PCIe and NVL stand apart),
-AWS's of the A10G, AMD's of the Instinct series (an MI250X is two devices); the GeForce cards from NVIDIA's white papers on
-Ampere, Ada and Blackwell.
+give twice as much, for sparse matrices: NVIDIA's of each product (H100 and H800 without addition: SXM), AWS's of the
+A10G, AMD's of the Instinct series (an MI250X is two devices); GeForce: NVIDIA's white papers on Ampere, Ada, Blackwell.
 """
 PARTIAL_DEVICES = {"mig", "laptop", "max", "d"}
 """Words that make it another device, of which the table says nothing: a slice of a card, or a slower variant."""

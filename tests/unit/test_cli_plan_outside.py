@@ -1,0 +1,78 @@
+"""What a plan says of memory beside the step (CUDA, NCCL, the host), and of models that it cannot plan."""
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_cli_plan import RECOMPUTE, a_plan, planned, run, tokens
+from toy import START, build_toy_model, optim_config, write_model_config
+
+from trainer.checkpoint import shards, snapshot
+from trainer.checkpoint.snapshot import HostBuffers, Snapshot
+from trainer.cli import fake_step
+from trainer.cli.memory_plan import SAVE_COPY
+from trainer.cli.plan import Forecast
+from trainer.optim.adamw import build_adamw
+
+CPU = "trainer.device=cpu"
+
+
+def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine() -> None:
+    """Estimated at 2 to 4 GiB beside seven others, where 1.5 GiB were put."""
+    needed = [Forecast(a_plan(ranks, 2**30), 80.0, is_cuda=True).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
+    assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
+    assert len({Forecast(a_plan(ranks, 2**30), 80.0, is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
+
+
+def test_host_memory_is_told_for_all_ranks_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*tokens(64, 32, batch=64), "model.fsdp_config.param_dtype=bfloat16"]
+    settings = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
+    host_bytes = planned(tmp_path, 16, *words, **settings).host_bytes[SAVE_COPY]
+    _, lines, _ = run(capsys, "16", f"model.partial_pretrain={tmp_path}", *words)
+    assert lines[-2] == f"host memory on a machine with 8 of these ranks: {8 * host_bytes / 2**30:.2f} GiB"
+    assert "host memory" not in "".join(run(capsys, "2", f"model.partial_pretrain={tmp_path}", *words, CPU)[1])
+
+
+def size_of_the_copy(world: Any, source: Any) -> int:
+    """Bytes of the block into which a save behind training copies a state that has been trained a step."""
+    model = build_toy_model(world, source)
+    optimizer = build_adamw(model, optim_config())
+    fake_step.run_step(model, optimizer, [fake_step.full_batch((32, 32))])
+    sizes: list[int] = []
+    allocate = mmap.mmap
+
+    def recorded(fileno: int, length: int, **settings: Any) -> mmap.mmap:
+        sizes.append(length)
+        return allocate(fileno, length, **settings)
+
+    snapshot.mmap.mmap = recorded  # type: ignore[assignment,misc]  # of this process, which ends with this function
+    state = {"model": shards.model_state(model), "optim": shards.optimizer_state(model, optimizer), "extra": {}}
+    HostBuffers(torch.device("cpu")).copy(Snapshot(START, data={}, tensors={}, loss=None, grad_norm=None, **state))
+    return sum(sizes)
+
+
+def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path: Path) -> None:
+    """Its own memory per tensor, in powers of two, was 1.9 times that."""
+    found = planned(tmp_path, 2, *tokens(64, 32), CPU, "model.fsdp_config.param_dtype=float32", vocab_size=2000)
+    source = write_model_config(tmp_path, vocab_size=2000)
+    assert run_ranks(size_of_the_copy, 2, source)[0] == pytest.approx(found.host_bytes[SAVE_COPY], rel=0.01)
+
+
+def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a and b must have same reduction dim, but got [128, 96] X [64, 64].\nand more")
+
+    monkeypatch.setattr(fake_step, "run_step", fails)
+    write_model_config(tmp_path)
+    code, lines, errors = run(capsys, "2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32), RECOMPUTE)
+    assert (code, lines) == (2, [])
+    assert errors.startswith(
+        f"ERROR: model.partial_pretrain={tmp_path}: its step cannot be planned (RuntimeError: a and"
+    )
+    assert "memory/max_reserved_gib" in errors and "test_cli_plan_outside.py:" in errors
+    assert "Traceback" not in errors and "and more" not in errors
