@@ -60,7 +60,7 @@ def errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, f
     for name, source in sources.items():
         with _fault(name):
             model = build_toy_model(world, source, param_dtype=param_dtype)
-            found[name] = selfcheck.packing_error(model, world.device)
+            found[name] = selfcheck.packing_error(model, world.device, max_length=64)
             assert model.forward.__name__.startswith("_forward") and model.config._attn_implementation == "packed"
     return found
 

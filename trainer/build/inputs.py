@@ -12,6 +12,7 @@ from trainer.data.loader import View
 from trainer.data.rows import resolve_files
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.token_cache import TokenDataset, prepare, split
+from trainer.model.assemble import per_document_reason
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
 from trainer.protocols import DataError
@@ -34,6 +35,8 @@ class Inputs:
 def prepare_inputs(config: Config) -> Inputs:
     """Model files, tokenizer and tokens. Needs no process group; the machine's first rank does the work once."""
     source = resolve_source(config)
+    # what config.json alone refuses is refused before anything is tokenised
+    per_document_reason(config.model, source, max_length=config.data.max_length)
     tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     chat_template = None
     if config.data.chat_template is not None:

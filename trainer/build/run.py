@@ -112,7 +112,13 @@ def train(setup: Setup, stop: StopRequest, heartbeat: Heartbeat) -> int:
     heartbeat.report_to(setup.run_dir, rank=setup.world.rank)
     exit_code = EXIT_CRASH
     try:
-        model = build_model(setup.config.model, setup.inputs.source, world=setup.world, seed=setup.config.trainer.seed)
+        model = build_model(
+            setup.config.model,
+            setup.inputs.source,
+            world=setup.world,
+            seed=setup.config.trainer.seed,
+            max_length=setup.config.data.max_length,
+        )
         plan = _rank_plan(setup, model)
         state = _live(setup, model, plan, tracking)
         checkpoints = _checkpoints(setup, state)
@@ -276,7 +282,6 @@ def _rank_plan(setup: Setup, model: PreTrainedModel) -> RankPlan:
     limits = Limits(data.max_token_len_per_gpu, data.micro_batch_size_per_gpu)
     if not model.is_packed:
         limits = replace(limits, max_samples=1)
-        logger.info("documents run one by one: this architecture or model.attention=per_document asks for it (slower)")
     return RankPlan(setup.world.rank, setup.world.size, limits, flops.quadratic_cost(model))
 
 

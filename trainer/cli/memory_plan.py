@@ -128,7 +128,7 @@ def _job(config: Config, num_ranks: int) -> Job:
         fsdp = replace(fsdp, param_dtype="float32" if is_fp32 else "bfloat16")
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = _source(config)
-    is_packed = assemble.wants_packing(config.model, source)
+    is_packed = assemble.per_document_reason(config.model, source, max_length=config.data.max_length) is None
     workload = heaviest_workload(config.data, num_ranks, is_packed=is_packed)
     return Job(config, source, num_ranks, is_cuda, is_packed, workload)
 

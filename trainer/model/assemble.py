@@ -1,12 +1,14 @@
 """From a configuration to a model ready to train: meta device, sharding, memory, weights, self-check, in this order."""
 
+import gc
 import logging
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from trainer.config import ConfigError, ModelConfig
-from trainer.model import load, packed_lm, parallelize, selfcheck
+from trainer.config import AUTO, ConfigError, ModelConfig
+from trainer.model import attention, load, packed_lm, parallelize, selfcheck
 from trainer.model.packed_lm import ModelSource
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
@@ -14,32 +16,73 @@ from trainer.runtime.distributed import World
 logger = logging.getLogger(__name__)
 
 
-def build_model(config: ModelConfig, source: ModelSource, *, world: World, seed: int) -> PreTrainedModel:
+def build_model(
+    config: ModelConfig, source: ModelSource, *, world: World, seed: int, max_length: int
+) -> PreTrainedModel:
     """Collective. Raises `ConfigError` if its loss is not that of transformers' own forward pass."""
+    reason = per_document_reason(config, source, max_length=max_length)
+    if reason is None and world.device.type == "cuda":
+        attention.require_kernel()
+    model = _build(config, source, world=world, seed=seed, is_packed=reason is None)
+    fault = _fault(model, config, world, max_length=max_length)
+    if fault is not None and reason is None and config.attention == AUTO:
+        logger.warning("packed documents fail the self-check: %s", fault)
+        reason = "packed ones fail the self-check"
+        del model
+        gc.collect()  # modules and their hooks hold each other
+        model = _build(config, source, world=world, seed=seed, is_packed=False)
+        fault = _fault(model, config, world, max_length=max_length)
+    if fault is not None:
+        way_out = "model.attention=per_document may help, unless " if model.is_packed else ""
+        raise ConfigError(
+            f"self-check failed: {fault}; {way_out}this architecture transforms its logits in a way not known here"
+        )
+    if reason is not None:
+        logger.info("documents run one by one (slower): %s", reason)
+    for note in packed_lm.notes(model.config):
+        logger.info("%s", note)
+    return model
+
+
+def per_document_reason(config: ModelConfig, source: ModelSource, *, max_length: int) -> str | None:
+    """Why documents of up to `max_length` tokens run one by one, None if they share forward passes.
+
+    Raises `ConfigError` for a model that cannot be trained, or not as configured, as far as its config.json tells.
+    """
     architecture = packed_lm.read_config(source)
-    is_packed = wants_packing(config, source)
-    model = packed_lm.build_on_meta(source, architecture, is_packed=is_packed)
+    if config.attention == "per_document":
+        return "model.attention=per_document"
+    reason = packed_lm.unpackable_reason(architecture, max_length=max_length)
+    if reason is not None and config.attention == "packed":
+        raise ConfigError(f"model.attention=packed: this model cannot be packed, {reason}; use model.attention=auto")
+    return reason
+
+
+def _build(
+    config: ModelConfig, source: ModelSource, *, world: World, seed: int, is_packed: bool
+) -> PreTrainedModel:
+    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=is_packed)
     parallelize.parallelize(model, config, world)
     offload = config.fsdp_config.cpu_offload
     load.materialize(model, torch.device("cpu") if offload else world.device, buffer_device=world.device)
     load.load_weights(model, source, seed=seed)
-    error = selfcheck.packing_error(model, world.device)
-    tolerance = selfcheck.TOLERANCE[distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)]
-    if not error <= tolerance:
-        raise ConfigError(
-            f"self-check failed: the loss of {type(model).__name__} differs by {error:.1e} from transformers' "
-            f"own forward pass (allowed: {tolerance:.0e}); model.attention=per_document may "
-            f"help, unless this architecture transforms its logits in a way not known here"
-        )
-    logger.info("self-check: loss equals transformers' own forward pass within %.0e (relative)", max(error, 1e-9))
     return model
 
 
-def wants_packing(config: ModelConfig, source: ModelSource) -> bool:
-    """Whether documents share a forward pass, as configured or as the architecture allows."""
-    if config.attention == "per_document":
-        return False
-    reason = packed_lm.unpackable_reason(packed_lm.read_config(source))
-    if reason is not None and config.attention == "packed":
-        raise ConfigError(f"model.attention=packed: this model cannot be packed, {reason}; use model.attention=auto")
-    return reason is None
+def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_length: int) -> str | None:
+    """What the self-check finds, the main rank's word for all: another try must be everyone's. Collective."""
+    tolerance = selfcheck.TOLERANCE[distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)]
+    name, fault, error = type(model).__name__.removeprefix("FSDP"), None, 0.0
+    try:
+        error = selfcheck.packing_error(model, world.device, max_length=max_length)
+    except ConfigError as refusal:  # by the packed attention
+        fault = f"{name}: {refusal}"
+    if not error <= tolerance:
+        fault = (
+            f"the loss of {name} differs by {error:.1e} from transformers' own forward pass (allowed: {tolerance:.0e})"
+        )
+    told = [fault]
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is None:
+        logger.info("self-check: loss equals transformers' own forward pass within %.0e (relative)", max(error, 1e-9))
+    return told[0]

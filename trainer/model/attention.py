@@ -3,6 +3,7 @@
 Shape suffixes: N query heads, T packed tokens, K head size; transformers passes q, k, v as [1, heads, T, K].
 """
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,9 @@ from trainer.config import ConfigError
 from trainer.model.grouped_attention import DocumentGroups, grouped_attention
 
 PACKED = "packed"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
+"""What FlashAttention 2, the kernel behind `varlen_attn`, takes; other models run one call per document."""
 
 
 class DocumentLengths:
@@ -71,10 +75,9 @@ def packed_attention(
     if attention_mask is not None or cu_seq_lens_q is None or lengths is None:
         raise ConfigError("packed attention needs document bounds and takes no mask; use model.attention=per_document")
     device_type = device_type or query.device.type
-    if device_type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
-        if dropout:
-            raise ConfigError("packed attention on CUDA has no dropout; set attention_dropout=0 in the model's config")
-        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    head_size = _kernel_head_size(query, value)
+    if device_type == "cuda" and not dropout and head_size <= MAX_HEAD_SIZE and query.dtype in KERNEL_DTYPES:
+        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, head_size)
     elif device_type == "cpu" and not dropout:
         output = _grouped(query, key, value, lengths, scaling, sliding_window)
     else:
@@ -90,10 +93,16 @@ def _varlen(
     max_seqlen: int,
     scaling: float | None,
     sliding_window: int | None,
+    head_size: int,
 ) -> Tensor:
+    """The kernel takes one head size for queries, keys and values: zeros behind each change no product, and those
+    behind the values come out as zeros.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    query_TNK, key_TNK, value_TNK = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    query_TNK, key_TNK, value_TNK = (
+        F.pad(x[0].transpose(0, 1), (0, head_size - x.shape[-1])).contiguous() for x in (query, key, value)
+    )
     output_TNK = varlen_attn(
         query_TNK,
         key_TNK,
@@ -102,12 +111,31 @@ def _varlen(
         cu_seqlens_D1,
         max_seqlen,
         max_seqlen,
-        scale=scaling,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query_TNK.shape[1] != key_TNK.shape[1],
     )
     assert isinstance(output_TNK, Tensor)
-    return output_TNK[None]
+    return output_TNK[None, ..., : value.shape[-1]]
+
+
+def _kernel_head_size(query: Tensor, value: Tensor) -> int:
+    """The smallest that holds both and that the kernel takes."""
+    return -(-max(query.shape[-1], value.shape[-1]) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
+
+
+def require_kernel() -> None:
+    """Raises `ConfigError` where torch's packed kernel does not take what `_varlen` gives it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        names = ("scale", "window_size", "enable_gqa")
+        inspect.signature(varlen_attn).bind(*range(7), **dict.fromkeys(names))
+    except (ImportError, TypeError) as error:
+        raise ConfigError(
+            f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA needs it ({error}); "
+            f"install torch 2.12 or 2.13, or set model.attention=per_document"
+        ) from error
 
 
 @torch.compiler.disable

@@ -4,6 +4,7 @@ Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabu
 """
 
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,18 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.batch import PackedBatch
 from trainer.config import ConfigError
-from trainer.model import attention
+from trainer.model import attention, rope
 from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead
 
@@ -32,6 +39,16 @@ _LOGIT_TRANSFORMS = (
     "unpadded_vocab_size",
 )
 """Config keys under which architectures change what the head gives; one that is missed fails the self-check."""
+_DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
+_TAKE_OUT = """this takes its language model out:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+    whole = AutoModelForImageTextToText.from_pretrained("{path}", dtype="auto")
+    text = AutoModelForCausalLM.from_config(whole.config.get_text_config(), dtype=whole.dtype)
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    text.save_pretrained("text-model")
+    AutoTokenizer.from_pretrained("{path}").save_pretrained("text-model")
+then train model.partial_pretrain=text-model"""
 
 
 @dataclass(frozen=True)
@@ -54,27 +71,65 @@ def read_config(source: ModelSource) -> PretrainedConfig:
             f"model.partial_pretrain={source.path} is quantized (quantization_config in config.json); "
             f"use the model's bfloat16 or float32 weights"
         )
-    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"model.partial_pretrain={source.path} is a '{config.model_type}', an encoder with a decoder; only language "
+            f"models of a decoder alone can be trained"
+        )
+    if (text := config.get_text_config()) is not config:
         raise ConfigError(
             f"model.partial_pretrain={source.path} is a '{config.model_type}' of several parts, and only language "
-            f"models alone can be trained; save its text model on its own and use that"
+            f"models alone can be trained; {_way_to_text_model(config, text, source.path)}"
         )
     return config
 
 
-def unpackable_reason(config: PretrainedConfig) -> str | None:
-    """Why documents of this architecture cannot lie side by side in one forward pass, or None."""
+def _way_to_text_model(config: PretrainedConfig, text: PretrainedConfig, path: str) -> str:
+    """`from_pretrained` of the text model's class would find none of the weights and make random ones."""
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        return f"transformers has no language model alone for its text part ('{text.model_type}')"
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        return f"its text part is a '{text.model_type}', whose weights would have to be taken out of it"
+    return _TAKE_OUT.format(path=path)
+
+
+def notes(config: PretrainedConfig) -> Iterator[str]:
+    """What training does with this architecture that its user should know, from its configuration."""
+    if coefficient := getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", None):
+        yield (
+            f"the router's auxiliary loss (coefficient {coefficient:g} in config.json) is not part of the loss: only "
+            f"cross-entropy is trained"
+        )
+    drawn = [
+        f"{name}={value:g}"
+        for name, value in sorted(vars(config).items())
+        if name.endswith(_DRAWN) and not name.startswith(("classifier", "summary")) and value
+    ]
+    if config.model_type == "phimoe":
+        drawn.append("its router's choice of experts")
+    if drawn:
+        yield f"drawn at random in training, by step and rank: {', '.join(drawn)}"
+
+
+def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | None:
+    """Why documents of up to `max_length` tokens cannot lie side by side in one forward pass, or None."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     if odd := layer_types - _PACKABLE_LAYERS:
         return f"its layers ({', '.join(sorted(odd))}) mix documents or need kernels that know their bounds"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention caps logits"
-    if config.model_type in ("gpt_oss",):
-        return "its attention has sinks"
+    limit = rope.length_limit(config)
+    if limit is not None and max_length > limit:
+        return (
+            f"its rotary positions of a document follow the longest beside it above {limit} tokens (packed with "
+            f"data.max_length={limit} or less)"
+        )
     model_class = _model_class(config)
     if not getattr(model_class, "_supports_attention_backend", False):
         return "its attention cannot be replaced"
-    if getattr(model_class, "_is_stateful", False):
+    if not getattr(model_class, "_supports_sdpa", False):
+        return "its attention is more than a scaled dot product (it has sinks, for example)"
+    if getattr(model_class, "_is_stateful", False) and not layer_types:
         return "its layers carry state from token to token"
     return None
 
@@ -89,7 +144,9 @@ def build_on_meta(source: ModelSource, config: PretrainedConfig, *, is_packed: b
     """The model without weights (buffers are real), its forward replaced by `PackedBatch -> summed loss`."""
     model: Any = _empty_model(source, config, is_packed=is_packed)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
+    _find_base_model(model)
     _require_trainable(model, source)
+    rope.follow_documents(model, is_packed=is_packed)
     model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings()))
     model.config.use_cache = False
     transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 0, 1, 1.0)]
@@ -121,6 +178,14 @@ def _empty_model(source: ModelSource, config: PretrainedConfig, *, is_packed: bo
             if implementation == implementations[-1] or "attention" not in str(error).lower():
                 raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
     raise AssertionError("one implementation is always tried last")
+
+
+def _find_base_model(model: PreTrainedModel) -> None:
+    """`base_model_prefix` names a module that some classes call otherwise: it is the one that holds the embeddings."""
+    if model.base_model is model:
+        for name, child in model.named_children():
+            if isinstance(child, PreTrainedModel) and model.get_input_embeddings() in child.modules():
+                model.base_model_prefix = name
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:

@@ -46,18 +46,20 @@ def recompute_activations(model: PreTrainedModel, *, is_selective: bool) -> None
 
 
 def _expensive() -> list[Any]:
-    """Operations whose results are kept: linear layers and fused attention. What lies between them costs little."""
+    """Operations whose results are kept: linear layers, experts and fused attention. The rest costs little."""
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
-    aten = torch.ops.aten
-    return [
-        aten.mm.default,
-        aten.addmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.torch_attn._varlen_attn.default,
+    names = [
+        "mm",
+        "addmm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
     ]
+    known = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return [operation.default for operation in (*known, torch.ops.torch_attn._varlen_attn)]
 
 
 def compile_layers(model: PreTrainedModel) -> None:

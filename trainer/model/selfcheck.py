@@ -1,69 +1,120 @@
 """Before training: our forward must agree with transformers' own, and no document may feel its neighbour.
 
-A wrong mask, a leak between documents or a missed transform of the logits shows here, for any architecture.
+A wrong mask, norm or rotary position, a leak between documents or a missed transform of the logits shows here, for any
+architecture.
 """
 
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.batch import PackedBatch
+from trainer.model import rope
 from trainer.model.packed_lm import forward_arguments
 
 _LENGTHS = (13, 8)
+_BEYOND = (9, 5)
+"""How far two documents go beyond each limit: what the first leaves behind would be met by the second."""
+MAX_LIMIT = 1024
+"""Tokens of the longest limit that is crossed, so that the check stays cheap; above it, rules alone decide."""
+_LIMITS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative difference: rounding of fp32, and of bf16 where kernels round in another order."""
 
 
+def document_lengths(config: PretrainedConfig, *, max_length: int) -> tuple[int, ...]:
+    """Two short documents, and two beyond each length from which on the architecture computes something else, where
+    documents of up to `max_length` tokens reach it.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    named = [getattr(config, name, None) for name in _LIMITS] + [parameters.get(name) for name in _LIMITS]
+    limits = {limit for limit in (*named, rope.length_limit(config)) if isinstance(limit, int)}
+    crossed = sorted(limit for limit in limits if 0 < limit < min(max_length, MAX_LIMIT + 1))
+    return _LENGTHS + tuple(limit + beyond for limit in crossed for beyond in _BEYOND)
+
+
 @torch.no_grad()
-def packing_error(model: PreTrainedModel, device: torch.device) -> float:
+def packing_error(model: PreTrainedModel, device: torch.device, *, max_length: int) -> float:
     """The larger of two relative differences. Collective.
 
     The summed loss of our forward against transformers' plain one shows what is computed wrongly; the logits of a
-    document beside two different neighbours show a leak far below what the rounding of bf16 lets the loss show.
+    document beside different neighbours show a leak far below what the rounding of bf16 lets the loss show.
     """
     model.eval()
     generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.vocab_size
-    first, second, other = (torch.randint(0, vocab_size, (n,), generator=generator) for n in (*_LENGTHS, _LENGTHS[0]))
-    batches = [_packed([first, second])] if model.is_packed else [_packed([first]), _packed([second])]
+    lengths = document_lengths(model.config, max_length=max_length)
+    documents = [torch.randint(0, model.config.vocab_size, (n,), generator=generator) for n in (*lengths, _LENGTHS[0])]
+    *documents, other = documents
+    expected = _reference(model, documents, device)
+    batches = [_packed(documents)] if model.is_packed else [_packed([document]) for document in documents]
     ours = sum(model(batch.to(device)).item() for batch in batches)
-    error = abs(ours - _reference(model, [first, second], device)) / abs(ours)
+    error = abs(ours - expected) / abs(expected)
     if not model.is_packed:
         return error
-    return max(error, _neighbour_influence(model, second, neighbours=(first, other), device=device))
+    first, second, *longer = documents
+    neighbours = (first, other, *longer[-1:])
+    return max(error, _neighbour_influence(model, second, neighbours=neighbours, device=device))
 
 
 def _reference(model: PreTrainedModel, documents: list[Tensor], device: torch.device) -> float:
-    """Summed next-token loss from the architecture's own forward, one document at a time, eager attention."""
-    implementation, plain = model.config._attn_implementation, cast(Any, model.original_forward)
+    """Summed next-token loss of transformers' own model, as new for each document, with eager attention."""
     total = 0.0
-    with _forward_replaced(model, plain):
-        model.set_attn_implementation("eager")
-        try:
-            for document in documents:
+    with _plain(model):
+        for document in documents:
+            with _forgotten(model):
                 logits_TV = model(input_ids=document[None].to(device), use_cache=False).logits[0]
-                total += F.cross_entropy(logits_TV[:-1].float(), document[1:].to(device), reduction="sum").item()
-        finally:
-            model.set_attn_implementation(implementation)
+            total += F.cross_entropy(logits_TV[:-1].float(), document[1:].to(device), reduction="sum").item()
     return total
 
 
+@contextmanager
+def _plain(model: PreTrainedModel) -> Iterator[None]:
+    """Nothing of ours: every module runs the forward of its own class, the head that of a linear layer.
+
+    Forwards are put back by name, not on another model, since sharding hooks belong to the calls of these modules.
+    """
+    implementation, head = model.config._attn_implementation, model.get_output_embeddings()
+    ours = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
+    head.forward = types.MethodType(nn.Linear.forward, head)
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(implementation)
+        del head.forward
+        for module, forward in ours.items():
+            module.forward = forward
+
+
+@contextmanager
+def _forgotten(model: PreTrainedModel) -> Iterator[None]:
+    """What modules without parameters keep of a forward pass, such as rotary frequencies, is undone after it."""
+    kept = [
+        (module, dict(vars(module)), dict(module._buffers)) for module in model.modules() if not [*module.parameters()]
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).update(attributes, _buffers=buffers)
+
+
 def _neighbour_influence(
-    model: PreTrainedModel, document: Tensor, *, neighbours: tuple[Tensor, Tensor], device: torch.device
+    model: PreTrainedModel, document: Tensor, *, neighbours: tuple[Tensor, ...], device: torch.device
 ) -> float:
-    """Relative change of a document's logits when the document packed before it is another of the same length."""
+    """Largest relative change of a document's logits when the document packed before it is another."""
     plain: Any = model.original_forward
     with _forward_replaced(model, lambda batch: plain(**forward_arguments(model, batch)).logits[0]):
-        one_TV, two_TV = (
+        expected_TV, *found = (
             model(_packed([neighbour, document]).to(device))[-len(document) :].float() for neighbour in neighbours
         )
-    return ((one_TV - two_TV).norm() / one_TV.norm()).item()
+    return max(((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found)
 
 
 @contextmanager
