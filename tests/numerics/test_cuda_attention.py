@@ -1,0 +1,153 @@
+"""What packed attention does for a GPU, without one: torch's kernel is a stand-in that insists on the real one's terms.
+
+The terms are those that FlashAttention 2 checks behind `torch.nn.attention.varlen.varlen_attn`. The stand-in computes
+in float32, document by document. Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from test_architectures import MAX_LENGTH, PACKED, SAMPLES, save_model
+from test_attention import SEQLENS, T, bounds, dense
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+from toy import model_config, write_model_config
+
+from trainer.config import ConfigError
+from trainer.data.loader import pack
+from trainer.model import attention, packed_lm
+from trainer.model.assemble import build_model
+from trainer.model.attention import packed_attention
+from trainer.model.packed_lm import ModelSource
+
+NAMES = list(PACKED)
+
+
+class Kernel:
+    """Stands in for `varlen_attn`; counts its calls."""
+
+    def __init__(self) -> None:
+        self.num_calls, self.__signature__ = 0, inspect.signature(varlen.varlen_attn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.num_calls += 1
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        self.insist(query, key, value, given["cu_seq_q"], given["cu_seq_k"])
+        groups = query.shape[1] // key.shape[1]
+        assert query.shape[1] % key.shape[1] == 0 and (groups == 1 or given["enable_gqa"])
+        left, right = given["window_size"]
+        assert right == 0 and left >= -1
+        seqlens = given["cu_seq_q"].diff().tolist()
+        assert given["max_q"] == given["max_k"] == max(seqlens) and sum(seqlens) == len(query)
+        window = None if left == -1 else left + 1
+        outputs = []
+        for q, k, v in zip(*(x.float().transpose(0, 1).split(seqlens, 1) for x in (query, key, value)), strict=True):
+            distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+            mask = (distance >= 0) & (distance < (window or len(query)))
+            k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=given["scale"]))
+        return torch.cat(outputs, 1).transpose(0, 1).to(query.dtype)
+
+    def insist(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Tensor) -> None:
+        assert query.dtype in (torch.bfloat16, torch.float16) and {key.dtype, value.dtype} == {query.dtype}
+        assert query.ndim == 3 and query.shape[2] <= 256 and query.shape[2] % 8 == 0
+        assert key.shape == value.shape == (len(query), key.shape[1], query.shape[2])
+        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        assert all(cu.dtype == torch.int32 and cu.is_contiguous() for cu in bounds)
+
+
+@contextmanager
+def on_cuda() -> Iterator[Kernel]:
+    """Packed attention takes its tensors for those of a GPU."""
+    kernel, as_cuda = Kernel(), partial(packed_attention, device_type="cuda")
+    with patch.object(varlen, "varlen_attn", kernel), patch.object(attention, "packed_attention", as_cuda):
+        yield kernel
+
+
+SIZES = [(64, 64), (192, 128), (12, 8), (8, 12), (20, 20), (256, 256), (252, 256), (264, 264), (288, 32)]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("size", "value_size"), SIZES)
+def test_head_sizes_that_the_kernel_lacks_give_the_same_numbers(size: int, value_size: int, window: int | None) -> None:
+    """Values that are narrower than queries (MLA), sizes that are no multiple of 8, sizes above 256."""
+    generator = torch.Generator().manual_seed(size)
+    shapes = [(1, heads, T, wide) for heads, wide in ((4, size), (2, size), (2, value_size))]
+    ours = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    theirs = [t.detach().double().requires_grad_() for t in ours]
+    with on_cuda() as kernel:
+        output, _ = attention.packed_attention(nn.Identity(), *ours, None, sliding_window=window, **bounds(SEQLENS))
+    assert kernel.num_calls == (max(size, value_size) <= 256)
+    expected = dense(*theirs, scaling=size**-0.5, window=window)
+    assert output.shape == expected.shape == (1, T, 4, value_size)
+    direction = torch.randn(expected.shape, generator=generator)
+    output.backward(direction.bfloat16())
+    expected.backward(direction.double())
+    for found, reference in [(output, expected), *((o.grad, t.grad) for o, t in zip(ours, theirs, strict=True))]:
+        assert found is not None and reference is not None
+        assert ((found.double() - reference).norm() / reference.norm()).item() < 1e-2
+
+
+def test_dropout_on_a_gpu_runs_without_the_kernel() -> None:
+    """The kernel has none; refusing in the first step of a run was too late."""
+    ours = [torch.ones(1, 4, T, 16, dtype=torch.bfloat16) for _ in range(3)]
+    with on_cuda() as kernel:
+        output, _ = attention.packed_attention(nn.Identity(), *ours, None, dropout=0.5, **bounds(SEQLENS))
+    assert kernel.num_calls == 0
+    assert not torch.equal(output, torch.ones_like(output)), "nothing was dropped"
+
+
+def losses(world: Any, root: Path) -> dict[str, Any]:
+    """{architecture: (kernel calls, loss with the kernel, loss with one call per document)}, in bfloat16."""
+    found: dict[str, Any] = {}
+    for name in NAMES:
+        save_model(root / name, name)
+        with on_cuda() as kernel:
+            source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
+            model = build_model(
+                model_config(param_dtype="bfloat16"), source, world=world, seed=1, max_length=MAX_LENGTH
+            )
+            batch = pack(SAMPLES, [0, 1, 2, 3])
+            with torch.no_grad():
+                packed, num_calls = model(batch).item(), kernel.num_calls
+                with patch.object(attention, "MAX_HEAD_SIZE", 0):
+                    found[name] = num_calls, packed, model(batch).item()
+                assert kernel.num_calls == num_calls
+        assert model.is_packed, name
+    return found
+
+
+def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path: Path) -> None:
+    for name, (num_calls, packed, per_document) in run_ranks(losses, 1, tmp_path, timeout_s=300)[0].items():
+        assert num_calls > 0, name
+        assert abs(packed - per_document) / per_document < 2e-3, name
+
+
+def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+
+    def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):  # type: ignore[no-untyped-def]
+        raise AssertionError("called")
+
+    world: Any = SimpleNamespace(device=torch.device("cuda"))
+    with (
+        patch.object(varlen, "varlen_attn", of_torch_2_10),
+        patch.object(packed_lm, "build_on_meta", side_effect=AssertionError("built")),
+        pytest.raises(ConfigError, match=r"varlen_attn.*'scale'.*install torch 2.12.*model.attention=per_document"),
+    ):
+        build_model(model_config(), source, world=world, seed=1, max_length=64)
+
+
+def test_this_torch_has_the_signature() -> None:
+    attention.require_kernel()
