@@ -1,11 +1,14 @@
 """The norm of our own against float64 and against transformers' classes; what it may not take over."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -79,9 +82,32 @@ class Upright(nn.Module):
         return self.weight * hidden
 
 
+class Grouped(LlamaRMSNorm):
+    """Set to one group it is the usual norm, and this class's own default says so."""
+
+    def __init__(self, size: int, eps: float = EPS, num_groups: int = 1) -> None:
+        super().__init__(size, eps)
+        self.num_groups = num_groups
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        groups = hidden.unflatten(-1, (self.num_groups, -1))
+        scale = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (groups * scale).flatten(-2)
+
+
 @pytest.mark.parametrize(
     ("kind", "is_taken"),
-    [(Qwen2RMSNorm, True), (Qwen3RMSNorm, True), (LlamaRMSNorm, True), (GemmaRMSNorm, False), (Upright, False)],
+    [
+        (Qwen2RMSNorm, True),
+        (Qwen3RMSNorm, True),
+        (LlamaRMSNorm, True),
+        (Grouped, True),
+        (partial(Grouped, num_groups=2), False),
+        (GemmaRMSNorm, False),
+        (GraniteMoeHybridRMSNormGated, False),
+        (FalconH1RMSNormGated, False),
+        (Upright, False),
+    ],
 )
 def test_only_norms_that_compute_the_same_are_taken_over(kind: Any, is_taken: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), kind(8, eps=EPS), nn.LayerNorm(8))

@@ -108,7 +108,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward_costs(world: Any, source: Any, how: bool | str) -> tuple[int, int]:
+def backward_costs(
+    world: Any, source: Any, how: bool | str, names: tuple[str, ...] = ("mm", "addmm")
+) -> tuple[int, int]:
     """(bytes kept for the backward pass, matrix products in it)."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=how)
     model.train()
@@ -120,7 +122,7 @@ def backward_costs(world: Any, source: Any, how: bool | str) -> tuple[int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(pack(ToySamples(), [0, 1, 2, 3]))
-    with Calls(torch.ops.aten.mm.default, torch.ops.aten.addmm.default) as products:
+    with Calls(*(getattr(torch.ops.aten, name).default for name in names)) as products:
         loss.backward()
     return sum(kept.values()), products.count
 
@@ -204,6 +206,15 @@ def test_packed_models_run_packed_attention_in_every_layer(tmp_path: Path) -> No
     source = write_model_config(tmp_path)
     assert run_ranks(attention_calls, 1, source, True) == [2]
     assert run_ranks(attention_calls, 1, source, False) == [0]
+
+
+def test_selective_recomputation_repeats_no_expert(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    source = write_model_config(tmp_path, "qwen3_moe", **experts)
+    few, many, selective = (
+        run_ranks(backward_costs, 1, source, how, ("_grouped_mm",))[0][1] for how in (False, True, "selective")
+    )
+    assert selective == few < many
 
 
 def refusal(world: Any, source: Any) -> str:

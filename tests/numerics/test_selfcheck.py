@@ -10,9 +10,11 @@ import pytest
 import torch
 from ranks import run_ranks
 from toy import build_toy_model, write_model_config
+from transformers import PretrainedConfig
 
-from trainer.model import attention, packed_lm, selfcheck
+from trainer.model import attention, norm, packed_lm, rope, selfcheck
 from trainer.model.attention import DocumentLengths
+from trainer.model.norm import rms_norm
 
 
 def _leaking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,6 +53,10 @@ def _fault(name: str) -> AbstractContextManager[Any]:
         return patch.object(packed_lm, "forward_arguments", _running_positions(packed_lm.forward_arguments))
     if name == "logits":
         return patch.object(packed_lm, "_LOGIT_TRANSFORMS", ())
+    if name == "norm":
+        return patch.object(norm, "_forward", lambda self, hidden: 1.2 * rms_norm(hidden, self.weight, 1e-6))
+    if name in ("longest neighbour", "longest before"):
+        return patch.object(rope, "follow_documents", lambda model, is_packed: None)
     return nullcontext()
 
 
@@ -59,9 +65,12 @@ def errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, f
     found = {}
     for name, source in sources.items():
         with _fault(name):
-            model = build_toy_model(world, source, param_dtype=param_dtype)
+            is_packed = name not in ("longest before", "no fault, one by one")
+            model = build_toy_model(world, source, is_packed=is_packed, param_dtype=param_dtype)
+            forwards = {module: vars(module).get("forward") for module in model.modules()}
             found[name] = selfcheck.packing_error(model, world.device, max_length=64)
-            assert model.forward.__name__.startswith("_forward") and model.config._attn_implementation == "packed"
+            assert forwards == {module: vars(module).get("forward") for module in model.modules()}
+            assert model.config._attn_implementation == ("packed" if is_packed else "sdpa")
     return found
 
 
@@ -69,6 +78,10 @@ def errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, f
 def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
     """Absolute positions (gpt2) for the fault of positions: rotary ones are relative and would not change."""
     granite = {"logits_scaling": 4.0, "initializer_range": 0.5}
+    rope_parameters = {"rope_theta": 1e4, "rope_type": "longrope", "original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    longrope = {"rope_parameters": rope_parameters | factors, "initializer_range": 0.3}
+    dynamic = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}, "initializer_range": 0.3}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "no fault": ("qwen2", {}),
         "leak": ("qwen2", {}),
@@ -76,6 +89,10 @@ def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
         "positions": ("gpt2", {}),
         "logits": ("granite", granite),
         "no fault, scaled logits": ("granite", granite),
+        "norm": ("qwen2", {"initializer_range": 0.5}),
+        "longest neighbour": ("llama", longrope),
+        "longest before": ("llama", dynamic | {"max_position_embeddings": 16}),
+        "no fault, one by one": ("llama", dynamic | {"max_position_embeddings": 16}),
     }
     sources = {
         name: write_model_config(tmp_path / name, model_type, **{"initializer_range": 0.02, **changes})
@@ -84,8 +101,30 @@ def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
     found = run_ranks(errors, 2, sources, param_dtype)
     assert found[0] == found[1]
     tolerance = selfcheck.TOLERANCE[getattr(torch, param_dtype)]
-    right = {name: found[0].pop(name) for name in ("no fault", "no fault, scaled logits")}
+    right = {name: found[0].pop(name) for name in kinds if name.startswith("no fault")}
     if param_dtype == "bfloat16":
-        del found[0]["positions"]  # an untrained model hardly uses its positions: below the rounding
+        for name in ("positions", "longest before"):  # an untrained model hardly uses them: below the rounding
+            del found[0][name]
     assert max(right.values()) < tolerance / 2, right
     assert min(found[0].values()) > 2 * tolerance, found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_length", "expected"),
+    [
+        ({}, 4096, (13, 8)),
+        ({"sliding_window": 16}, 4096, (13, 8, 25, 21)),
+        ({"sliding_window": 16}, 16, (13, 8)),
+        ({"sliding_window": 16}, 23, (13, 8, 23, 21)),
+        ({"sliding_window": 4096}, 8192, (13, 8)),
+        ({"original_max_position_embeddings": 32, "attention_chunk_size": 16}, 64, (13, 8, 25, 21, 41, 37)),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 20}, 64, (13, 8, 29, 25)),
+        ({}, 5, (5, 5)),
+    ],
+)
+def test_documents_cross_each_length_that_the_config_names(
+    changes: dict[str, Any], max_length: int, expected: tuple[int, ...]
+) -> None:
+    """Where samples can be that long; not above 1,024 tokens, where the check itself would cost too much."""
+    config = PretrainedConfig(**changes)
+    assert selfcheck.document_lengths(config, max_length=max_length) == expected

@@ -29,14 +29,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def document_lengths(config: PretrainedConfig, *, max_length: int) -> tuple[int, ...]:
-    """Two short documents, and two beyond each length from which on the architecture computes something else, where
-    documents of up to `max_length` tokens reach it.
+    """Two short documents, and two beyond each length from which on the architecture computes something else, as far
+    as documents of up to `max_length` tokens reach: what holds for those need not hold for longer ones.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     named = [getattr(config, name, None) for name in _LIMITS] + [parameters.get(name) for name in _LIMITS]
     limits = {limit for limit in (*named, rope.length_limit(config)) if isinstance(limit, int)}
     crossed = sorted(limit for limit in limits if 0 < limit < min(max_length, MAX_LIMIT + 1))
-    return _LENGTHS + tuple(limit + beyond for limit in crossed for beyond in _BEYOND)
+    lengths = _LENGTHS + tuple(limit + beyond for limit in crossed for beyond in _BEYOND)
+    return tuple(min(length, max(max_length, 2)) for length in lengths)
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def packing_error(model: PreTrainedModel, device: torch.device, *, max_length: i
     model.eval()
     generator = torch.Generator().manual_seed(0)
     lengths = document_lengths(model.config, max_length=max_length)
-    documents = [torch.randint(0, model.config.vocab_size, (n,), generator=generator) for n in (*lengths, _LENGTHS[0])]
+    documents = [torch.randint(0, model.config.vocab_size, (n,), generator=generator) for n in (*lengths, lengths[0])]
     *documents, other = documents
     expected = _reference(model, documents, device)
     batches = [_packed(documents)] if model.is_packed else [_packed([document]) for document in documents]
@@ -102,6 +103,7 @@ def _forgotten(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for module, attributes, buffers in kept:
+            vars(module).clear()
             vars(module).update(attributes, _buffers=buffers)
 
 

@@ -1,0 +1,121 @@
+"""Rotary positions that follow the length of the text: any batch equals its documents one by one in a new model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from toy import ToySamples, model_config, write_model_config
+from transformers import AutoModelForCausalLM
+
+from trainer.config import ConfigError
+from trainer.data.loader import pack
+from trainer.model import packed_lm, rope
+from trainer.model.assemble import build_model, per_document_reason
+
+LIMIT = 16
+SAMPLES = ToySamples()
+ALL = [index for index, length in enumerate(SAMPLES.lengths) if length > 1]
+SHORT = [index for index in ALL if SAMPLES.lengths[index] <= LIMIT]
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+
+
+def write(path: Path, kind: dict[str, Any]) -> packed_lm.ModelSource:
+    """A llama whose limit is 16 tokens; the longest sample has 40."""
+    positions = LIMIT if kind["rope_type"] == "dynamic" else 4 * LIMIT
+    parameters = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT, **kind}
+    return write_model_config(path, "llama", rope_parameters=parameters, max_position_embeddings=positions)
+
+
+def write_by_layer_type(path: Path) -> packed_lm.ModelSource:
+    """A gemma 3 whose full attention layers alone have longrope."""
+    kinds = {
+        "full_attention": {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT, **LONGROPE},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    window = {"sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": LAYER_TYPES}
+    return write_model_config(path, "gemma3_text", rope_parameters=kinds, **window)
+
+
+def differences(world: Any, source: packed_lm.ModelSource, indices: list[int], max_length: int) -> tuple[bool, float]:
+    """(packed, largest relative difference of a micro-batch's loss from a new plain model for each document)."""
+    model: Any = build_model(model_config(), source, world=world, seed=1, max_length=max_length)
+    weights = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
+    plain = AutoModelForCausalLM.from_config(packed_lm.read_config(source), attn_implementation="eager")
+    plain.load_state_dict(weights, strict=False)
+    plain.tie_weights()
+    size = 3 if model.is_packed else 1
+    worst = 0.0
+    for first in range(0, len(indices), size):
+        members = indices[first : first + size]
+        expected = sum(new_model_loss(copy.deepcopy(plain), index) for index in members)
+        with torch.no_grad():
+            worst = max(worst, abs(model(pack(SAMPLES, members)).item() - expected) / expected)
+    return model.is_packed, worst
+
+
+@torch.no_grad()
+def new_model_loss(model: Any, index: int) -> float:
+    ids, mask = (torch.from_numpy(array) for array in SAMPLES.sample(index))
+    logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, :-1]
+    labels = torch.where(mask[1:], ids[1:].long(), -100)
+    return float(F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double())
+
+
+@pytest.mark.parametrize(
+    ("kind", "indices", "max_length", "is_packed"),
+    [
+        (LONGROPE, ALL, 40, False),
+        (LONGROPE, SHORT, LIMIT, True),
+        (DYNAMIC, ALL, 40, False),
+        (DYNAMIC, SHORT, LIMIT, True),
+        (YARN, ALL, 40, True),
+        ("by layer type", ALL, 40, False),
+        ("by layer type", SHORT, LIMIT, True),
+    ],
+)
+def test_any_batch_equals_its_documents_one_by_one_in_a_new_model(
+    tmp_path: Path, kind: Any, indices: list[int], max_length: int, is_packed: bool
+) -> None:
+    source = write_by_layer_type(tmp_path) if kind == "by layer type" else write(tmp_path, kind)
+    found = run_ranks(differences, 1, source, indices, max_length)[0]
+    assert found[0] == is_packed
+    assert found[1] < 1e-6
+
+
+def loss_after(world: Any, source: packed_lm.ModelSource, earlier: list[int]) -> float:
+    """Of a document above the limit, after others."""
+    model: Any = build_model(model_config(), source, world=world, seed=1, max_length=40)
+    middle = min(ALL, key=lambda index: abs(SAMPLES.lengths[index] - 25))
+    with torch.no_grad():
+        for index in [*earlier, middle]:
+            loss = model(pack(SAMPLES, [index]))
+    return float(loss)
+
+
+def test_what_ran_before_does_not_matter_so_that_a_resume_is_bit_equal(tmp_path: Path) -> None:
+    """transformers keeps the frequencies of the longest text so far, which no checkpoint holds."""
+    source = write(tmp_path, DYNAMIC)
+    longest = max(ALL, key=lambda index: SAMPLES.lengths[index])
+    undisturbed, resumed = (run_ranks(loss_after, 1, source, earlier)[0] for earlier in ([longest], []))
+    assert undisturbed == resumed
+
+
+@pytest.mark.parametrize("kind", [LONGROPE, DYNAMIC])
+def test_packing_above_the_limit_is_refused_and_auto_says_why(tmp_path: Path, kind: dict[str, Any]) -> None:
+    source = write(tmp_path, kind)
+    assert "data.max_length=16 or less" in str(per_document_reason(model_config(), source, max_length=17))
+    assert per_document_reason(model_config(), source, max_length=16) is None
+    with pytest.raises(ConfigError, match=r"model.attention=packed.*longest beside it above 16 tokens"):
+        per_document_reason(model_config(attention="packed"), source, max_length=17)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(LONGROPE, LIMIT), (DYNAMIC, LIMIT), (YARN, None)])
+def test_the_limit_is_that_of_the_config(tmp_path: Path, kind: dict[str, Any], limit: int | None) -> None:
+    assert rope.length_limit(packed_lm.read_config(write(tmp_path, kind))) == limit
