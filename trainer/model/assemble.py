@@ -70,7 +70,7 @@ def _build(
 
 
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_length: int) -> str | None:
-    """What the self-check finds, the main rank's word for all: another try must be everyone's. Collective."""
+    """What the self-check of any rank finds, told to all: another try must be everyone's. Collective."""
     tolerance = selfcheck.TOLERANCE[distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)]
     name, fault, error = type(model).__name__.removeprefix("FSDP"), None, 0.0
     try:
@@ -81,8 +81,9 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
         fault = (
             f"the loss of {name} differs by {error:.1e} from transformers' own forward pass (allowed: {tolerance:.0e})"
         )
-    told = [fault]
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is None:
+    faults: list[str | None] = [None] * world.size
+    dist.all_gather_object(faults, fault)
+    found = next(filter(None, faults), None)
+    if found is None:
         logger.info("self-check: loss equals transformers' own forward pass within %.0e (relative)", max(error, 1e-9))
-    return told[0]
+    return found

@@ -1,0 +1,173 @@
+"""From a config.json to a model that trains, or to words that help: what is refused, what `auto` falls back to."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_selfcheck import _leaking
+from toy import ToySamples, model_config, write_model_config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from trainer.__main__ import load_config
+from trainer.build import inputs
+from trainer.config import ConfigError
+from trainer.data.loader import pack
+from trainer.model import attention, packed_lm
+from trainer.model.assemble import build_model, per_document_reason
+from trainer.model.packed_lm import ModelSource, notes, read_config, unpackable_reason
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+def built(world: Any, source: ModelSource, faulty_rank: int, choice: str) -> tuple[str, list[str]]:
+    """(how documents run, or why not; what is said) with an attention that leaks on one of the ranks."""
+    logger, lines = logging.getLogger("trainer"), Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    leaking = _leaking(attention.packed_attention) if world.rank == faulty_rank else attention.packed_attention
+    with patch.object(attention, "packed_attention", leaking):
+        try:
+            model: Any = build_model(model_config(attention=choice), source, world=world, seed=1, max_length=64)
+        except ConfigError as error:
+            return f"refused: {error}", lines.lines
+    loss = model(pack(ToySamples(), [0]))
+    loss.backward()
+    return "packed" if model.is_packed else "one by one", lines.lines
+
+
+def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(tmp_path: Path) -> None:
+    found = run_ranks(built, 2, write_model_config(tmp_path), 1, "auto")
+    for outcome, lines in found:
+        assert outcome == "one by one"
+        assert any(line.startswith("WARNING: packed documents fail the self-check: the loss of Qwen2") for line in lines)
+        assert "INFO: documents run one by one (slower): packed ones fail the self-check" in lines
+
+
+def test_what_is_asked_for_is_not_replaced(tmp_path: Path) -> None:
+    for outcome, _ in run_ranks(built, 2, write_model_config(tmp_path), 0, "packed"):
+        assert outcome.startswith("refused: self-check failed: the loss of Qwen2ForCausalLM differs by")
+        assert "model.attention=per_document may help" in outcome
+
+
+def test_an_architecture_that_fails_both_ways_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_model_config(tmp_path, "granite", logits_scaling=4.0, initializer_range=0.5)
+    (outcome, lines), *_ = run_ranks(built_unknown_logits, 1, source)
+    assert outcome.startswith("refused: self-check failed: the loss of GraniteForCausalLM differs by")
+    assert "transforms its logits in a way not known here" in outcome and "per_document" not in outcome
+
+
+def built_unknown_logits(world: Any, source: ModelSource) -> tuple[str, list[str]]:
+    with patch.object(packed_lm, "_LOGIT_TRANSFORMS", ()):
+        return built(world, source, -1, "auto")
+
+
+SINKS = ["deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"]
+
+
+@pytest.mark.parametrize("model_type", SINKS)
+def test_sinks_are_known_whatever_the_architecture_is_called(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    config.layer_types = ["full_attention"] * len(config.layer_types or [])
+    assert "sinks" in str(unpackable_reason(config, max_length=64))
+
+
+def tiny(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **settings}
+
+
+_TEXT = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 160}
+_SIGHT = {"intermediate_size": 48, "image_size": 28, "patch_size": 14}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": tiny(_TEXT), "vision_config": tiny(_SIGHT), "mm_tokens_per_image": 4},
+    "mistral3": {"text_config": tiny(_TEXT | {"model_type": "mistral"}), "vision_config": tiny(_SIGHT)},
+    "qwen3_5": {
+        "text_config": tiny(_TEXT | _LINEAR | {"layer_types": ["linear_attention", "full_attention"]}),
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32},
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_the_advice_for_a_model_of_several_parts_gives_its_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """The lines in the message are run as they stand: equal logits, and a model that is accepted."""
+    config = AutoConfig.for_model(model_type, **WRAPPERS[model_type])
+    whole: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ConfigError, match=r"only language models alone can be trained") as refusal:
+        read_config(ModelSource(str(tmp_path / "whole"), random_weights=False, trust_remote_code=False))
+    _, *code, last = str(refusal.value).splitlines()
+    assert last.endswith("model.partial_pretrain=text-model")
+    monkeypatch.chdir(tmp_path)
+    lines = [line.strip() for line in code if "AutoTokenizer.from" not in line]
+    exec("\n".join(lines), {})
+    text: Any = AutoModelForCausalLM.from_pretrained("text-model", dtype=torch.float32).eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(text(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    assert read_config(ModelSource("text-model", random_weights=False, trust_remote_code=False)) is not None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("qwen3_vl", r"transformers has no language model alone for its text part \('qwen3_vl_text'\)"),
+        ("t5", r"an encoder with a decoder; only language models of a decoder alone"),
+    ],
+)
+def test_no_advice_is_given_where_there_is_none(tmp_path: Path, model_type: str, message: str) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        read_config(ModelSource(str(tmp_path), random_weights=True, trust_remote_code=False))
+
+
+@pytest.mark.parametrize("words", [["t5"], ["gpt_oss", "model.attention=packed"]])
+def test_a_model_is_refused_before_any_data_is_read(tmp_path: Path, words: list[str]) -> None:
+    AutoConfig.for_model(words[0]).save_pretrained(tmp_path)
+    found = [f"model.partial_pretrain={tmp_path}", "model.random_weights=true", "data.train_files=/no/such/file.jsonl"]
+    with (
+        patch.object(inputs, "_prepare", side_effect=AssertionError("data is prepared")),
+        patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
+        pytest.raises(ConfigError, match=r"model\.(partial_pretrain|attention)="),
+    ):
+        inputs.prepare_inputs(load_config([*found, *words[1:]]))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (AutoConfig.for_model("qwen2"), []),
+        (AutoConfig.for_model("qwen3_moe", router_aux_loss_coef=0.001), [r"auxiliary loss \(coefficient 0.001"]),
+        (AutoConfig.for_model("qwen3_moe", router_aux_loss_coef=0.0), []),
+        (AutoConfig.for_model("gpt2"), [r"attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1$"]),
+        (
+            AutoConfig.for_model("phimoe", router_jitter_noise=0.0),
+            ["auxiliary loss", "drawn at random in training, by step and rank: its router's choice of experts"],
+        ),
+    ],
+)
+def test_what_training_leaves_out_or_draws_is_said(config: PretrainedConfig, expected: list[str]) -> None:
+    found = list(notes(config))
+    assert len(found) == len(expected)
+    for note, pattern in zip(found, expected, strict=True):
+        assert re.search(pattern, note), note
+
+
+def test_one_document_per_forward_as_configured_says_so(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    reason = per_document_reason(model_config(attention="per_document"), source, max_length=64)
+    assert reason == "model.attention=per_document"
