@@ -93,7 +93,8 @@ def test_wandb_offline_continues_one_run(tmp_path: Path, wandb_offline: None, ca
     run_id = first.state_dict()["run_ids"]["wandb"]
     assert second.state_dict()["run_ids"] == {"wandb": run_id}
     assert json.loads((tmp_path / "run.json").read_text()) == {
-        "project_name": "project", "experiment_name": "exp", "config": CONFIG, "run_ids": {"wandb": run_id},
+        "project_name": "project", "experiment_name": "exp", "total_steps": 8, "config": CONFIG,
+        "run_ids": {"wandb": run_id},
     }  # fmt: skip
 
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

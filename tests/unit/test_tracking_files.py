@@ -44,12 +44,10 @@ def test_rows_beyond_a_rollback_no_longer_count(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["attempt"] == 1
 
 
-@pytest.mark.parametrize("is_explicit", [False, True])
-def test_a_validation_made_up_for_keeps_the_training_row_of_its_step(tmp_path: Path, is_explicit: bool) -> None:
+def test_a_validation_made_up_for_keeps_the_training_row_of_its_step(tmp_path: Path) -> None:
     log_steps(track(tmp_path), range(1, 5))
     second = track(tmp_path)
-    if is_explicit:
-        second.start(3)
+    second.start(3)
     second.log({"val/loss": 7.0}, 3)
     rows = [(row["step"], row["kind"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert rows == [(1, "train"), (2, "train"), (3, "train"), (3, "val")]
@@ -206,4 +204,5 @@ def test_every_attempt_starts_and_ends_in_the_events_but_a_killed_one_has_no_end
 def test_the_resolved_configuration_is_kept_with_the_run(tmp_path: Path) -> None:
     track(tmp_path).start(0)
     content = json.loads((tmp_path / "run.json").read_text())
-    assert content == {"project_name": "project", "experiment_name": "experiment", "config": {"lr": 0.5}}
+    names = {"project_name": "project", "experiment_name": "experiment"}
+    assert content == names | {"total_steps": 10, "config": {"lr": 0.5}}

@@ -16,8 +16,8 @@ from typing import Self
 
 from trainer.config import ConfigError
 from trainer.protocols import CannotWriteError
+from trainer.runtime.live_run import LOCK
 
-LOCK = ".train.lock"
 POLL_S = 0.1
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 REPLACED = (errno.ENOENT, errno.ESTALE)

@@ -8,7 +8,7 @@ import numpy as np
 from trainer.report.phrases import listed, number, percent
 from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.result import CheckItem
-from trainer.report.rules_run import is_tracker_stale, missing_checkpoints, odd_sizes
+from trainer.report.rules_run import incomplete, is_tracker_stale, missing_checkpoints, odd_sizes
 from trainer.report.run import NotJudged, Run
 from trainer.report.run_log import CheckpointState, Series
 from trainer.report.statistics import bins, longest_run, slope
@@ -103,7 +103,12 @@ def _tracker(run: Run) -> Answer:
 def _all_steps(run: Run) -> Answer:
     if run.log.total_steps is None:
         raise NotJudged("the planned number of steps is not known")
-    return run.last_step >= run.log.total_steps, f"{run.last_step} of {run.log.total_steps}"
+    if run.last_step >= run.log.total_steps:
+        return True, f"{run.last_step} of {run.log.total_steps}"
+    words, is_meant = incomplete(run)
+    if is_meant:
+        raise NotJudged(words)
+    return False, words
 
 
 def _final_loss(run: Run) -> Answer:

@@ -95,16 +95,17 @@ def _complete(run: Run) -> Iterator[Finding]:
     if log.total_steps is None and log.exit_code is None:
         raise NotJudged("the log says neither how long the run was to be nor how it ended")
     if log.total_steps is not None and run.last_step < log.total_steps:
+        words, is_meant = incomplete(run)
         yield found(
-            "warn",
-            f"The run has {run.last_step} of {log.total_steps} steps ({percent(run.last_step / log.total_steps)}).",
+            "info" if is_meant else "warn",
+            words,
             value=float(run.last_step),
             threshold=float(log.total_steps),
-            cause="It is still running, was stopped, or died.",
-            remedy="Start the same command again: it resumes.",
+            cause="" if is_meant else "It was stopped, or it died.",
+            remedy="" if is_meant else "Start the same command again: it resumes.",
             suffix="steps",
         )
-    elif log.source == "fsdp-sft" and log.exit_code is None:
+    elif log.source == "fsdp-sft" and log.exit_code is None and not log.is_running:
         yield found(
             "warn",
             "All steps were trained, but no end was written: the process was killed or is still finishing.",
@@ -123,6 +124,18 @@ def _complete(run: Run) -> Iterator[Finding]:
             remedy="Fix their cause and start the same command again: it resumes.",
             suffix="exit",
         )
+
+
+def incomplete(run: Run) -> tuple[str, bool]:
+    """How many of the planned steps there are, and whether that is as it should be."""
+    total_steps, log = run.total_steps, run.log
+    words = f"The run has {run.last_step} of {total_steps} steps ({percent(run.last_step / total_steps)})"
+    if log.is_running:
+        return f"{words} and is still running.", True
+    ends = [event.message for event in log.events if event.kind == "early_stop"]
+    if ends and log.exit_code == 0:
+        return f"{words}, as it was stopped early: {ends[-1]}.", True
+    return f"{words}.", False
 
 
 def _truncation(run: Run) -> Iterator[Finding]:

@@ -74,5 +74,7 @@ class RunLog:
     """Wall time from the first to the last row, where rows carry a clock."""
     exit_code: int | None = None
     """How the last attempt ended, None while it runs or where nobody wrote it down."""
+    is_running: bool = False
+    """A process trains in its directory right now."""
     notes: tuple[str, ...] = ()
     """What the reader wants said, e.g. that the format hides NaN losses."""

@@ -58,7 +58,8 @@ class ConsoleBackend(Backend):
             return
         if data.get("optim/skipped_steps"):
             parts.append(f"skipped {data['optim/skipped_steps']:g}")
-        line = _joined([f"step {step}/{self._total_steps}", *parts])
+        place = f"step {step}" if self._total_steps is None else f"step {step}/{self._total_steps}"
+        line = _joined([place, *parts])
         if self._progress is None or row.kind != "train":
             self._print(line)
         else:

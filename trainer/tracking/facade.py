@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.protocols import EXIT_DONE
+from trainer.runtime import live_run
 from trainer.tracking import events_file, metrics_file, mlflow_backend, run_info, tensorboard_backend, wandb_backend
 from trainer.tracking.backend import Backend
 from trainer.tracking.console_backend import ConsoleBackend
@@ -19,7 +20,7 @@ from trainer.tracking.events_file import Event, EventsFile
 from trainer.tracking.histories import FILE_NAMES, HistoryBackend
 from trainer.tracking.metrics_file import MetricsFile, Past, Row
 from trainer.tracking.mlflow_backend import MlflowBackend
-from trainer.tracking.run_info import RunFile, RunInfo
+from trainer.tracking.run_info import ELSEWHERE, RunFile, RunInfo
 from trainer.tracking.sink import InlineSink, Sink, ThreadSink
 from trainer.tracking.tensorboard_backend import TensorboardBackend
 from trainer.tracking.wandb_backend import WandbBackend
@@ -81,22 +82,31 @@ class Tracking:
     `WANDB_PROJECT` replaces the project name there, so that training and evaluation runs share one. Calls may come
     from any thread.
 
-    Raises `ConfigError` for an unknown backend or one whose package is missing, `CannotWriteError` when a file of its
-    own cannot be opened. After that no failure of a disk, a network or a tracker reaches the caller.
+    `run_dir` is by default `trainer.default_local_dir` of `config`, else `checkpoints/<project>/<experiment>`.
+
+    Raises `ConfigError` for an unknown backend or one whose package is missing and for a directory that holds another
+    run or in which another process trains, `CannotWriteError` when a file of its own cannot be opened. After that no
+    failure of a disk, a network or a tracker reaches the caller.
     """
 
     def __init__(
         self,
         project_name: str,
         experiment_name: str,
-        default_backend: str | Sequence[str],
-        config: Mapping[str, Any],
+        default_backend: str | Sequence[str] = "console",
+        config: Mapping[str, Any] | None = None,
         *,
-        run_dir: Path,
-        total_steps: int,
+        run_dir: str | Path | None = None,
+        total_steps: int | None = None,
     ) -> None:
+        config = config or {}
+        run_dir = Path(run_dir or _local_dir(config) or Path("checkpoints", project_name, experiment_name))
         names = [default_backend] if isinstance(default_backend, str) else list(dict.fromkeys(default_backend))
         self._specs = {name: importable(name) for name in _with_environment(names)}
+        run_file = RunFile(run_dir / run_info.FILE_NAME)
+        run_file.require(project_name, experiment_name)
+        if (pid := live_run.trainer_pid(run_dir)) not in (None, os.getpid()):
+            raise ConfigError(f"'{run_dir}' is being trained in by pid {pid}: {ELSEWHERE}")
         self._metrics_file = MetricsFile(run_dir / metrics_file.FILE_NAME)
         self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self._metrics_file.attempt)
         self._info = RunInfo(
@@ -107,7 +117,7 @@ class Tracking:
             metrics_path=run_dir / metrics_file.FILE_NAME,
             total_steps=total_steps,
             attempt=self._metrics_file.attempt,
-            run_file=RunFile(run_dir / run_info.FILE_NAME),
+            run_file=run_file,
         )
         self._sinks = [_sink(name, spec, self._info) for name, spec in {"csv": HISTORIES, **self._specs}.items()]
         self._lock = threading.RLock()
@@ -132,7 +142,7 @@ class Tracking:
             self._has_started = True
             self._info.resume_step = self._last_step = step
             self._metrics_file.mark(metrics_file.START, step)
-            self._info.run_file.describe({**self._identity(), "config": self._info.config})
+            self._info.run_file.describe(self._info.description())
             self.event("start", step, f"attempt {self.attempt} goes on from step {step}")
             logger.info("%s", _where_logs_are(self._info, self._specs))
 
@@ -140,13 +150,14 @@ class Tracking:
         """Record the metrics of a step. Values are plain int or float; a suffix such as `@sum` of a key is dropped.
 
         Without `kind`, a row with a `val/` key is "val" and any other "train"; kinds such as "system" or "epoch" may
-        be added. One row counts for each kind and step.
+        be added. Of each kind, step and metric the last value counts.
         """
         row = Row.of(data, step, kind)
         with self._lock:
             self._require_open("log", step)
             if not self._has_started:
-                self.start(step - 1 if row.kind == "train" else step)
+                # only a training row says where the run goes on; a result may be of any of its steps
+                self.start(step - 1 if row.kind == "train" else max(step, self.past.last_step))
             self._last_step = step
             self._metrics_file.append(row)
             self._send("log", row)
@@ -181,7 +192,7 @@ class Tracking:
         self._metrics_file.sync_soon()
         self._events_file.sync_soon()
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, exit_code: int = EXIT_DONE) -> None:
         """Close all backends at once, waiting for each at most its `close_timeout_s`; a second call does nothing."""
         with self._lock:
             if self._has_finished:
@@ -200,7 +211,7 @@ class Tracking:
 
     def state_dict(self) -> dict[str, Any]:
         """Names of the run and the ids under which trackers know it."""
-        return self._identity() | {"run_ids": self._info.run_file.as_dict()}
+        return self._info.identity | {"run_ids": self._info.run_file.as_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the tracker runs of a checkpoint where `run.json` names none; before the first row.
@@ -209,11 +220,8 @@ class Tracking:
         """
         if self._has_started:
             raise RuntimeError("Tracking.load_state_dict comes too late: the trackers opened with the first row")
-        if self._identity().items() <= state_dict.items():
+        if self._info.identity.items() <= state_dict.items():
             self._info.run_file.adopt(state_dict["run_ids"])
-
-    def _identity(self) -> dict[str, str]:
-        return {"project_name": self._info.project_name, "experiment_name": self._info.experiment_name}
 
     def _require_open(self, call: str, step: int) -> None:
         if self._has_finished:
@@ -222,6 +230,13 @@ class Tracking:
     def _send(self, call: str, *args: Any) -> None:
         for sink in self._sinks:
             sink.send(call, *args)
+
+
+def _local_dir(config: Mapping[str, Any]) -> str | None:
+    """`trainer.default_local_dir` of a configuration, nested as verl's and ours or flat."""
+    trainer = config.get("trainer")
+    places = [trainer] if isinstance(trainer, Mapping) else []
+    return next((str(found) for place in (*places, config) if (found := place.get("default_local_dir"))), None)
 
 
 def _with_environment(names: list[str]) -> list[str]:

@@ -100,7 +100,8 @@ class _Epochs:
             self._rows = {kind: {} for kind in FILE_NAMES}
             self._epoch = _epoch(row)
         if row.kind in FILE_NAMES:
-            self._rows[row.kind][row.step] = _plain(row.data)
+            rows = self._rows[row.kind]
+            rows[row.step] = {**rows.get(row.step, {}), **_plain(row.data)}
 
     def history(self, kind: str) -> list[Cells]:
         """Lines of all epochs, that of the one under way included."""

@@ -5,7 +5,7 @@ value is null, and `nonfinite` maps its key to "nan", "inf" or "-inf". Kinds are
 ("system", "epoch"), and two markers without metrics: "start", written by every attempt before its first row, and
 "rollback", written inside an attempt. Rows are appended and never rewritten. A marker of step s says that the run
 goes on from finished step s: rows of later steps before it no longer count. Of what counts, the last row of each
-(kind, step) does.
+(kind, step) does, and of several without a marker between them the last value of each metric.
 """
 
 import json
@@ -35,11 +35,12 @@ _COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":([\d
 
 @dataclass(frozen=True)
 class Past:
-    """What earlier attempts left: their number, the wall time they ran, and how many steps were trained again."""
+    """What earlier attempts left: their number, time, how many steps were trained again, the last that counts."""
 
     num_attempts: int = 0
     duration_s: float = 0.0
     num_lost_steps: int = 0
+    last_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Row]:
     """The same one by one, however long the run; with `before_attempt` only those that earlier attempts wrote."""
-    for content in _contents(path):
-        if before_attempt is None or content["attempt"] < before_attempt:
-            data = {key: value for key, value in content.items() if key not in RESERVED}
-            yield Row(content["step"], content["kind"], content.get("ts", 0.0), data)
+    for content in _contents(path, before_attempt):
+        data = {key: value for key, value in content.items() if key not in RESERVED}
+        yield Row(content["step"], content["kind"], content.get("ts", 0.0), data)
 
 
 def read_past(path: Path) -> Past:
@@ -150,9 +150,10 @@ def read_past(path: Path) -> Past:
             last_ts[attempt] = ts
             if match[3].decode() in MARKERS:
                 num_lost_steps += max(0, last_step - step)
-            last_step = step
+                last_step = step
+            last_step = max(last_step, step)
     duration_s = sum(last_ts[attempt] - first_ts[attempt] for attempt in first_ts)
-    return Past(max(first_ts, default=0), duration_s, num_lost_steps)
+    return Past(max(first_ts, default=0), duration_s, num_lost_steps, last_step)
 
 
 def read_rollbacks(path: Path) -> list[tuple[float, int]]:
@@ -160,19 +161,22 @@ def read_rollbacks(path: Path) -> list[tuple[float, int]]:
     return [(content["ts"], content["step"]) for _, content in _lines(path) if content["kind"] == ROLLBACK]
 
 
-def _contents(path: Path) -> Iterator[dict[str, Any]]:
-    places: dict[tuple[int, str], int] = {}
+def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:
+    places: dict[tuple[int, str], tuple[int, ...]] = {}
     for offset, content in _lines(path):
         step, kind = content["step"], content["kind"]
         if kind in MARKERS:
-            places = {place: offset for place, offset in places.items() if place[0] <= step}
-        else:
-            places[step, kind] = offset
+            places = {place: offsets for place, offsets in places.items() if place[0] <= step}
+        elif before_attempt is None or content["attempt"] < before_attempt:
+            places[step, kind] = (*places.get((step, kind), ()), offset)
     with path.open("rb") as file:
         for place in sorted(places):
-            file.seek(places[place])
-            content = json.loads(file.readline())
-            yield content | {key: float(value) for key, value in content.get("nonfinite", {}).items()}
+            merged: dict[str, Any] = {}
+            for offset in places[place]:
+                file.seek(offset)
+                row = json.loads(file.readline())
+                merged |= row | {key: float(value) for key, value in row.get("nonfinite", {}).items()}
+            yield merged
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -31,7 +31,7 @@ def replay(run_dir: Path, *, target: str, output: Path) -> str:
         config=description.get("config", {}),
         run_dir=output,
         metrics_path=metrics_path,
-        total_steps=0,
+        total_steps=description.get("total_steps"),
         attempt=1 + metrics_file.read_past(metrics_path).num_attempts,
         run_file=RunFile(output / run_info.FILE_NAME),
         resume_step=-1,

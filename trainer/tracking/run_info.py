@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.config import ConfigError
 from trainer.tracking import metrics_file
 from trainer.tracking.files import atomic_write
 from trainer.tracking.metrics_file import Row
@@ -15,6 +16,7 @@ from trainer.tracking.metrics_file import Row
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.json"
+ELSEWHERE = "log into a directory of its own (run_dir, trainer.default_local_dir or trainer.experiment_name)"
 
 
 class RunFile:
@@ -23,7 +25,17 @@ class RunFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._ids: dict[str, str] = dict(read_run_file(path).get("run_ids", {}))
+        self._content = read_run_file(path)
+        self._ids: dict[str, str] = dict(self._content.get("run_ids", {}))
+
+    def require(self, project_name: str, experiment_name: str) -> None:
+        """Two runs in one directory would take back each other's rows: raises `ConfigError` where it holds another."""
+        holder = (self._content.get("project_name"), self._content.get("experiment_name"))
+        if None not in holder and holder != (project_name, experiment_name):
+            raise ConfigError(
+                f"'{self._path.parent}' holds the run '{holder[1]}' of project '{holder[0]}', not '{experiment_name}' "
+                f"of '{project_name}': keep its names, or {ELSEWHERE}"
+            )
 
     def get(self, backend: str) -> str | None:
         with self._lock:
@@ -35,7 +47,7 @@ class RunFile:
             self._update({"run_ids": self._ids})
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Keep JSON values beside the ids, such as the configuration."""
+        """Keep what a run is beside the ids, such as its configuration; values that JSON lacks are kept as text."""
         with self._lock:
             self._update(description)
 
@@ -51,7 +63,8 @@ class RunFile:
 
     def _update(self, content: Mapping[str, Any]) -> None:
         try:
-            atomic_write(self._path, json.dumps(read_run_file(self._path) | dict(content), indent=2) + "\n")
+            merged = read_run_file(self._path) | dict(content)
+            atomic_write(self._path, json.dumps(merged, indent=2, default=str) + "\n")
         except OSError as error:
             logger.warning("cannot write %s: %s; a restart may start new tracker runs", self._path, error)
 
@@ -77,7 +90,8 @@ class RunInfo:
     """Where backends write."""
     metrics_path: Path
     """Where the rows of earlier attempts are."""
-    total_steps: int
+    total_steps: int | None
+    """Of the whole run; None where nobody said."""
     attempt: int
     run_file: RunFile
     resume_step: int = 0
@@ -86,6 +100,15 @@ class RunInfo:
     def earlier_rows(self) -> Iterator[Row]:
         """Rows of earlier attempts that count, which are those up to the resume step; complete when a backend opens."""
         return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)
+
+    def description(self) -> dict[str, Any]:
+        """What `run.json` says of the run, for those who read its directory."""
+        total_steps = {} if self.total_steps is None else {"total_steps": self.total_steps}
+        return {**self.identity, **total_steps, "config": self.config}
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"project_name": self.project_name, "experiment_name": self.experiment_name}
 
     def rollbacks(self) -> list[tuple[float, int]]:
         """(Unix seconds, step) of each return to an earlier step."""

@@ -17,7 +17,8 @@ from trainer.report.readers.parsing import (
     parse_number,
     read_json,
 )
-from trainer.report.run_log import LogEvent, RunLog
+from trainer.report.run_log import LogEvent, RunLog, Series
+from trainer.runtime.live_run import is_live
 
 MARKERS = ("start", "rollback")
 """Kinds of rows that take back what was written before of later steps."""
@@ -48,13 +49,20 @@ def read_own(path: Path) -> RunLog:
         events=events,
         checkpoints=find_checkpoints(run_dir),
         tracker_step=tracker_step(run_dir),
-        total_steps=first_step([run.get("total_steps"), config.get("trainer.total_training_steps")]),
+        total_steps=first_step([run.get("total_steps"), config.get("trainer.total_training_steps")])
+        or _foretold(resolved.series.get("progress/pct")),
         num_attempts=num_attempts,
         num_lost_steps=resolved.num_lost_steps,
         num_disordered_rows=resolved.num_disordered_rows,
         span_s=float(clock.max() - clock.min()) if len(clock) > 1 else None,
-        exit_code=exit_code if exit_code is not None else as_step(run.get("exit_code")),
+        exit_code=exit_code,
+        is_running=is_live(run_dir),
     )
+
+
+def _foretold(shares: Series | None) -> int | None:
+    """How many steps 100 % are, for runs whose `run.json` does not say it."""
+    return round(100 * int(shares.steps[-1]) / shares.values[-1]) if shares and shares.values[-1] > 0 else None
 
 
 def _read_rows(path: Path, frame: Frame, faults: Faults) -> int:

@@ -1,0 +1,93 @@
+"""How long a run was to be, and whether it came to its end: from the files that a run leaves, however it ended."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.cli import diagnose
+from trainer.report.analyse import analyse
+from trainer.report.readers import read_run
+from trainer.report.result import Report
+from trainer.tracking import Tracking
+
+NUM_STEPS = 186
+
+
+def train(run_dir: Path, steps: range, *, total_steps: int | None = NUM_STEPS) -> Tracking:
+    """A healthy attempt that logs `steps` and is not closed: as a kill leaves it."""
+    losses = 1.0 + 1.2 * np.exp(-np.arange(NUM_STEPS) / 30) + np.random.default_rng(7).normal(0, 0.02, NUM_STEPS)
+    tracking = Tracking("project", "exp", [], {}, run_dir=run_dir, total_steps=total_steps)
+    tracking.start(steps[0] - 1)
+    for step in steps:
+        row = {"train/loss": float(losses[step - 1]), "train/grad_norm": 1.0, "progress/pct": 100 * step / NUM_STEPS}
+        tracking.log(row, step)
+    return tracking
+
+
+def judged(run_dir: Path) -> Report:
+    return analyse(read_run(run_dir))
+
+
+def titles(report: Report) -> list[str]:
+    return [finding.title for finding in report.findings if finding.rule == "V28"]
+
+
+def status(report: Report, line: str) -> str:
+    return next(item.status for item in report.checklist if item.text == line)
+
+
+@pytest.mark.covers("S3.55")
+def test_a_run_killed_at_120_of_186_steps_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, range(1, 121))
+    report = judged(tmp_path)
+    assert titles(report) == ["The run has 120 of 186 steps (64.5 %)."] and report.verdict == "ATTENTION"
+    assert report.facts["steps"] == "120 of 186" and status(report, "All planned steps were trained") == "fail"
+    assert diagnose.main([str(tmp_path)]) == 1 and '"ATTENTION"' in capsys.readouterr().out
+
+
+def test_the_same_run_at_its_end_is_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, range(1, 121))
+    train(tmp_path, range(101, NUM_STEPS + 1)).finish(0)
+    assert (judged(tmp_path).verdict, titles(judged(tmp_path))) == ("OK", [])
+    assert diagnose.main([str(tmp_path)]) == 0
+
+
+def test_a_resume_that_is_to_train_longer_counts(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 101), total_steps=100).finish(0)
+    assert judged(tmp_path).verdict == "OK"
+    train(tmp_path, range(101, 121), total_steps=NUM_STEPS).finish(75)
+    assert "The run has 120 of 186 steps (64.5 %)." in titles(judged(tmp_path))
+
+
+def test_a_run_that_kept_its_length_for_itself_shows_it_by_its_progress(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 121), total_steps=None)
+    assert "total_steps" not in json.loads((tmp_path / "run.json").read_text())
+    assert judged(tmp_path).facts["steps"] == "120 of 186"
+
+
+def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path: Path) -> None:
+    tracking = train(tmp_path, range(1, 121))
+    holder = {"nonce": "0", "pid": os.getpid(), "host": socket.gethostname(), "started": "now"}
+    (tmp_path / ".train.lock").write_text(json.dumps(holder))
+    report = judged(tmp_path)
+    assert titles(report) == ["The run has 120 of 186 steps (64.5 %) and is still running."]
+    assert report.verdict == "OK" and status(report, "All planned steps were trained") == "unknown"
+    (tmp_path / ".train.lock").write_text(json.dumps(holder | {"host": "elsewhere"}))
+    assert judged(tmp_path).verdict == "ATTENTION", "no sign of life"
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / "heartbeat" / "rank_0.json").write_text("{}")
+    assert judged(tmp_path).verdict == "OK", "a heartbeat just now"
+    tracking.finish(0)
+
+
+def test_a_run_that_was_to_stop_early_is_complete(tmp_path: Path) -> None:
+    tracking = train(tmp_path, range(1, 121))
+    tracking.event("early_stop", 120, "val/loss has not improved in 3 validations; best at step 90")
+    tracking.finish(0)
+    report = judged(tmp_path)
+    assert "stopped early: val/loss has not improved in 3 validations" in titles(report)[0]
+    assert report.verdict == "OK" and status(report, "All planned steps were trained") == "unknown"
