@@ -39,11 +39,11 @@ SFT_GROUPS = {
 }
 GRPO_GROUPS = {"kl": "optimisation", "train": "optimisation", "completions": "length", "memory(GiB)": "memory"}
 CHECKLIST = (
-    CheckItem("S3.45", "start", "training loss falls in the first 100 steps", "pass", "2.15 to 1.88"),
-    CheckItem("S3.46", "start", "learning rate rises in warm-up", "pass", "0 to 2e-5 in 100 steps"),
-    CheckItem("S3.49", "start", "GPU utilisation above 80 %", "unknown", "system/gpu_util was not logged"),
-    CheckItem("S3.51", "checkpoint", "validation loss does not rise", "fail", "rises since step 1250"),
-    CheckItem("S3.55", "end", "all steps were done", "pass", "2000 of 2000"),
+    CheckItem("loss_falls", "start", "training loss falls in the first 100 steps", "pass", "2.15 to 1.88"),
+    CheckItem("rate_rises", "start", "learning rate rises in warm-up", "pass", "0 to 2e-5 in 100 steps"),
+    CheckItem("device_busy", "start", "GPU utilisation above 80 %", "unknown", "system/gpu_util was not logged"),
+    CheckItem("val_not_rising", "checkpoint", "validation loss does not rise", "fail", "rises since step 1250"),
+    CheckItem("all_steps", "end", "all steps were done", "pass", "2000 of 2000"),
 )
 
 
@@ -142,7 +142,6 @@ def sft_findings() -> tuple[Finding, ...]:
             ),
             "The model has begun to learn its training samples by heart: more passes over the same data do not help.",
             "Use the checkpoint of step 1000; next time set trainer.total_epochs=2.",
-            ("S3.32", "S3.43"),
         ),
         Finding(
             "V22",
@@ -156,7 +155,6 @@ def sft_findings() -> tuple[Finding, ...]:
             ("0.09 s at the start, 0.31 s at the end",),
             "The loader does not keep up; its time grows, as with a file system whose cache runs full.",
             "Set data.num_workers=4, and keep the token cache on a local disk.",
-            ("S0.26",),
         ),
         Finding(
             "V07-1380",
@@ -170,7 +168,6 @@ def sft_findings() -> tuple[Finding, ...]:
             ("grad_norm 31 at the same step, clipped to 1",),
             "A single batch with unusual samples.",
             "Look at the samples of step 1380; optim.clip_grad=1.0 held the damage back, keep it.",
-            ("S1.22",),
         ),
         Finding("V23", "V23", "info", "The first two steps are slower than the rest and left out of all judgements"),
     )
@@ -207,6 +204,7 @@ def sft_report(log: RunLog) -> Report:
         anomalies=(spike,),
         correlations=(),
         generalisation=Generalisation(
+            "validation loss", dict(zip(verdicts, log.series["val/loss"].values.tolist(), strict=True)),
             1000, 1.30, 1.60, 1.27, verdicts, 1500, 1000, Path("runs/sft-7b/global_step_1000"),
             "The lowest validation loss of all that exist.", 0.30,
         ),
@@ -283,7 +281,6 @@ def grpo_report(log: RunLog) -> Report:
         evidence,
         "The policy moves far from its reference while the learning rate is high; the update is not clipped.",
         "learning_rate=5e-6, max_grad_norm=0.5, beta=0.1.",
-        ("S2.24", "S2.30"),
     )
     return Report(
         title="v3",

@@ -96,6 +96,12 @@ def _too_short() -> RunLog:
     return replace(log, series=series, num_rows=40, total_steps=40, checkpoints=(), tracker_step=None)
 
 
+def _held_out_collapse() -> RunLog:
+    """The training reward goes on rising while that of the held-out samples is lost from epoch 21 on."""
+    rewards = np.concatenate([np.linspace(-0.6, 0.2, 20), np.linspace(0.1, -0.5, 10)])
+    return changed(healthy("controller"), **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))})
+
+
 STEPS = np.arange(1, 2001)
 EVALS = np.linspace(1.6, 1.0, 20)
 FLAT = 1.2 * np.exp(RNG.normal(0, 0.05, 2000))
@@ -146,4 +152,5 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
     ("V42", "sft", _too_short),
     ("V43", "sft", but(num_lost_steps=300, num_attempts=4)),
     ("V44", "sft", _constant),
+    ("V45", "controller", _held_out_collapse),
 )

@@ -123,7 +123,7 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is() -> None:
     [
         ("V31", "Raise beta from 0.04 to 0.1 to 0.2 and adapt it"),
         ("V31", "epsilon and epsilon_high at 0.1"),
-        ("V31", "kl > 10 or completions/clipped_ratio > 0.3: snapshot, rollback"),
+        ("V31", "at kl > 10 or a clipped ratio > 0.3 keep a snapshot and return to a checkpoint"),
         ("V31", "eval_steps=100 and save_steps=100"),
         ("V13", "Set max_grad_norm to 1.0, or 0.5"),
         ("V13", "skip the optimizer step"),

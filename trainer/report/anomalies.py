@@ -210,7 +210,10 @@ def _anomaly(
     witnesses: tuple[Witness, ...], grid: Ints, first: int, last: int, limits: Mapping[str, float], last_step: int
 ) -> Anomaly:
     margin = int(limits["merge_points"])
-    low, high = int(grid[max(0, first - margin)]), int(grid[min(len(grid) - 1, last + margin)])
+    # at its ends the grid stands for what other metrics logged before and after it
+    low = int(grid[first - margin]) if first > margin else 0
+    end = max(int(w.series.steps[-1]) for w in witnesses)
+    high = int(grid[last + margin]) if last + margin < len(grid) - 1 else end
     moved = [(w, m) for w in witnesses if (m := _mover(w, low, high, limits)) is not None]
     moved.sort(key=lambda pair: (pair[1].onset_step, _place_in_chain(*pair)))
     effects = [pair for pair in moved if pair[0].group in EFFECTS]

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.report.result import Finding, Report
 
-SCHEMA = "fsdp-sft-report/1"
+SCHEMA = "fsdp-sft-report/2"
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -39,16 +39,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "trends": _plain(report.trends),
         "metrics": _plain(report.metrics),
         "correlations": [{"metrics": [a, b], "rho": _plain(rho)} for a, b, rho in report.correlations],
-        "checklist": [
-            {
-                "seed_ref": item.seed,
-                "phase": item.phase,
-                "text": item.text,
-                "status": item.status,
-                "detail": item.detail,
-            }
-            for item in report.checklist
-        ],
+        "checklist": _plain(report.checklist),
         "thresholds": _plain(report.thresholds),
         "overridden": list(report.overridden),
         "insufficient": [{"rule": rule, "reason": reason} for rule, reason in report.insufficient],
@@ -57,7 +48,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _finding(finding: Finding) -> dict[str, Any]:
     names = ("id", "rule", "level", "title", "metric", "steps", "value", "threshold", "evidence", "cause", "remedy")
-    return {name: _plain(getattr(finding, name)) for name in names} | {"seed_refs": list(finding.seeds)}
+    return {name: _plain(getattr(finding, name)) for name in names}
 
 
 def _plain(value: Any) -> Any:

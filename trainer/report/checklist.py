@@ -1,4 +1,4 @@
-"""The checklists of S3.45 to S3.58: first 100 steps, each checkpoint, the end. Pass, fail or unknown, with numbers."""
+"""The checklists of a run: first 100 steps, each checkpoint, the end. Pass, fail or unknown, with numbers."""
 
 import re
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from trainer.report.phrases import listed, number, percent
 from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.result import CheckItem
 from trainer.report.rules_run import incomplete, is_tracker_stale, missing_checkpoints, odd_sizes
+from trainer.report.rules_validation import lasting_rise
 from trainer.report.run import NotJudged, Run
 from trainer.report.run_log import CheckpointState, Series
-from trainer.report.statistics import bins, longest_run, slope
+from trainer.report.statistics import bins, slope
 from trainer.report.throughput import ordinary_steps
 
 Answer = tuple[bool, str]
@@ -78,9 +79,8 @@ def _no_crash(run: Run) -> Answer:
 
 
 def _val_not_rising(run: Run) -> Answer:
-    val = run.get("val_loss")
-    start, stop = longest_run(np.diff(val.values) > 0)
-    return stop - start < run.limits["val_rises"], f"{stop - start} rises in a row at most"
+    start, stop = lasting_rise(run)
+    return start == stop, f"{stop - start} rises in a row" if stop > start else "no rise beyond noise"
 
 
 def _export_complete(run: Run) -> Answer:
@@ -137,20 +137,20 @@ def _checkpoints(run: Run) -> tuple[CheckpointState, ...]:
 
 
 _ITEMS: tuple[tuple[str, str, str, Callable[[Run], Answer]], ...] = (
-    ("S3.45", "start", "The training loss falls", _loss_falls),
-    ("S3.46", "start", "The learning rate rises in its warm-up", _rate_rises),
-    ("S3.47", "start", "The gradient norm is between 0.1 and 10", _gradient_in_range),
-    ("S3.48", "start", "The step time is stable", _time_stable),
-    ("S3.49", "start", "The devices are busy more than 80 % of the time", _device_busy),
-    ("S3.50", "start", "No NCCL timeout, not out of memory", _no_crash),
-    ("S3.51", "checkpoint", "The validation loss does not keep rising", _val_not_rising),
-    ("S3.52", "checkpoint", "All files are there, the export among them", _export_complete),
-    ("S3.53", "checkpoint", "Sizes are plausible", _sizes),
-    ("S3.54", "checkpoint", "The tracker file names the newest", _tracker),
-    ("S3.55", "end", "All planned steps were trained", _all_steps),
-    ("S3.56", "end", "The final training loss is in the usual range", _final_loss),
-    ("S3.57", "end", "All expected checkpoints were saved", _all_checkpoints),
-    ("S3.58", "end", "The run ended as finished", _finished),
+    ("loss_falls", "start", "The training loss falls", _loss_falls),
+    ("rate_rises", "start", "The learning rate rises in its warm-up", _rate_rises),
+    ("gradient_in_range", "start", "The gradient norm is between 0.1 and 10", _gradient_in_range),
+    ("time_stable", "start", "The step time is stable", _time_stable),
+    ("device_busy", "start", "The devices are busy more than 80 % of the time", _device_busy),
+    ("no_crash", "start", "No NCCL timeout, not out of memory", _no_crash),
+    ("val_not_rising", "checkpoint", "The validation loss does not keep rising", _val_not_rising),
+    ("checkpoints_whole", "checkpoint", "All files are there, the export among them", _export_complete),
+    ("checkpoint_sizes", "checkpoint", "Sizes are plausible", _sizes),
+    ("tracker_file", "checkpoint", "The tracker file names the newest", _tracker),
+    ("all_steps", "end", "All planned steps were trained", _all_steps),
+    ("final_loss", "end", "The final training loss is in the usual range", _final_loss),
+    ("all_checkpoints", "end", "All expected checkpoints were saved", _all_checkpoints),
+    ("finished", "end", "The run ended as finished", _finished),
 )
 
 
@@ -159,11 +159,11 @@ def checklist(run: Run) -> tuple[CheckItem, ...]:
     return tuple(_item(run, *entry) for entry in _ITEMS)
 
 
-def _item(run: Run, seed: str, phase: str, text: str, check: Callable[[Run], Answer]) -> CheckItem:
+def _item(run: Run, id_: str, phase: str, text: str, check: Callable[[Run], Answer]) -> CheckItem:
     if check in (_gradient_in_range, _final_loss) and run.profile != "sft":
-        return CheckItem(seed, phase, text, "unknown", f"no usual range for a {run.profile} run")
+        return CheckItem(id_, phase, text, "unknown", f"no usual range for a {run.profile} run")
     try:
         has_passed, detail = check(run)
     except NotJudged as reason:
-        return CheckItem(seed, phase, text, "unknown", str(reason))
-    return CheckItem(seed, phase, text, "pass" if has_passed else "fail", detail)
+        return CheckItem(id_, phase, text, "unknown", str(reason))
+    return CheckItem(id_, phase, text, "pass" if has_passed else "fail", detail)

@@ -1,6 +1,7 @@
-"""Training against validation: the best step, overfitting, and which of the existing checkpoints to take."""
+"""Results on held-out samples: the best step, overfitting, and which of the existing checkpoints to take."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -8,18 +9,57 @@ import numpy as np
 from trainer.report.overfit import Judgement, judge
 from trainer.report.phrases import number
 from trainer.report.result import Generalisation
-from trainer.report.run import Run
-from trainer.report.run_log import CheckpointState, Series
+from trainer.report.run import NotJudged, Run
+from trainer.report.run_log import Series
 from trainer.report.statistics import Floats
 
 NUM_AROUND = 32
 """Training losses before a validation whose median is compared with it."""
+RESULTS = ("val_reward", "val_accuracy")
+"""Roles of held-out results, what is optimised first."""
+EXTERNAL = "external result"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What checkpoints are compared by; finite points."""
+
+    metric: str
+    points: Series
+    is_loss: bool
+    """Lower is better."""
+
+    @property
+    def costs(self) -> Floats:
+        return self.points.values if self.is_loss else -self.points.values
+
+
+def val_losses(run: Run) -> Series:
+    """Raises `NotJudged` without a validation loss, or where it is that of a policy: noise around 0."""
+    val, train = run.get("val_loss"), run.find("loss")
+    if run.profile in ("grpo", "controller"):
+        losses = [val.values, *([] if train is None else [train.values])]
+        if run.profile == "controller" or any(np.any(values <= 0) for values in losses):
+            raise NotJudged("the loss is that of a policy, which changes its sign: rewards tell how good it is")
+    return val
+
+
+def criterion(run: Run) -> Criterion | None:
+    """The validation loss; of a policy its reward or accuracy on held-out samples; else the external results."""
+    try:
+        return Criterion("validation loss", val_losses(run), is_loss=True)
+    except NotJudged:
+        pass
+    for role in RESULTS:
+        if (points := run.find(role)) is not None:
+            return Criterion(run.name(role), points, is_loss=False)
+    return _external(run.external) if run.external else None
 
 
 def train_losses_at(val: Series, train: Series | None) -> Floats:
     """Training loss around each validation: the median of the points since the one before; NaN without a training loss.
 
-    A log that writes both only then (S3.43) gives the very point.
+    A log that writes both only then gives the very point.
     """
     if train is None:
         return np.full(len(val), np.nan)
@@ -30,57 +70,61 @@ def train_losses_at(val: Series, train: Series | None) -> Floats:
 
 
 def judged(run: Run) -> Judgement:
-    """Raises `NotJudged` without a validation loss."""
-    val = run.get("val_loss")
+    """Raises `NotJudged` without a validation loss that can be judged."""
+    val = val_losses(run)
     return judge(val.values, train_losses_at(val, run.find("loss")), run.limits)
 
 
 def generalisation(run: Run) -> Generalisation | None:
     """None where the run never validated and no external metric is given."""
-    val = run.find("val_loss")
-    if val is None:
+    found = criterion(run)
+    if found is None:
         return None
-    judgement = judged(run)
-    train = train_losses_at(val, run.find("loss"))
-    best = judgement.best
-    step, path, reason = _recommended(run, val)
-    at = int(np.argmin(np.abs(val.steps - step)))
+    points, gap, overfit = found.points, np.nan, None
+    verdicts: tuple[str, ...] = ("",) * len(points)
+    if found.is_loss:
+        judgement = judged(run)
+        verdicts, overfit = judgement.verdicts, judgement.overfit
+        gap = float(points.values[-1] - train_losses_at(points, run.find("loss"))[-1])
+    best = int(np.argmin(found.costs))
+    deciding = _external(run.external) if run.external else found
+    step, path, reason = _recommended(run, deciding)
+    at = int(np.argmin(np.abs(deciding.points.steps - step)))
     return Generalisation(
-        best_step=int(val.steps[best]),
-        best_loss=float(val.values[best]),
-        last_loss=float(val.values[-1]),
-        gap=float(val.values[-1] - train[-1]),
-        verdicts=dict(zip(val.steps.tolist(), judgement.verdicts, strict=True)),
-        overfit_step=None if judgement.overfit is None else int(val.steps[judgement.overfit]),
+        metric=found.metric,
+        values=dict(zip(points.steps.tolist(), points.values.tolist(), strict=True)),
+        best_step=int(points.steps[best]),
+        best_value=float(points.values[best]),
+        last_value=float(points.values[-1]),
+        gap=gap,
+        verdicts=dict(zip(points.steps.tolist(), verdicts, strict=True)),
+        overfit_step=None if overfit is None else int(points.steps[overfit]),
         recommended_step=step,
         recommended_path=path,
         reason=reason,
-        expected_gain=float(val.values[-1] - val.values[at]),
+        expected_gain=float(deciding.costs[-1] - deciding.costs[at]),
     )
 
 
-def _recommended(run: Run, val: Series) -> tuple[int, Path | None, str]:
-    """(step, path, reason): by the external metric where one is given, else by validation loss."""
+def _external(results: Mapping[int, float]) -> Criterion:
+    """Higher is better, as for a success rate."""
+    steps = sorted(results)
+    return Criterion(EXTERNAL, Series(np.array(steps), np.array([results[step] for step in steps])), is_loss=False)
+
+
+def _recommended(run: Run, deciding: Criterion) -> tuple[int, Path | None, str]:
+    """(step, path, reason): the best of the checkpoints that exist; the best step where none is known to exist."""
     existing = {c.step: c for c in run.log.checkpoints if c.is_complete}
-    if run.external:
-        return _by_external(run.external, existing)
-    losses = dict(zip(val.steps.tolist(), val.values.tolist(), strict=True))
-    scored = {step: losses[step] for step in existing if step in losses}
-    best = min(losses, key=lambda step: losses[step])
-    if not scored:
+    costs = dict(zip(deciding.points.steps.tolist(), deciding.costs.tolist(), strict=True))
+    values = dict(zip(deciding.points.steps.tolist(), deciding.points.values.tolist(), strict=True))
+    kept = {step: cost for step, cost in costs.items() if step in existing}
+    best = min(costs, key=lambda step: costs[step])
+    lead = f"{'Lowest' if deciding.is_loss else 'Highest'} {deciding.metric}"
+    outranks = " It outranks the validation loss." if deciding.metric == EXTERNAL else ""
+    if not kept:
         none = "no checkpoint is known" if not existing else "no complete checkpoint was validated"
-        return best, None, f"Lowest validation loss, {number(losses[best])}; {none}."
-    step = min(scored, key=lambda step: scored[step])
-    reason = f"Lowest validation loss among the {len(scored)} checkpoints that exist, {number(scored[step])}"
-    lost = "" if step == best else f"; the best, {number(losses[best])} at step {best}, was not kept"
-    return step, existing[step].path, f"{reason}{lost}."
-
-
-def _by_external(
-    external: Mapping[int, float], existing: Mapping[int, CheckpointState]
-) -> tuple[int, Path | None, str]:
-    """Higher is better, as for a success rate; it outranks the validation loss."""
-    candidates = {step: value for step, value in external.items() if step in existing} or dict(external)
-    step = max(candidates, key=lambda step: candidates[step])
-    path = existing[step].path if step in existing else None
-    return step, path, f"Best external result, {number(candidates[step])}; it outranks the validation loss."
+        return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"
+    step = min(kept, key=lambda step: kept[step])
+    lost = "" if step == best else f"; the best, {number(values[best])} at step {best}, was not kept"
+    reason = f"{lead} among the {len(kept)} checkpoints that exist, {number(values[step])}{lost}."
+    return step, existing[step].path, reason + outranks

@@ -1,4 +1,4 @@
-"""Whether validation losses say overfitting, evaluation by evaluation (specification, section 4)."""
+"""Whether validation losses say overfitting, evaluation by evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def judge(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float])
     `train_losses` are those around each validation; both arrays have one entry per validation. Where the training loss
     too is above that of the best until the next validation, the run has become unstable and does not overfit.
     """
-    sigma = _relative_noise(val_losses)
+    sigma = relative_noise(val_losses)
     note = max(limits["overfit_note"], limits["overfit_note_sigma"] * sigma)
     sure = max(limits["overfit_sure"], limits["overfit_sure_sigma"] * sigma)
     verdicts: list[str] = []
@@ -44,7 +44,7 @@ def judge(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float])
     return Judgement(tuple(verdicts), int(np.argmin(val_losses)), overfit)
 
 
-def _relative_noise(losses: Floats) -> float:
+def relative_noise(losses: Floats) -> float:
     """Spread of a validation curve over its level, from second differences; 0 with fewer than five points."""
     if len(losses) < 5:
         return 0.0

@@ -79,7 +79,8 @@ def _tiles(report: Report, log: RunLog) -> str:
         if len(curve := smooth(log.series.get(key, NOTHING), SMOOTHINGS[-1]).values):
             tiles.append((name, number(float(curve[-1])), f"from {number(float(curve[0]))}, smoothed"))
     if (found := report.generalisation) is not None:
-        tiles.append(("Best validation", number(found.best_loss), f"at step {step(found.best_step)}"))
+        about = f"{clean(found.metric)} at step {step(found.best_step)}"
+        tiles.append(("Best validation", number(found.best_value), about))
     if report.anomalies:
         open_ = sum(not anomaly.has_recovered for anomaly in report.anomalies)
         tiles.append(("Anomalies", str(len(report.anomalies)), f"{open_} not recovered" if open_ else "all recovered"))
@@ -100,7 +101,7 @@ def _tiles(report: Report, log: RunLog) -> str:
 
 def _finding(finding: Finding) -> str:
     """What is the matter and what to do at once; why, on demand."""
-    about = " · ".join(part for part in (place(finding), finding.rule, *finding.seeds) if part)
+    about = " · ".join(part for part in (place(finding), clean(finding.id)) if part)
     evidence = "".join(f"<li>{escape(clean(line))}</li>" for line in finding.evidence)
     why = (f"<p>{escape(clean(finding.cause))}</p>" if finding.cause else "") + (
         f"<ul>{evidence}</ul>" if evidence else ""

@@ -180,8 +180,9 @@ class Plots:
         for state in self._log.checkpoints:
             panel.mark(state.step, title=f"checkpoint of step {step(state.step)}", css="checkpoint", sign="▲")
         if (found := self._report.generalisation) is not None:
-            best = f"best validation loss {number(found.best_loss)} at step {step(found.best_step)}"
-            panel.mark(found.best_step, title=best, css="best", sign=f"★ best {number(found.best_loss)}", is_above=True)
+            best = f"best {clean(found.metric)} {number(found.best_value)} at step {step(found.best_step)}"
+            sign = f"★ best {number(found.best_value)}"
+            panel.mark(found.best_step, title=best, css="best", sign=sign, is_above=True)
 
     def _event_key(self) -> Iterable[tuple[str, str]]:
         if self._report.anomalies:

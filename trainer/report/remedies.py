@@ -38,6 +38,13 @@ _OURS = {
     "max_length": "data.max_length",
     "memory": "model.enable_gradient_checkpointing=true, a smaller data.max_token_len_per_gpu",
     "epochs": "trainer.total_epochs",
+    # of reinforcement learning, which is a loop of the user's own
+    "accumulation": "the number of accumulated batches",
+    "beta": "the weight of the KL penalty",
+    "epsilon_low": "the lower clip range",
+    "epsilon_high": "the upper clip range",
+    "group": "the number of answers to a prompt",
+    "completion": "the longest answer allowed",
 }
 _VERL = {
     **_OURS,
@@ -51,7 +58,13 @@ _VERL = {
 }
 OPTIONS: Mapping[str, Mapping[str, str]] = {"fsdp-sft": _OURS, "verl": _VERL}
 """Framework -> purpose -> option; everyone else uses transformers' names."""
-_SYNONYMS = {"warmup": ("warmup_steps",), "epsilon_low": ("epsilon_low",), "group": ("group_size",)}
+_SYNONYMS = {
+    "warmup": ("warmup_steps",),
+    "epsilon_low": ("epsilon_low",),
+    "group": ("group_size", "num_generations"),
+    "beta": ("beta",),
+    "completion": ("max_completion_length",),
+}
 
 
 def option(run: Run, purpose: str) -> str:
@@ -124,9 +137,12 @@ def shorter_completions(run: Run) -> str:
 
 def watch(run: Run) -> str:
     """Early stop and return to a checkpoint."""
-    rule = "a rule `kl > 10 or completions/clipped_ratio > 0.3: snapshot, rollback`" if run.key("kl") else "a guard"
-    each = f"{option(run, 'eval')}=100 and {option(run, 'save')}=100"
-    return f"Validate and save often ({each}) and watch with {rule}: stop, or return to a checkpoint."
+    often = f"Validate and save often ({option(run, 'eval')}=100 and {option(run, 'save')}=100)"
+    if run.key("kl"):
+        return f"{often}; at kl > 10 or a clipped ratio > 0.3 keep a snapshot and return to a checkpoint, or stop."
+    if run.log.source == "fsdp-sft":
+        return f"{often}, with trainer.guard.on_severe=rollback: such a step returns to a checkpoint."
+    return f"{often}; where loss or gradient norm are far off, return to a checkpoint, or stop."
 
 
 def larger_group(run: Run) -> str:

@@ -16,7 +16,7 @@ class Finding:
 
     id: str
     rule: str
-    """V01 to V44."""
+    """V01 to V45."""
     level: str
     title: str
     """One sentence: what is the matter."""
@@ -28,8 +28,6 @@ class Finding:
     cause: str = ""
     remedy: str = ""
     """What to do, with the configuration key and a value."""
-    seeds: tuple[str, ...] = ()
-    """Lines of the requirement list it answers, such as S2.25."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +103,24 @@ class Trend:
 
 @dataclass(frozen=True)
 class Generalisation:
+    metric: str
+    """What is compared: the validation loss, or the reward or accuracy on held-out samples, or an external result."""
+    values: Mapping[int, float]
+    """By the step of each validation."""
     best_step: int
-    best_loss: float
-    last_loss: float
+    best_value: float
+    last_value: float
     gap: float
-    """Validation minus training loss at the end."""
+    """Validation minus training loss at the end; NaN where it is no loss."""
     verdicts: Mapping[int, str]
-    """Step of each validation -> ok, note or overfit."""
+    """Step of each validation -> ok, note or overfit; "" where it is no loss."""
     overfit_step: int | None
     recommended_step: int | None
     """Best among the checkpoints that exist; the best step where none is known to exist."""
     recommended_path: Path | None
     reason: str
     expected_gain: float
-    """Validation loss at the end minus at the recommended step."""
+    """How much better the recommended step is than the last, in the metric that decides."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Throughput:
 class CheckItem:
     """One line of the checklists: the first 100 steps, each checkpoint, the end."""
 
-    seed: str
+    id: str
     phase: str
     """start, checkpoint or end."""
     text: str

@@ -1,4 +1,4 @@
-"""All 44 rules, in the order of their numbers."""
+"""All 45 rules, in the order of their numbers."""
 
 from trainer.report import (
     rules_gradient,

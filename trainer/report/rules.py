@@ -20,7 +20,6 @@ class Rule:
     """Roles without which it cannot be judged."""
     profiles: tuple[str, ...] = ()
     """Those it applies to; empty = all."""
-    seeds: tuple[str, ...] = ()
 
 
 def found(level: str, title: str, **fields: object) -> Finding:
@@ -33,16 +32,15 @@ def judge(run: Run, rules: Sequence[Rule]) -> tuple[tuple[Finding, ...], tuple[t
     findings: list[Finding] = []
     not_judged: list[tuple[str, str]] = []
     for rule in rules:
-        name = f"{rule.id} {rule.name}"
         if rule.profiles and run.profile not in rule.profiles:
-            not_judged.append((name, f"applies to {' and '.join(rule.profiles)} runs"))
+            not_judged.append((rule.name, f"applies to {' and '.join(rule.profiles)} runs"))
             continue
         try:
             for role in rule.needs:
                 run.get(role)
             findings += _named(rule, run)
         except NotJudged as reason:
-            not_judged.append((name, str(reason)))
+            not_judged.append((rule.name, str(reason)))
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return tuple(findings), tuple(not_judged)
 
@@ -50,4 +48,4 @@ def judge(run: Run, rules: Sequence[Rule]) -> tuple[tuple[Finding, ...], tuple[t
 def _named(rule: Rule, run: Run) -> Iterator[Finding]:
     for finding in rule.check(run):
         identity = f"{rule.name}:{finding.id}" if finding.id else rule.name
-        yield replace(finding, id=identity, rule=rule.id, seeds=finding.seeds or rule.seeds)
+        yield replace(finding, id=identity, rule=rule.id)

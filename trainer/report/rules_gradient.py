@@ -108,7 +108,6 @@ def _unclipped(run: Run) -> Iterator[Finding]:
             evidence=(remedies.fact(run, "clip"), remedies.fact(run, "lr")),
             cause="Without clipping one extreme batch moves all weights by a multiple of a usual step.",
             remedy=remedies.clip(run),
-            seeds=("S2.25", "S2.31", "S2.42"),
         )
     share = _clipped_share(run, clip)
     if share is not None and share > run.limits["clipped_share"]:
@@ -180,7 +179,6 @@ def _schedule(run: Run) -> Iterator[Finding]:
             cause="No schedule is set; without decay the weights keep moving with the last batches.",
             remedy=remedies.decay(run),
             suffix="decay",
-            seeds=("S3.33", "S2.34"),
         )
 
 
@@ -215,7 +213,6 @@ def _raised(run: Run, stretches: tuple[RaisedRate, ...]) -> Finding:
         remedy=f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before it and train on with "
         "the schedule unbroken.",
         suffix="raised",
-        seeds=("S3.33", "S2.10", "S2.39"),
     )
 
 
@@ -256,10 +253,10 @@ def _too_high(run: Run) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule("V10", "grad_range", _range, ("grad",), ("sft",), seeds=("S3.34", "S3.47")),
-    Rule("V11", "grad_high", _high, ("grad",), seeds=("S3.35", "S2.9")),
-    Rule("V12", "grad_vanish", _vanishing, ("grad",), seeds=("S3.36",)),
-    Rule("V13", "grad_unclipped", _unclipped, ("grad",), seeds=("S2.25", "S2.31", "S2.42")),
-    Rule("V14", "lr_schedule", _schedule, ("lr",), seeds=("S3.33", "S3.46")),
-    Rule("V15", "lr_too_high", _too_high, ("lr",), seeds=("S2.10", "S2.39")),
+    Rule("V10", "grad_range", _range, ("grad",), ("sft",)),
+    Rule("V11", "grad_high", _high, ("grad",)),
+    Rule("V12", "grad_vanish", _vanishing, ("grad",)),
+    Rule("V13", "grad_unclipped", _unclipped, ("grad",)),
+    Rule("V14", "lr_schedule", _schedule, ("lr",)),
+    Rule("V15", "lr_too_high", _too_high, ("lr",)),
 )

@@ -258,12 +258,12 @@ def _reward_clip(run: Run) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule("V30", "length_shift", _length_shift, ("mean_length",), seeds=("S0.21", "S2.15", "S2.16")),
-    Rule("V31", "kl", _kl, ("kl",), seeds=("S2.11", "S2.24", "S2.41")),
-    Rule("V32", "clipped_ratio", _clipped_ratio, ("clipped_ratio",), seeds=("S2.17", "S2.18", "S2.26", "S2.41")),
-    Rule("V33", "clip_ratio", _clip_ratio, ("clip_ratio",), seeds=("S2.19",)),
-    Rule("V34", "reward_drop", _reward_drop, ("reward",), ("grpo",), seeds=("S2.13", "S2.23", "S2.27")),
-    Rule("V37", "adv_shape", _advantages, seeds=("S0.16",)),
-    Rule("V38", "entropy_collapse", _entropy, ("entropy",), seeds=("S0.18",)),
-    Rule("V41", "reward_clip", _reward_clip, ("reward_clip",), seeds=("S4.19",)),
+    Rule("V30", "length_shift", _length_shift, ("mean_length",)),
+    Rule("V31", "kl", _kl, ("kl",)),
+    Rule("V32", "clipped_ratio", _clipped_ratio, ("clipped_ratio",)),
+    Rule("V33", "clip_ratio", _clip_ratio, ("clip_ratio",)),
+    Rule("V34", "reward_drop", _reward_drop, ("reward",), ("grpo",)),
+    Rule("V37", "adv_shape", _advantages),
+    Rule("V38", "entropy_collapse", _entropy, ("entropy",)),
+    Rule("V41", "reward_clip", _reward_clip, ("reward_clip",)),
 )

@@ -7,12 +7,13 @@ from itertools import pairwise
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.collapse import collapse
 from trainer.report.phrases import number, percent
 from trainer.report.result import Finding
 from trainer.report.rules import Rule, found
 from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
-from trainer.report.statistics import bins, longest_run, slope
+from trainer.report.statistics import bins, longest_run, noise, slope
 
 BANDS = {
     "reward": (-0.5, 0.0, 0.3),
@@ -20,7 +21,27 @@ BANDS = {
 }
 """What epochs 1-10, 11-20 and 21-30 of a controller reach (S1.28): rewards about that, accuracies at least."""
 MIN_EPOCHS = 8
+CLEAR_SIGMA = 3
+"""A fall is at least so many times the noise from epoch to epoch: of many good runs some end lower by chance."""
 _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
+
+
+def collapsed(run: Run, role: str) -> Iterator[Finding]:
+    """What a reward or accuracy had reached and lost."""
+    fall = collapse(run.get(role), run.limits)
+    if fall is not None:
+        last_good = fall.steps[0]
+        yield found(
+            "warn",
+            f"{run.name(role)} fell from {number(fall.before)} to {number(fall.after)} after step {last_good}.",
+            metric=run.name(role),
+            steps=fall.steps,
+            value=fall.before - fall.after,
+            threshold=fall.least,
+            cause="Training diverges, or the policy has found a dead end.",
+            remedy=f"Stop, take the last checkpoint up to step {last_good}. {remedies.lower_rate(run)}",
+            suffix=f"collapse:{run.name(role)}",
+        )
 
 
 def _rewards(run: Run) -> Iterator[Finding]:
@@ -31,7 +52,9 @@ def _rewards(run: Run) -> Iterator[Finding]:
     is_rising = whole.is_rising(run.limits["trend_p"])
     needed = int(run.limits["rising_epochs"]) + 1
     last = Series(means.steps[-needed:], means.values[-needed:])
-    if len(last) == needed and (recent := slope(last)).is_falling(run.limits["rising_p"]):
+    recent = slope(last)
+    is_clear = abs(recent.change) > CLEAR_SIGMA * noise(means)
+    if len(last) == needed and recent.is_falling(run.limits["rising_p"]) and is_clear:
         yield found(
             "warn",
             f"The reward has been falling for more than {needed - 1} epochs, by {number(abs(recent.change))}.",
@@ -43,8 +66,9 @@ def _rewards(run: Run) -> Iterator[Finding]:
             remedy=f"Stop or go back to the checkpoint of step {means.steps[int(np.argmax(means.values))]}. "
             + remedies.lower_rate(run),
             suffix="falling",
-            seeds=("S1.35",),
         )
+    elif has_collapsed := list(collapsed(run, "reward")):
+        yield from has_collapsed
     elif not is_rising:
         yield found(
             "warn",
@@ -68,7 +92,6 @@ def _rewards(run: Run) -> Iterator[Finding]:
             cause="Accuracy is still low, or the latency budget is missed.",
             remedy="Wait." if is_rising else "Check the accuracy and the budget first.",
             suffix="negative",
-            seeds=("S1.17", "S1.40"),
         )
 
 
@@ -111,6 +134,8 @@ def _accuracy(run: Run) -> Iterator[Finding]:
             remedy="Check the answers field, read generated texts, check the metric; early in training wait.",
             suffix="zero",
         )
+    elif has_collapsed := list(collapsed(run, "accuracy")):
+        yield from has_collapsed
     elif len(series) >= run.limits["min_epochs"] and not slope(series).is_rising(run.limits["trend_p"]):
         yield found(
             "warn",
@@ -143,7 +168,6 @@ def _bands(run: Run) -> Iterator[Finding]:
             evidence=tuple(below),
             remedy="The trend counts more than the level.",
             suffix="bands",
-            seeds=("S1.28",),
         )
 
 
@@ -153,7 +177,7 @@ def _budget(run: Run) -> Iterator[Finding]:
         raise NotJudged("the log has neither latency nor budget violations")
     if violations is not None:
         yield from _violations(run, violations)
-    budget = run.config("latency_budget", "budget_ms", "latency_budget_ms", "budget")
+    budget = run.limits["latency_budget"] or run.config("latency_budget", "budget_ms", "latency_budget_ms", "budget")
     if latency is not None and isinstance(budget, int | float):
         level = float(bins(latency).values[-10:].mean())
         if level > budget:
@@ -166,7 +190,6 @@ def _budget(run: Run) -> Iterator[Finding]:
                 cause="The controller still chooses expensive configurations.",
                 remedy="Raise the weight of the latency penalty.",
                 suffix="latency",
-                seeds=("S1.19",),
             )
 
 
@@ -183,7 +206,6 @@ def _violations(run: Run, violations: Series) -> Iterator[Finding]:
             cause="The penalty for missing the budget is too weak, or the budget cannot be met.",
             remedy="Raise the violation penalty, or the budget.",
             suffix="stuck",
-            seeds=("S1.37",),
         )
         return
     if len(violations) < run.limits["min_epochs"]:
@@ -202,13 +224,12 @@ def _violations(run: Run, violations: Series) -> Iterator[Finding]:
             cause="Training is not finished, or the penalty is weak.",
             remedy="Train on while it falls; else raise the violation penalty.",
             suffix="final",
-            seeds=("S1.20",),
         )
 
 
 RULES = (
-    Rule("V35", "reward_trend", _rewards, ("reward",), ("grpo", "controller"), ("S1.17", "S1.35", "S1.40")),
-    Rule("V36", "reward_hacking", _hacking, seeds=("S0.14",)),
-    Rule("V39", "accuracy", _accuracy, ("accuracy",), ("controller",), ("S1.18", "S1.36", "S1.41")),
-    Rule("V40", "budget", _budget, profiles=("controller",), seeds=("S1.19", "S1.20", "S1.37")),
+    Rule("V35", "reward_trend", _rewards, ("reward",), ("grpo", "controller")),
+    Rule("V36", "reward_hacking", _hacking),
+    Rule("V39", "accuracy", _accuracy, ("accuracy",), ("controller",)),
+    Rule("V40", "budget", _budget, profiles=("controller",)),
 )

@@ -271,9 +271,9 @@ def _restarts(run: Run) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule("V27", "ckpt_complete", _checkpoints, seeds=("S3.52", "S3.53", "S3.54", "S3.57")),
-    Rule("V28", "run_complete", _complete, seeds=("S3.55", "S3.58")),
-    Rule("V29", "truncation", _truncation, seeds=("S0.21",)),
-    Rule("V42", "insufficient", _insufficient, seeds=("S1.43",)),
-    Rule("V43", "restarts", _restarts, seeds=("S3.29",)),
+    Rule("V27", "ckpt_complete", _checkpoints),
+    Rule("V28", "run_complete", _complete),
+    Rule("V29", "truncation", _truncation),
+    Rule("V42", "insufficient", _insufficient),
+    Rule("V43", "restarts", _restarts),
 )

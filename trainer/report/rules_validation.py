@@ -1,30 +1,41 @@
-"""V16 to V18: the validation loss against the training loss."""
+"""V16 to V18 and V45: results on held-out samples, the loss against that of training."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.generalisation import generalisation, judged, train_losses_at
+from trainer.report.generalisation import RESULTS, generalisation, judged, train_losses_at, val_losses
+from trainer.report.overfit import relative_noise
 from trainer.report.phrases import number, percent
 from trainer.report.result import Finding
 from trainer.report.rules import Rule, found
+from trainer.report.rules_reward import collapsed
 from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
 from trainer.report.statistics import longest_run, slope
 
 
 def _losses(run: Run) -> Series:
-    val = run.get("val_loss")
+    val = val_losses(run)
     if len(val) < run.limits["min_evals"]:
         raise NotJudged(f"{len(val)} validations, {int(run.limits['min_evals'])} are needed")
     return val
 
 
+def lasting_rise(run: Run) -> tuple[int, int]:
+    """Indices of the first and last validation of the longest rise in a row; equal where it is no more than noise."""
+    val = val_losses(run)
+    start, stop = longest_run(np.diff(val.values) > 0)
+    least = max(run.limits["overfit_note"], run.limits["overfit_note_sigma"] * relative_noise(val.values))
+    is_clear = stop - start >= run.limits["val_rises"] and val.values[stop] > (1 + least) * val.values[start]
+    return (start, stop) if is_clear else (start, start)
+
+
 def _rising(run: Run) -> Iterator[Finding]:
     val = _losses(run)
-    start, stop = longest_run(np.diff(val.values) > 0)
-    if (num_rises := stop - start) >= run.limits["val_rises"]:
+    start, stop = lasting_rise(run)
+    if num_rises := stop - start:
         is_to_the_end = stop == len(val) - 1
         is_fail = is_to_the_end and num_rises >= run.limits["val_rises_fail"]
         yield found(
@@ -48,14 +59,11 @@ def _rising(run: Run) -> Iterator[Finding]:
             value=last,
             threshold=high if last > high else low,
             suffix="final",
-            seeds=("S3.41",),
         )
 
 
 def _overfit(run: Run) -> Iterator[Finding]:
-    val, train = run.get("val_loss"), run.get("loss")
-    if len(val) < run.limits["min_evals"]:
-        raise NotJudged(f"{len(val)} validations, {int(run.limits['min_evals'])} are needed")
+    val, train = _losses(run), run.get("loss")
     judgement = judged(run)
     result = generalisation(run)
     if judgement.overfit is None or result is None:
@@ -69,10 +77,10 @@ def _overfit(run: Run) -> Iterator[Finding]:
     yield found(
         "fail" if is_lost else "warn",
         f"Overfitting from step {val.steps[at]}: validation {number(val.values[at])} against "
-        f"{number(result.best_loss)} at step {best_step}, while training fell to {number(trains[at])}.",
+        f"{number(result.best_value)} at step {best_step}, while training fell to {number(trains[at])}.",
         metric=run.name("val_loss"),
         steps=(best_step, int(val.steps[-1])),
-        value=float(val.values[at] / result.best_loss - 1),
+        value=float(val.values[at] / result.best_value - 1),
         threshold=run.limits["overfit_sure"],
         evidence=(*list(verdicts)[:10], result.reason),
         cause="More passes over the samples than they can teach."
@@ -112,8 +120,17 @@ def _disagree(run: Run) -> Iterator[Finding]:
         )
 
 
+def _results(run: Run) -> Iterator[Finding]:
+    roles = [role for role in RESULTS if run.find(role) is not None]
+    if not roles:
+        raise NotJudged("the log has no reward or accuracy on held-out samples")
+    for role in roles:
+        yield from collapsed(run, role)
+
+
 RULES = (
-    Rule("V16", "val_rising", _rising, ("val_loss",), seeds=("S3.41", "S3.51")),
-    Rule("V17", "overfit", _overfit, ("val_loss", "loss"), seeds=("S3.32", "S3.43")),
-    Rule("V18", "val_train_disagree", _disagree, ("val_loss", "loss"), seeds=("S1.33", "S1.44")),
+    Rule("V16", "val_rising", _rising, ("val_loss",)),
+    Rule("V17", "overfit", _overfit, ("val_loss", "loss")),
+    Rule("V18", "val_train_disagree", _disagree, ("val_loss", "loss")),
+    Rule("V45", "val_results", _results),
 )

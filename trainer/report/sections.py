@@ -1,5 +1,6 @@
 """The sections of a report as tables of finished strings, so that text and page cannot show different numbers."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def sections(report: Report, log: RunLog) -> tuple[Section, ...]:
     """Those that have something to say, in the order in which they are read."""
     found = (
         _anomalies(report),
-        _validation(report, log),
+        _validation(report),
         _learning_rate(report),
         _throughput(report.throughput),
         _checklist(report),
@@ -87,29 +88,28 @@ def _moved_with(anomalies: Sequence[Anomaly]) -> str:
     return ", ".join(f"{name} in {count}" for name, count in counts.most_common())
 
 
-def _validation(report: Report, log: RunLog) -> Section | None:
+def _validation(report: Report) -> Section | None:
     found = report.generalisation
     if found is None:
         return None
-    series = log.series.get("val/loss")
-    losses = {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
     marked = {"best": found.best_step, "recommended": found.recommended_step, "overfits from here": found.overfit_step}
     rows = [
-        (step(at), number(losses.get(at)), verdict, ", ".join(mark for mark, place in marked.items() if place == at))
+        (step(at), number(found.values[at]), verdict, ", ".join(mark for mark, place in marked.items() if place == at))
         for at, verdict in sorted(found.verdicts.items())
     ]
-    lead = (
-        f"Best {number(found.best_loss)} at step {step(found.best_step)}, last {number(found.last_loss)}; "
-        f"validation is {number(found.gap)} above training at the end."
-    )
+    above = "" if math.isnan(found.gap) else f"; validation is {number(found.gap)} above training at the end"
+    best = f"{number(found.best_value)} at step {step(found.best_step)}"
+    lead = f"{clean(found.metric)}: best {best}, last {number(found.last_value)}{above}."
     notes = []
     if found.recommended_step is not None:
         where = f" ({clean(str(found.recommended_path))})" if found.recommended_path else ""
         gain = f" It gains {number(found.expected_gain)} over the last." if found.expected_gain > 0 else ""
         reason = clean(found.reason).rstrip(".")
         notes.append(f"Use the checkpoint of step {step(found.recommended_step)}{where}. {reason}.{gain}")
-    header, words = "step, val loss, verdict, mark", "verdict, mark"
-    return Section("validation", "Generalisation", lead, table(header, rows, words=words), tuple(notes))
+    header, words = f"step, {clean(found.metric)}, verdict, mark", "verdict, mark"
+    return Section(
+        "validation", "Generalisation", lead[0].upper() + lead[1:], table(header, rows, words=words), tuple(notes)
+    )
 
 
 def _learning_rate(report: Report) -> Section | None:
@@ -194,12 +194,11 @@ def _checklist(report: Report) -> Section | None:
     if not report.checklist:
         return None
     items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
-    rows = [(item.status, item.phase, clean(item.text), clean(item.detail), item.seed) for item in items]
+    rows = [(item.status, item.phase, clean(item.text), clean(item.detail)) for item in items]
     counts = {status: sum(item.status == status for item in items) for status in reversed(STATUSES)}
     lead = ", ".join(f"{count} {status}" for status, count in counts.items()) + "."
-    header = "status, phase, check, detail, line"
-    words = "status, phase, check, detail, line"
-    return Section("checklist", "Checklist", lead, table(header, rows, words=words))
+    columns = "status, phase, check, detail"
+    return Section("checklist", "Checklist", lead, table(columns, rows, words=columns))
 
 
 def _appendix(report: Report) -> Section | None:

@@ -8,9 +8,19 @@ from trainer.report.curves import NOTHING, SMOOTHINGS, finite, smooth
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
+from trainer.report.vocabulary import ROLES
 from trainer.report.wording import MISSING, clean, number, percent, share, step
 
 NUM_STEPS = 8
+NAMES = {
+    "val_reward": "validation reward",
+    "val_accuracy": "validation accuracy",
+    "reward": "training reward",
+    "accuracy": "training accuracy",
+    "loss": "training loss",
+}
+RESULTS = tuple(role for role in NAMES if role != "loss")
+"""Roles of results, which say more than the loss of a policy; what tells most is first."""
 PEAK_MEMORY = ("memory/max_reserved_gib", "memory/max_allocated_gib", "memory(GiB)")
 
 
@@ -20,7 +30,9 @@ Run = tuple[Report, RunLog]
 def side_by_side(runs: Sequence[Run]) -> tuple[Section, ...]:
     """The first run is the one that the others are compared with."""
     names = [f"{place}: {clean(report.title)}" for place, (report, _) in enumerate(runs, start=1)]
-    found = (_results(runs, names), _same_steps(runs, names), _configs(runs, names))
+    is_policy = any(report.profile in ("grpo", "controller") for report, _ in runs)  # whose loss is no measure
+    curves = (*RESULTS, *(() if is_policy else ("loss",)))
+    found = (_results(runs, names), *(_same_steps(runs, names, role) for role in curves), _configs(runs, names))
     return tuple(section for section in found if section is not None)
 
 
@@ -32,19 +44,17 @@ def _results(runs: Sequence[Run], names: list[str]) -> Section:
 
 
 def _facts(report: Report, log: RunLog) -> dict[str, str]:
-    val = finite(log.series.get("val/loss", NOTHING))
-    best = int(val.values.argmin()) if len(val) else None
+    val = report.generalisation
     speed = report.throughput
     peaks = [finite(log.series[key]).values for key in PEAK_MEMORY if key in log.series]
     last_step = max((int(series.steps[-1]) for series in log.series.values() if len(series)), default=0)
     return {
         "verdict": report.verdict,
         "last step": step(last_step),
-        "last training loss, smoothed": number(_last(smooth(log.series.get("train/loss", NOTHING), SMOOTHINGS[-1]))),
-        "best validation loss": MISSING
-        if best is None
-        else f"{number(val.values[best])} @ {step(int(val.steps[best]))}",
-        "last validation loss": number(_last(val)),
+        **{f"last {NAMES[role]}, smoothed": number(_last(_smoothed(log, role))) for role in (*RESULTS, "loss")},
+        "best validation": MISSING if val is None else f"{number(val.best_value)} @ {step(val.best_step)}",
+        "last validation": MISSING if val is None else number(val.last_value),
+        "measured by": MISSING if val is None else clean(val.metric),
         "step time in s": number(speed.step_s if speed else None),
         "tokens per second": number(speed.tokens_per_s if speed else None),
         "MFU": share(speed.mfu if speed else None),
@@ -66,23 +76,25 @@ def _speed_notes(runs: Sequence[Run], names: list[str]) -> tuple[str, ...]:
     )
 
 
-def _same_steps(runs: Sequence[Run], names: list[str]) -> Section | None:
-    """Smoothed training losses where all runs have come, at equal distances."""
-    curves = [smooth(log.series.get("train/loss", NOTHING), SMOOTHINGS[-1]) for _, log in runs]
+def _same_steps(runs: Sequence[Run], names: list[str], role: str) -> Section | None:
+    """A smoothed metric where all runs have come, at equal distances; losses by ratio, others by difference."""
+    curves = [_smoothed(log, role) for _, log in runs]
     if not all(map(len, curves)):
         return None
     first, last = max(int(curve.steps[0]) for curve in curves), min(int(curve.steps[-1]) for curve in curves)
     if first > last:
         return None
     steps = sorted({int(at) for at in np.linspace(first, last, NUM_STEPS)})
-    losses = [[_at(curve, at) for curve in curves] for at in steps]
+    values = [[_at(curve, at) for curve in curves] for at in steps]
+    compare = _ratio if role == "loss" else _difference
     rows = tuple(
-        (step(at), *map(number, row), *(_gap(loss, row[0]) for loss in row[1:]))
-        for at, row in zip(steps, losses, strict=True)
+        (step(at), *map(number, row), *(compare(value, row[0]) for value in row[1:]))
+        for at, row in zip(steps, values, strict=True)
     )
     header = ("step", *names, *(f"{name.split(':')[0]} vs 1" for name in names[1:]))
-    lead = "Training loss at the same steps, smoothed."
-    return Section("same-steps", "Loss", lead, Table(header, rows, frozenset()))
+    name = NAMES[role]
+    lead = f"{name[0].upper()}{name[1:]} at the same steps, smoothed."
+    return Section(f"same-steps-{role}", name[0].upper() + name[1:], lead, Table(header, rows, frozenset()))
 
 
 def _configs(runs: Sequence[Run], names: list[str]) -> Section | None:
@@ -108,5 +120,14 @@ def _at(series: Series, at: int) -> float:
     return float(series.values[max(0, int(np.searchsorted(series.steps, at, side="right")) - 1)])
 
 
-def _gap(loss: float, base: float) -> str:
-    return percent(100 * (loss / base - 1)) if base else MISSING
+def _smoothed(log: RunLog, role: str) -> Series:
+    key = next((key for key in ROLES[role] if key in log.series), "")
+    return smooth(log.series.get(key, NOTHING), SMOOTHINGS[-1])
+
+
+def _ratio(value: float, base: float) -> str:
+    return percent(100 * (value / base - 1)) if base else MISSING
+
+
+def _difference(value: float, base: float) -> str:
+    return f"{'+' if value > base else ''}{number(value - base)}"

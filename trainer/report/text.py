@@ -19,7 +19,7 @@ MAX_ROWS = {"anomalies": 10, "validation": 10, "throughput": 6, "metrics": 10, "
 LEFT_OUT = {
     "metrics": ("group", "min", "median", "better", "meaning"),
     "anomalies": ("z", "together with"),
-    "checklist": ("line", "phase"),
+    "checklist": ("phase",),
 }
 """Columns that page and JSON have alone, as they have the trends, and the checks that did not fail."""
 MAX_OTHERS, MAX_NOTES = 8, 6

@@ -11,6 +11,8 @@ from trainer.catalogue import lookup
 ROLES: dict[str, tuple[str, ...]] = {
     "loss": ("train/loss", "loss"),
     "val_loss": ("val/loss", "eval/loss"),
+    "val_reward": ("val/reward_mean", "val/reward", "val/reward_total_mean", "val/score"),
+    "val_accuracy": ("val/accuracy_mean", "val/accuracy"),
     "grad": ("train/grad_norm", "grad_norm"),
     "lr": ("train/lr", "learning_rate"),
     "epoch": ("progress/epoch", "train/epoch", "epoch"),
@@ -37,7 +39,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "format": ("rewards/Format/mean", "train/reward_format_mean", "train/tag_count_reward_mean"),
     "correct": ("train/reward_correct_mean", "rewards/accuracy/mean", "rewards/AnswerMatchCosine/mean"),
     "accuracy": ("train/accuracy_mean", "accuracy_mean", "train/accuracy"),
-    "latency": ("train/latency_(mean|std)", "latency_mean"),
+    "latency": ("train/latency_mean", "latency_mean"),
     "violation": ("train/budget_violation_rate", "budget_violation_rate"),
     "mean_length": (
         *("completions/mean_length", "tokens/response_length/mean", "train/seq_completion_len_mean"),

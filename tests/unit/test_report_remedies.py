@@ -1,0 +1,87 @@
+"""What the report advises for our own runs, the trainer accepts: every key, value and rule it names."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from report_curves import OUR_CONFIG
+from report_faults import FAULTS, healthy
+
+from trainer.__main__ import load_config
+from trainer.build.monitoring import parse_rules
+from trainer.config import known_keys
+from trainer.report import remedies
+from trainer.report.analyse import analyse
+from trainer.report.run import Run
+
+KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
+OVERRIDE = re.compile(rf"({KEY.pattern})(?:=| to )([\w.-]+\w)")
+RULE = re.compile(r"[`'\"]([^`'\"]*:\s*(?:warn|snapshot|skip|rollback|stop)[^`'\"]*)[`'\"]")
+BARE = re.compile(r"\b\w+=")
+"""Of any option: ours all have a section before them."""
+
+
+@cache
+def advice() -> tuple[str, ...]:
+    """Every remedy of every fault, told of a run of our own."""
+    texts: list[str] = []
+    for _, _, build in FAULTS:
+        report = analyse(replace(build(), source="fsdp-sft", config=OUR_CONFIG))
+        texts += [finding.remedy for finding in report.findings]
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
+def every_remedy() -> Iterator[str]:
+    """Those, and each of `remedies` for itself, with and without a known configuration."""
+    yield from advice()
+    functions = [getattr(remedies, name) for name in (
+        "clip", "lower_rate", "decay", "larger_batch", "stronger_kl", "tighter_ratio", "shorter_completions", "watch",
+        "larger_group", "loading", "memory",
+    )]  # fmt: skip
+    for kind in ("sft", "grpo", "controller"):
+        for config in ({}, OUR_CONFIG):
+            run = Run(replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0})
+            yield from (function(run) for function in functions)
+
+
+def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
+    texts = list(every_remedy())
+    assert len(texts) > 60
+    unknown = {key: text for text in texts for key in KEY.findall(text) if key not in known_keys()}
+    assert unknown == {}
+    overrides = {(key, value) for text in texts for key, value in OVERRIDE.findall(text)}
+    assert {"optim.clip_grad", "trainer.test_freq", "trainer.guard.on_severe", "optim.lr_scheduler"} <= {
+        key for key, _ in overrides
+    }
+    for key, value in sorted(overrides):
+        if re.fullmatch(r"[\d.e-]+|true|false|[a-z]+", value) and value not in ("a", "tenth"):
+            load_config([f"{key}={value}"])
+
+
+def test_no_option_of_another_framework_and_no_rule_that_is_refused_is_advised() -> None:
+    foreign = {
+        text: words for text in every_remedy() for words in BARE.findall(text) if not re.search(rf"\.{words}", text)
+    }
+    assert foreign == {}
+    for text in every_remedy():
+        for rule in RULE.findall(text):
+            parse_rules(load_config([f"trainer.guard.rules=['{rule}']"]).trainer)
+
+
+@pytest.mark.parametrize("text", ["set `kl > 10: snapshot, rollback`", "'val/loss > 3: stop'"])
+def test_a_rule_in_a_remedy_would_be_noticed(text: str) -> None:
+    (rule,) = RULE.findall(text)
+    with pytest.raises(ValueError, match="the guard does not see"):
+        parse_rules(load_config([f"trainer.guard.rules=['{rule}']"]).trainer)
+
+
+@pytest.mark.covers("S2.41")
+def test_the_burst_of_another_framework_is_answered_in_words_and_its_own_options() -> None:
+    run: Any = Run(healthy("grpo"), "grpo", {"lr_jump": 3.0})
+    assert remedies.watch(run) == (
+        "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped ratio > 0.3 keep a "
+        "snapshot and return to a checkpoint, or stop."
+    )
