@@ -1,6 +1,7 @@
 """Files to conversations: formats, shapes, and every kind of bad row with file, line and reason."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,13 +9,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
-from trainer.data.rows import BadRow, Row, iter_rows, resolve_files
+from trainer.data.readers import iter_rows as read_rows
+from trainer.data.rows import BadRow, Row, resolve_files
 from trainer.protocols import DataError
 
 KEYS = RowKeys()
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
 GOOD = {"messages": [USER, ASSISTANT]}
+
+
+def iter_rows(path: Path, keys: RowKeys = KEYS) -> Iterator[Row | BadRow]:
+    return read_rows(path, keys.columns)
 
 
 def write_jsonl(path: Path, *rows: object) -> Path:

@@ -34,6 +34,7 @@ class Inputs:
 
 def prepare_inputs(config: Config) -> Inputs:
     """Model files, tokenizer and tokens. Needs no process group; the machine's first rank does the work once."""
+    train_files, val_files = _data_files(config)
     source = resolve_source(config)
     # what config.json alone refuses is refused before anything is tokenised
     per_document_reason(config.model, source, max_length=config.data.max_length)
@@ -46,9 +47,9 @@ def prepare_inputs(config: Config) -> Inputs:
             raise ConfigError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from error
         tokenizer.chat_template = chat_template
     digest = tokenizer_digest(tokenizer)  # half a second for a large vocabulary
-    dataset = _prepare(config, config.data.train_files, config.data.train_max_samples, tokenizer, digest)
-    if config.data.val_files is not None:
-        held_out = _prepare(config, config.data.val_files, config.data.val_max_samples, tokenizer, digest)
+    dataset = _prepare(config, train_files, config.data.train_max_samples, tokenizer, digest)
+    if val_files is not None:
+        held_out = _prepare(config, val_files, config.data.val_max_samples, tokenizer, digest)
         train, validation = View.whole(dataset), View.whole(held_out)
     else:
         train_ids, val_ids = split(dataset, val_ratio=config.data.val_ratio, seed=config.trainer.seed)
@@ -68,13 +69,22 @@ def resolve_source(config: Config) -> ModelSource:
     return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
 
 
+def _data_files(config: Config) -> tuple[list[Path], list[Path] | None]:
+    """Files of the training and of the validation rows. Raises `DataError` for what is missing or no data file."""
+
+    def resolved(files: str | list[str]) -> list[Path]:
+        if files == QUICKSTART:
+            return [ensure_quickstart(Path(config.data.cache_dir)).train_file]
+        return resolve_files(files)
+
+    val_files = config.data.val_files
+    return resolved(config.data.train_files), None if val_files is None else resolved(val_files)
+
+
 def _prepare(
-    config: Config, files: str | list[str], max_samples: int, tokenizer: PreTrainedTokenizerBase, digest: str
+    config: Config, files: list[Path], max_samples: int, tokenizer: PreTrainedTokenizerBase, digest: str
 ) -> TokenDataset:
     data = config.data
-    cache_dir = Path(data.cache_dir)
-    if files == QUICKSTART:
-        files = str(ensure_quickstart(cache_dir).train_file)
     options = PrepareOptions(
         keys=RowKeys(data.messages_key, data.tools_key, data.prompt_key, data.response_key),
         max_length=data.max_length,
@@ -82,13 +92,14 @@ def _prepare(
         on_bad_row=data.on_bad_row,
         max_bad_fraction=data.max_bad_fraction,
         max_samples=max_samples,
+        special_in_content=data.special_in_content,
         template_kwargs=data.apply_chat_template_kwargs,
     )
     return prepare(
-        resolve_files(files),
+        files,
         tokenizer=tokenizer,
         tokenizer_digest=digest,
         options=options,
-        cache_dir=cache_dir,
+        cache_dir=Path(data.cache_dir),
         wait=local_rank() != 0,
     )

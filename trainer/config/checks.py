@@ -62,6 +62,7 @@ def _at_least_1(group: str, section: Any, *names: str, other: int | None = 1, me
 
 def _check_data(data: DataConfig) -> None:
     _one_of("data.truncation", data.truncation, ("error", "left", "right", "drop"))
+    _one_of("data.special_in_content", data.special_in_content, ("error", "text", "parse"))
     _one_of("data.on_bad_row", data.on_bad_row, ("error", "skip"))
     _at_least_1("data", data, "train_batch_size", "max_length")
     _at_least_1("data", data, "micro_batch_size_per_gpu", "max_token_len_per_gpu", other=None, meaning="null")

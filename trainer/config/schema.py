@@ -31,6 +31,7 @@ class DataConfig:
     response_key: str | None
     chat_template: str | None
     apply_chat_template_kwargs: dict[str, Any]
+    special_in_content: str
     train_max_samples: int
     val_max_samples: int
     on_bad_row: str

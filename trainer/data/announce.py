@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.chat import preview
 from trainer.data.loader import RankPlan, View
 from trainer.data.plan import Schedule, split_batch
+from trainer.data.sample_writer import Summary
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def announce(
         f"plan: batch {len(first)} = {plan.world_size} ranks x {len(dealt[0])} micro-batches; {total_steps} steps, "
         f"{schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
         f"{supervised / tokens:.1%} supervised, no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
-        f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; "
+        f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; {_left_out(summary)}"
         f"{len(validation.lengths) if validation else 0} validation samples; {lr}"
     )
     for dataset in dict.fromkeys(view.dataset for view in (train, validation) if view is not None):
@@ -41,3 +42,8 @@ def announce(
     sample = int(first[0])
     text = preview(*train.sample(sample), tokenizer)
     logger.info(f"next sample ({train.location(sample)}), supervised part marked:\n{text}")
+
+
+def _left_out(summary: Summary) -> str:
+    num_turns = summary.num_without_reasoning
+    return f"the template leaves out the reasoning of {num_turns} assistant turns; " if num_turns else ""

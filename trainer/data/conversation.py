@@ -1,6 +1,7 @@
 """Rows to conversations: the usual shapes recognised, messages checked; what is unusable becomes a `BadRow`."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,12 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
+FLAGS = ("weight", "train", "trainable", "loss_mask")
+"""Keys of a message that decide whether an assistant turn is supervised: 0 and false leave it out of the loss."""
+SHAREGPT_KEY, ALPACA_KEYS, SYSTEM_KEY = "conversations", ("instruction", "input", "output", "history"), "system"
+PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user")
+RESPONSE_NAMES = ("completion", "response", "answer", "output", "solution", "assistant")
+NUM_NAMED = 30  # columns listed in a message
 Message = dict[str, Any]
 
 
@@ -29,6 +36,13 @@ class RowKeys:
     prompt_key: str | None = None
     response_key: str | None = None
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All that is ever read of a row."""
+        if self.prompt_key is not None and self.response_key is not None:
+            return (self.prompt_key, self.response_key, self.tools_key)
+        return tuple(dict.fromkeys((self.messages_key, self.tools_key, SHAREGPT_KEY, *ALPACA_KEYS, SYSTEM_KEY)))
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -36,6 +50,8 @@ class Conversation:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
+    untrained: frozenset[int] = frozenset()
+    """Indices of the assistant messages that flags leave out of the loss."""
 
 
 class _UnusableError(Exception):
@@ -45,18 +61,22 @@ class _UnusableError(Exception):
 def to_conversation(row: Row, keys: RowKeys) -> Conversation | BadRow:
     """The conversation in a row: prompt and response columns, chat messages, ShareGPT or Alpaca."""
     try:
-        messages = [_checked_message(message, index) for index, message in enumerate(_messages(row.record, keys))]
+        messages = [_checked_message(message, index) for index, message in enumerate(_messages(row, keys))]
+        trained = [_take_flags(message, index) for index, message in enumerate(messages)]
+        turns = (index for index, message in enumerate(messages) if message["role"] == "assistant")
         if not any(message["role"] == "assistant" for message in messages):
             raise _UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
-        return Conversation(messages, _tools(_lookup(row.record, keys.tools_key), keys.tools_key))
+        tools = _tools(_lookup(row.record, keys.tools_key), keys.tools_key)
+        return Conversation(messages, tools, frozenset(index for index in turns if not trained[index]))
     except _UnusableError as error:
         return BadRow(row.file, row.line, str(error), excerpt(row.record))
 
 
-def _messages(record: dict[str, Any], keys: RowKeys) -> list[Any]:
+def _messages(row: Row, keys: RowKeys) -> list[Any]:
+    record = row.record
     if keys.prompt_key is not None and keys.response_key is not None:
-        return _from_prompt_response(record, keys.prompt_key, keys.response_key)
-    for key in (keys.messages_key, "conversations"):
+        return _from_prompt_response(row, keys.prompt_key, keys.response_key)
+    for key in (keys.messages_key, SHAREGPT_KEY):
         if (turns := _lookup(record, key)) is not None:
             return _from_turns(record, key, turns)
     if "instruction" in record and "output" in record:
@@ -64,22 +84,48 @@ def _messages(record: dict[str, Any], keys: RowKeys) -> list[Any]:
     if keys.messages_key in record:
         raise _UnusableError(f"messages not a list: '{keys.messages_key}' is null")
     tried = f"'{keys.messages_key}' (data.messages_key), 'conversations' (ShareGPT), 'instruction' + 'output' (Alpaca)"
-    raise _UnusableError(
-        f"unrecognised columns: found {_names(record)}; tried {tried}; "
-        f"for single-turn columns set data.prompt_key and data.response_key"
-    )
+    raise _UnusableError(f"unrecognised columns: found {_found(row)}; tried {tried}; {_proposal(row)}")
 
 
-def _from_prompt_response(record: dict[str, Any], prompt_key: str, response_key: str) -> list[Any]:
-    prompt, response = _lookup(record, prompt_key), _lookup(record, response_key)
+def _from_prompt_response(row: Row, prompt_key: str, response_key: str) -> list[Any]:
+    prompt, response = _lookup(row.record, prompt_key), _lookup(row.record, response_key)
     for name, key, value in (("prompt_key", prompt_key, prompt), ("response_key", response_key, response)):
-        if value is None and key not in record:
-            raise _UnusableError(f"unrecognised columns: found {_names(record)}; tried '{key}' (data.{name})")
+        if value is None and key not in _column_names(row):
+            raise _UnusableError(f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name})")
     if not isinstance(prompt, list):
         _require_text(prompt, f"'{prompt_key}'")
         prompt = [{"role": "user", "content": prompt}]
     _require_text(response, f"'{response_key}'")
     return [*prompt, {"role": "assistant", "content": response}]
+
+
+def _column_names(row: Row) -> list[str]:
+    """Columns of a row, those inside objects as `a.b`."""
+
+    def names(record: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in record.items():
+            if isinstance(value, dict) and value:
+                yield from names(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    return [*names(row.record), *row.unread]
+
+
+def _found(row: Row) -> str:
+    names = _column_names(row)
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return (", ".join(map(repr, names[:NUM_NAMED])) or "no columns") + more
+
+
+def _proposal(row: Row) -> str:
+    """The override for two columns that look like a prompt and its response."""
+    by_name = {name.rpartition(".")[2].lower(): name for name in reversed(_column_names(row))}
+    prompt = next((by_name[name] for name in PROMPT_NAMES if name in by_name), None)
+    response = next((by_name[name] for name in RESPONSE_NAMES if name in by_name), None)
+    if prompt is None or response is None:
+        return "for single-turn columns set data.prompt_key and data.response_key"
+    return f"single-turn columns are read with data.prompt_key={prompt} data.response_key={response}"
 
 
 def _from_turns(record: dict[str, Any], key: str, turns: Any) -> list[Any]:
@@ -98,11 +144,12 @@ def _from_sharegpt(turn: Any, index: int) -> Message:
     if not isinstance(turn, dict):
         raise _UnusableError(f"message not an object: message {index + 1} is {_type(turn)}")
     speaker, value = turn.get("from"), turn.get("value")
+    others = {key: item for key, item in turn.items() if key not in ("from", "value")}
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         kind = "missing role" if speaker is None else "unknown role"
         raise _UnusableError(f"{kind}: message {index + 1} is from {speaker!r}, known are {', '.join(SHAREGPT_ROLES)}")
     if speaker != "function_call":
-        return {"role": SHAREGPT_ROLES[speaker], "content": value}
+        return {**others, "role": SHAREGPT_ROLES[speaker], "content": value}
     text = _require_text(value, f"function_call in message {index + 1}")
     try:
         calls = json.loads(text)
@@ -111,7 +158,7 @@ def _from_sharegpt(turn: Any, index: int) -> Message:
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) for call in calls):
         raise _UnusableError(f"broken tool_calls: function_call in message {index + 1} must be an object")
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {**others, "role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def _from_alpaca(record: dict[str, Any]) -> list[Any]:
@@ -155,6 +202,23 @@ def _checked_message(message: Any, index: int) -> Message:
         raise _UnusableError(f"empty prompt: {where} (user) has no text")
     message["content"] = content
     return message
+
+
+def _take_flags(message: Message, index: int) -> bool:
+    """Whether a message may be trained; the flags that say so are taken out of it, so that no template sees them."""
+    flags = {name: message.pop(name) for name in FLAGS if name in message}
+    if not flags:
+        return True
+    where = f"message {index + 1} ({message['role']})"
+    for name, value in flags.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise _UnusableError(f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true")
+    given = " and ".join(f"{name}={value}" for name, value in flags.items())
+    if any(flags.values()) != all(flags.values()):
+        raise _UnusableError(f"bad flag: {where} has {given}, which contradict each other")
+    if all(flags.values()) and message["role"] != "assistant":
+        raise _UnusableError(f"bad flag: {where} has {given}, but only assistant turns are trained; remove it")
+    return all(flags.values())
 
 
 def _content_text(content: Any, what: str) -> str:

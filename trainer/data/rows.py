@@ -1,29 +1,48 @@
-"""Files to rows: paths, globs and lists resolved, rows streamed one by one, each an object or a `BadRow`."""
+"""Rows of data files, good and bad, and the files that a path, glob or list names.
+
+It imports neither torch nor pyarrow, so that a wrong path fails before anything slow starts.
+"""
 
 import glob
 import json
-from collections.abc import Iterator
+import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from trainer.protocols import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+UNITS = {".json": "element", ".parquet": "row"}
+"""What `line` counts in files without lines, or whose lines are not known."""
+FIXES = {
+    ".csv": 'convert it: python -c "from pyarrow import csv, parquet; '
+    "parquet.write_table(csv.read_csv('{path}'), '{path}.parquet')\"",
+    ".gz": "unpack it: gunzip '{path}'",
+    ".zst": "unpack it: unzstd '{path}'",
+    ".arrow": "load it with datasets and save it with to_parquet",
+}
+KINDS = (
+    (stat.S_ISDIR, "a directory: name its files, for example '{path}/*.jsonl'"),
+    (stat.S_ISFIFO, "a pipe, but data is read more than once: write it to a file first"),
+    (stat.S_ISSOCK, "a socket: name a file"),
+    (stat.S_ISCHR, "a device: name a file"),
+    (stat.S_ISBLK, "a device: name a file"),
+)
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 EXCERPT_CHARS = 200
-PARQUET_BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class Row:
-    """One object of a data file; `line` counts from 1 (the row number in parquet, the element in a json array)."""
+    """One object of a data file; `line` counts from 1 (the row in parquet, the element in a json array)."""
 
     file: Path
     line: int
     record: dict[str, Any]
+    unread: tuple[str, ...] = ()
+    """Names of columns that the file has besides those in `record`."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +60,16 @@ class BadRow:
         return self.reason.split(":", 1)[0]
 
 
+def location(file: Path, line: int) -> str:
+    """Where a row is found: `a.jsonl:3`, `a.json: element 3`, `a.parquet: row 3`."""
+    unit = UNITS.get(file.suffix)
+    return f"{file}: {unit} {line}" if unit else f"{file}:{line}"
+
+
 def resolve_files(spec: str | list[str]) -> list[Path]:
     """The files a path, glob or list of both names, in that order; matches of a glob are sorted.
 
-    Raises `DataError` for an empty match, a missing file, a directory or an unsupported suffix.
+    Raises `DataError` for an empty match, a missing file, anything but a regular file, or an unsupported suffix.
     """
     entries = [spec] if isinstance(spec, str) else list(spec)
     if not entries:
@@ -62,21 +87,27 @@ def _resolve_one(entry: str) -> list[Path]:
         paths = []
     if not paths:
         what = "no file matches" if glob.has_magic(entry) else "no such file:"
-        raise DataError(f"{what} '{entry}' (current directory: {Path.cwd()}); give an existing path or glob")
+        fix = "give an existing path or glob"
+        if HUB_ID.fullmatch(entry) and path.suffix not in SUFFIXES:
+            fix += f"; a dataset of the Hub is fetched with: hf download --repo-type dataset {entry} --local-dir DIR"
+        raise DataError(f"{what} '{entry}' (current directory: {Path.cwd()}); {fix}")
     for found in paths:
-        if found.is_dir():
-            raise DataError(f"'{found}' is a directory: name its files, for example '{found}/*.jsonl'")
-        if found.suffix not in SUFFIXES:
-            raise DataError(
-                f"'{found}' has an unsupported format '{found.suffix}': supported are {', '.join(SUFFIXES)}"
-            )
+        _check_file(found)
     return paths
 
 
-def iter_rows(path: Path) -> Iterator[Row | BadRow]:
-    """Stream the rows of one file. Raises `DataError` when the file as a whole cannot be read."""
-    readers = {".jsonl": _iter_jsonl, ".json": _iter_json, ".parquet": _iter_parquet}
-    return readers[path.suffix](path)
+def _check_file(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from error
+    for is_kind, what in KINDS:
+        if is_kind(mode):
+            raise DataError(f"'{path}' is {what.format(path=path)}")
+    if path.suffix not in SUFFIXES:
+        fix = FIXES.get(path.suffix, "").format(path=path)
+        supported = f"supported are {', '.join(SUFFIXES)}"
+        raise DataError(f"'{path}' has an unsupported format '{path.suffix}': {supported}{fix and '; ' + fix}")
 
 
 def excerpt(value: Any) -> str:
@@ -88,94 +119,3 @@ def excerpt(value: Any) -> str:
     # Lone surrogates can be read from JSON but not written to a file.
     text = " ".join(text[: 2 * EXCERPT_CHARS].split()).encode("utf-8", errors="replace").decode("utf-8")
     return text if len(text) <= EXCERPT_CHARS else text[:EXCERPT_CHARS] + "…"
-
-
-def _iter_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    with _open(path) as file:
-        for number, raw in enumerate(file, start=1):
-            line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
-            if line:
-                yield _parse_line(path, number, line)
-
-
-def _parse_line(path: Path, number: int, line: bytes) -> Row | BadRow:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        reason = f"bad UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}: {error.reason}"
-        return BadRow(path, number, reason, excerpt(line))
-    except json.JSONDecodeError as error:
-        return BadRow(path, number, f"broken JSON: {error.msg} at column {error.colno}", excerpt(line))
-    except (ValueError, RecursionError) as error:
-        return BadRow(path, number, f"broken JSON: {error}", excerpt(line))
-    return _as_row(path, number, record)
-
-
-def _as_row(path: Path, number: int, record: Any) -> Row | BadRow:
-    if not isinstance(record, dict):
-        reason = f"not an object: the row is a {type(record).__name__}, expected columns with names"
-        return BadRow(path, number, reason, excerpt(record))
-    return Row(path, number, record)
-
-
-def _iter_json(path: Path) -> Iterator[Row | BadRow]:
-    with _open(path) as file:
-        raw = file.read()
-    try:
-        records = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"'{path}' is not UTF-8: {error.reason} in line {line}") from error
-    except json.JSONDecodeError as error:
-        hint = "; one object per line belongs into a .jsonl file" if error.msg == "Extra data" else ""
-        raise DataError(
-            f"'{path}' is not JSON: {error.msg} in line {error.lineno} column {error.colno}{hint}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"'{path}' is not JSON: {error}") from error
-    if not isinstance(records, list):
-        raise DataError(f"'{path}' holds a {type(records).__name__}: a .json file must be an array of objects")
-    for number, record in enumerate(records, start=1):
-        yield _as_row(path, number, record)
-
-
-def _iter_parquet(path: Path) -> Iterator[Row | BadRow]:
-    number = 0
-    try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=PARQUET_BATCH_ROWS):
-            for record in _batch_records(batch):
-                number += 1
-                if isinstance(record, UnicodeDecodeError):
-                    reason = f"bad UTF-8: byte 0x{record.object[record.start]:02x}: {record.reason}"
-                    yield BadRow(path, number, reason, excerpt(record.object))
-                else:
-                    yield Row(path, number, {name: _without_nulls(value) for name, value in record.items()})
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"'{path}' is not a readable parquet file (after row {number}): {error}") from error
-
-
-def _batch_records(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:  # raised before the first record: find the rows that are to blame
-        for index in range(batch.num_rows):
-            try:
-                yield batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives every struct of a column the same fields and fills the absent ones with nulls: undo that."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def _open(path: Path) -> Any:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from error

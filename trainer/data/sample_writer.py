@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.bad_rows import BadRows
 from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import RowKeys, to_conversation
-from trainer.data.rows import BadRow, Row, excerpt, iter_rows
+from trainer.data.readers import iter_rows
+from trainer.data.rows import BadRow, Row, excerpt
 
 SAMPLES_PER_WRITE = 256  # to write and hash a sample alone costs more than to make it
 BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
-NUM_LISTED = 20
 ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
     "input_ids": ("<i4", ()),
     "loss_mask": ("|b1", ()),
@@ -41,6 +42,7 @@ class PrepareOptions:
     max_bad_fraction: float = 0.01
     max_samples: int = -1
     """Only the first so many rows of all files together, unusable ones included; -1 = all."""
+    special_in_content: str = "error"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,6 +59,10 @@ class Summary:
     num_tokens: int
     num_loss_tokens: int
     num_cut_tokens: int
+    num_without_reasoning: int
+    """Supervised turns whose reasoning the template leaves out, those of unused rows included."""
+    unread_keys: dict[str, int]
+    """Keys of messages that nothing reads, with the number of messages."""
     end_token_ids: list[int]
     fingerprint: str
 
@@ -66,13 +72,11 @@ class SampleWriter:
 
     def __init__(self, directory: Path, options: PrepareOptions) -> None:
         self.options = options
-        self.first_bad_rows: list[BadRow] = []
         self._counts: Counter[str] = Counter()
-        self._bad_rows_by_kind: Counter[str] = Counter()
         self._pending: list[tuple[np.ndarray, np.ndarray, int, tuple[int, int], int]] = []
         self._stack = ExitStack()
         self._arrays = {name: self._stack.enter_context(_ArrayFile(directory / f"{name}.npy", name)) for name in ARRAYS}
-        self._bad_rows = self._stack.enter_context((directory / BAD_ROWS).open("w", encoding="utf-8"))
+        self.bad_rows = self._stack.enter_context(BadRows(directory / BAD_ROWS))
         self._over_long_rows = self._stack.enter_context((directory / OVER_LONG_ROWS).open("w", encoding="utf-8"))
         self._arrays["offsets"].append([0])
 
@@ -86,11 +90,7 @@ class SampleWriter:
     def reject(self, row: BadRow) -> None:
         """Count and list a row that cannot be trained on."""
         self._counts["num_rows"] += 1
-        self._counts["num_bad_rows"] += 1
-        self._bad_rows_by_kind[row.kind] += 1
-        if len(self.first_bad_rows) < NUM_LISTED:
-            self.first_bad_rows.append(row)
-        self._bad_rows.write(json.dumps(dataclasses.asdict(row), ensure_ascii=False, default=str) + "\n")
+        self.bad_rows.add(row)
 
     def add(self, row: Row, file_index: int, encoded: Encoded | str) -> None:
         """Append a sample, cut to the longest length, or drop its row, or reject it (a text is the reason)."""
@@ -142,13 +142,15 @@ class SampleWriter:
     def _reject(self, row: Row, reason: str) -> None:
         self.reject(BadRow(row.file, row.line, reason, excerpt(row.record)))
 
-    def summary(self, end_token_ids: list[int]) -> Summary:
+    def summary(self, encoder: ChatEncoder) -> Summary:
         digests = [self._arrays[name].sha256.hexdigest() for name in ("input_ids", "loss_mask", "offsets")]
         counted = {field.name: self._counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
+        counted |= {"num_bad_rows": self.bad_rows.total, "num_without_reasoning": encoder.num_without_reasoning}
         return Summary(
             **counted,
-            bad_rows_by_kind=dict(self._bad_rows_by_kind.most_common()),
-            end_token_ids=end_token_ids,
+            bad_rows_by_kind=dict(self.bad_rows.by_kind.most_common()),
+            unread_keys=dict(encoder.unread_keys.most_common()),
+            end_token_ids=encoder.end_token_ids,
             fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest(),
         )
 
@@ -186,9 +188,9 @@ class _ArrayFile:
 
 def write_samples(writer: SampleWriter, encoder: ChatEncoder, files: list[Path]) -> None:
     """Every row of `files`, in order, into `writer`, a bounded number of rows at a time."""
-    limit = writer.options.max_samples
-    rows, ahead = itertools.tee(itertools.islice(_located_rows(files), limit if limit >= 0 else None))
-    parsed = (row if isinstance(row, BadRow) else to_conversation(row, writer.options.keys) for _, row in ahead)
+    keys, limit = writer.options.keys, writer.options.max_samples
+    rows, ahead = itertools.tee(itertools.islice(_located_rows(files, keys), limit if limit >= 0 else None))
+    parsed = (row if isinstance(row, BadRow) else to_conversation(row, keys) for _, row in ahead)
     for (file_index, row), result in zip(rows, encoder.encode(parsed), strict=True):
         if isinstance(row, BadRow):
             writer.reject(row)
@@ -198,7 +200,7 @@ def write_samples(writer: SampleWriter, encoder: ChatEncoder, files: list[Path])
             writer.add(row, file_index, result)
 
 
-def _located_rows(files: list[Path]) -> Iterator[tuple[int, Row | BadRow]]:
+def _located_rows(files: list[Path], keys: RowKeys) -> Iterator[tuple[int, Row | BadRow]]:
     for file_index, path in enumerate(files):
-        for row in iter_rows(path):
+        for row in iter_rows(path, keys.columns):
             yield file_index, row

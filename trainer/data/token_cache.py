@@ -4,10 +4,12 @@
 behind is never read. The memory used does not grow with the number of rows.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -15,15 +17,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tokenizers
 import transformers
 
+from trainer.data.bad_rows import BadRows
 from trainer.data.chat import ChatEncoder
-from trainer.data.rows import BadRow
+from trainer.data.checksums import find_damage, write_checksums
+from trainer.data.rows import location
 from trainer.data.sample_writer import (
     ARRAYS,
     BAD_ROWS,
@@ -35,7 +41,8 @@ from trainer.data.sample_writer import (
 )
 from trainer.protocols import CannotWriteError, DataError
 
-CODE_VERSION = 2  # raise it when the same input gives other tokens
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.2
 SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
 
@@ -67,9 +74,9 @@ class TokenDataset:
         return self.input_ids[part], self.loss_mask[part]
 
     def location(self, index: int) -> str:
-        """The `file:line` a sample comes from."""
+        """Where a sample comes from, as `file:line`."""
         file_index, line = self.source[index]
-        return f"{self.files[file_index]}:{line}"
+        return location(self.files[file_index], int(line))
 
     @property
     def notes(self) -> list[str]:
@@ -83,6 +90,9 @@ class TokenDataset:
                 f"over-long rows: {summary.num_dropped} dropped, {summary.num_truncated} cut by "
                 f"{summary.num_cut_tokens} tokens, listed in {self.directory / OVER_LONG_ROWS}"
             )
+        if summary.unread_keys:
+            keys = ", ".join(f"'{key}' {count}" for key, count in summary.unread_keys.items())
+            notes.append(f"nothing reads these keys of messages: {keys}")
         return notes
 
     @property
@@ -111,11 +121,9 @@ def prepare(
     directory = cache_dir / "tokens" / _content_hash(files, tokenizer_digest, options)
     if wait:
         _wait_for(directory)
-    elif not directory.is_dir():
+    else:
         try:
-            with _locked(directory) as is_locked:
-                if not directory.is_dir():
-                    _prepare_directory(directory, files, tokenizer, options, is_alone=is_locked)
+            _make_whole(directory, files, tokenizer, options)
         except OSError as error:
             fix = "free space or point data.cache_dir to a writable directory"
             raise CannotWriteError(f"cannot write prepared tokens to '{directory}': {error}; {fix}") from error
@@ -153,7 +161,7 @@ def split(dataset: TokenDataset, *, val_ratio: float, seed: int) -> tuple[np.nda
 
 def _content_hash(files: list[Path], tokenizer_digest: str, options: PrepareOptions) -> str:
     parts = [
-        CODE_VERSION,
+        _code_digest(),
         tokenizers.__version__,
         transformers.__version__,
         tokenizer_digest,
@@ -168,16 +176,65 @@ def _content_hash(files: list[Path], tokenizer_digest: str, options: PrepareOpti
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _failed_marker(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.failed")
+@cache
+def _code_digest() -> str:
+    """sha256 over the source of this package: with other code the same input may give other tokens."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _make_whole(
+    directory: Path, files: list[Path], tokenizer: transformers.PreTrainedTokenizerBase, options: PrepareOptions
+) -> None:
+    """Prepare what is not there or no longer what was written, and tell those who wait."""
+    try:
+        if not directory.is_dir() or find_damage(directory):
+            with _locked(directory) as is_locked:
+                damage = find_damage(directory) if directory.is_dir() else None
+                if damage:
+                    logger.warning("prepared tokens in %s are damaged (%s): preparing them again", directory, damage)
+                if damage or not directory.is_dir():
+                    _prepare_directory(directory, files, tokenizer, options, is_alone=is_locked)
+    except DataError as error:
+        _tell(directory, error=str(error))
+        raise
+    _tell(directory, error=None)
+
+
+def _tell(directory: Path, *, error: str | None) -> None:
+    """Leave the outcome to the other ranks of this machine; where nothing can be written, nothing was wrong either."""
+    if os.access(directory.parent, os.W_OK):
+        note = _outcome_file(directory)
+        staging = note.with_name(f"{note.name}.tmp-{os.getpid()}")
+        staging.write_text(json.dumps({"launch": _launch(), "error": error}))
+        staging.rename(note)
 
 
 def _wait_for(directory: Path) -> None:
-    while not directory.is_dir():
-        try:
-            raise DataError(_failed_marker(directory).read_text())
-        except FileNotFoundError:
-            time.sleep(POLL_S)
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            outcome = json.loads(_outcome_file(directory).read_text())
+            if outcome["launch"] == _launch():
+                break
+        if directory.is_dir() and not os.access(directory.parent, os.W_OK):
+            return
+        time.sleep(POLL_S)
+    if outcome["error"] is not None:
+        raise DataError(outcome["error"])
+
+
+def _outcome_file(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.outcome")
+
+
+def _launch() -> str:
+    """What the ranks of one launch on one machine have in common, and with no other launch: their parent process."""
+    try:
+        return f"{socket.gethostname()} {os.getppid()} {psutil.Process(os.getppid()).create_time()}"
+    except psutil.Error:  # outside of this container
+        return f"{socket.gethostname()} {os.getppid()}"
 
 
 @contextmanager
@@ -201,29 +258,26 @@ def _prepare_directory(
     *,
     is_alone: bool,
 ) -> None:
-    marker = _failed_marker(directory)
-    marker.unlink(missing_ok=True)
     for leftover in directory.parent.glob(f"{directory.name}.tmp-*") if is_alone else ():
         shutil.rmtree(leftover, ignore_errors=True)
     staging = directory.with_name(f"{directory.name}.tmp-{socket.gethostname()}-{os.getpid()}")
     staging.mkdir()
     try:
-        encoder = ChatEncoder(tokenizer, template_kwargs=options.template_kwargs)
+        encoder = ChatEncoder(
+            tokenizer, template_kwargs=options.template_kwargs, special_in_content=options.special_in_content
+        )
         with SampleWriter(staging, options) as writer:
             write_samples(writer, encoder, files)
-        summary = writer.summary(encoder.end_token_ids)
-        _check_usable(summary, writer.first_bad_rows, options, staging)
+        summary = writer.summary(encoder)
+        _check_usable(summary, writer.bad_rows, options, staging)
         (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        write_checksums(staging)
         _publish(staging, directory)
-    except DataError as error:
-        (staging / "failed").write_text(str(error))
-        (staging / "failed").rename(marker)
-        raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check_usable(summary: Summary, first_bad_rows: list[BadRow], options: PrepareOptions, staging: Path) -> None:
+def _check_usable(summary: Summary, bad_rows: BadRows, options: PrepareOptions, staging: Path) -> None:
     """Raise `DataError` with the first bad rows, their counts and the way out, unless enough rows can be trained on."""
     num_bad, num_rows = summary.num_bad_rows, summary.num_rows
     if options.on_bad_row == "skip" and num_bad <= options.max_bad_fraction * num_rows and summary.num_samples:
@@ -238,10 +292,7 @@ def _check_usable(summary: Summary, first_bad_rows: list[BadRow], options: Prepa
     bad_rows_file = cache_dir / f"bad_rows_{staging.name[:8]}.jsonl"
     shutil.copyfile(staging / BAD_ROWS, bad_rows_file)
     lines = [f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can):"]
-    lines += [f"  {row.file}:{row.line}: {row.reason}" for row in first_bad_rows]
-    if num_bad > len(first_bad_rows):
-        lines.append(f"  … and {num_bad - len(first_bad_rows)} more")
-    lines.append("by reason: " + ", ".join(f"{kind} {count}" for kind, count in summary.bad_rows_by_kind.items()))
+    lines += bad_rows.lines()
     lines.append(f"all of them: {bad_rows_file}")
     lines.append(_way_out(summary, options))
     raise DataError("\n".join(lines))
@@ -264,8 +315,13 @@ def _publish(staging: Path, directory: Path) -> None:
     try:
         staging.rename(directory)
     except OSError:
-        if not directory.is_dir():  # else another process was first, with the same content
+        if not directory.is_dir():
             raise
+        # Another process was first, with the same content; or the damaged one is there, which may still be mapped.
+        if find_damage(directory):
+            directory.rename(staging.with_name(f"{staging.name}-damaged"))
+            staging.rename(directory)
+            shutil.rmtree(staging.with_name(f"{staging.name}-damaged"), ignore_errors=True)
     _fsync(directory.parent)
 
 

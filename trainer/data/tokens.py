@@ -24,6 +24,8 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+from trainer.protocols import DataError
+
 Span = tuple[int, int]
 Located = tuple[np.ndarray, list[Span]]
 _CONTRACTIONS, _WHITESPACE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,6 +37,7 @@ WORD_PATTERNS = {
 """How pre-tokenizers cut texts, where a space that follows anything but whitespace is always cut in front of, and the
 parts before and from there do not depend on each other. GPT-2's way, named `use_regex`, is another one."""
 SPACE = ord(" ")
+FIRST_PRIVATE = 0x10F000  # in the last plane for private use: no writing system and no normalizer knows them
 MAY_BE_WHITESPACE = np.isin(np.arange(256), [0xC2, 0x9A, 0x80, 0x81])
 """By the last byte but one of a character beyond ASCII, in UTF-8: never false for whitespace."""
 
@@ -45,14 +48,22 @@ class MarkedText:
 
     text: str
     spans: list[Span]
+    aliased: frozenset[str] = frozenset()
+    """Added tokens that stand in the text as their aliases; their own characters are ordinary ones."""
+
+
+def aliases(tokens: frozenset[str]) -> dict[str, str]:
+    """For each token a text of its length out of characters for private use."""
+    return {token: chr(FIRST_PRIVATE + number) * len(token) for number, token in enumerate(sorted(tokens))}
 
 
 class TokenFinder:
     """Tokenizes marked texts with a fast tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._byte_level = _byte_level(_plain_copy(tokenizer))
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, aliased: frozenset[str] = frozenset()) -> None:
+        """`aliased`: added tokens that the texts hold as their aliases. Raises `DataError` where that cannot be."""
+        self._tokenizer, self._aliased = tokenizer, aliased
+        self._byte_level = _byte_level(_plain_copy(tokenizer, aliased))
 
     def start(self, batch: list[MarkedText], pool: Executor) -> Callable[[], list[Located]]:
         """Leave the tokenizer's work to `pool`; call what comes back to wait for it and for the result.
@@ -78,16 +89,34 @@ class TokenFinder:
 
     @cached_property
     def _with_offsets(self) -> Tokenizer:
-        return _plain_copy(self._tokenizer)
+        return _plain_copy(self._tokenizer, self._aliased)
 
 
-def _plain_copy(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+def _plain_copy(tokenizer: PreTrainedTokenizerBase, aliased: frozenset[str]) -> Tokenizer:
     """Without post-processor: some of these cut spaces off the offsets, and plain ids need none."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    source = tokenizer.backend_tokenizer
+    backend = _with_aliases(source, aliases(aliased)) if aliased else Tokenizer.from_str(source.to_str())
     backend.post_processor = None
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+def _with_aliases(source: Tokenizer, names: dict[str, str]) -> Tokenizer:
+    """A copy that knows added tokens by other names, under the same ids."""
+    state = json.loads(source.to_str())
+    state["post_processor"] = None
+    for token in state["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    vocab = state["model"]["vocab"]  # sentencepiece keeps them there too
+    if isinstance(vocab, dict):
+        state["model"]["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
+    else:
+        state["model"]["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocab]
+    backend = Tokenizer.from_str(json.dumps(state))
+    if any(backend.token_to_id(alias) != source.token_to_id(token) for token, alias in names.items()):
+        raise DataError("this tokenizer cannot read its special tokens as text: set data.special_in_content=error")
     return backend
 
 

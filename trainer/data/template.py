@@ -1,0 +1,156 @@
+"""A tokenizer's chat template: rendered, and asked once by probe conversations how it wants and writes things."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.data.conversation import Message
+from trainer.data.tokens import Span
+from trainer.protocols import DataError
+
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Tools = list[dict[Any, Any]] | None
+ARGUMENTS = {"city": "Paris"}
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+PLAIN = [
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Bye."},
+]
+
+
+def _tool_probe(arguments: object) -> list[Message]:
+    """A call, its result and an answer; some templates insist on ids of nine characters."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "The weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "Sunny."},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+
+
+class UnusableError(Exception):
+    """Why a conversation cannot be encoded, as `kind: detail`."""
+
+
+class ChatTemplate:
+    """One jinja template with the variables it is rendered with."""
+
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
+        self.source = source
+        self.has_generation_tags = GENERATION_TAG.search(source) is not None
+        self.words = frozenset(re.findall(r"\w+", source))
+        self._variables = {**tokenizer.special_tokens_map, **template_kwargs}
+        self._added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self._ends = {str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
+
+    def render(
+        self, messages: list[Message], tools: Tools, *, prompt: bool = False, tagged: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text, and with `tagged` what its generation tags enclose. Raises `UnusableError`, and `DataError` for a
+        template that is none.
+        """
+        try:
+            rendered: Any = render_jinja_template(  # annotated as str, returns two lists
+                conversations=[messages],
+                tools=tools,  # type: ignore[arg-type]  # list is invariant
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=tagged,
+                **self._variables,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is broken in line {error.lineno}: {error}; see data.chat_template"
+            ) from error
+        except Exception as error:  # templates run arbitrary expressions on the row
+            raise UnusableError(f"chat template: refuses the conversation: {type(error).__name__}: {error}") from error
+        texts, spans = rendered
+        return texts[0], spans[0] if tagged else []
+
+    def _try(self, messages: list[Message]) -> str | None:
+        try:
+            return self.render(messages, None)[0]
+        except UnusableError:
+            return None
+
+    @cached_property
+    def with_arguments(self) -> Callable[[Message], Message]:
+        """How messages are handed over: tool arguments as objects, or as JSON text to a template that needs text.
+
+        Servers hand templates objects, and a template would quote JSON text a second time. One that refuses objects,
+        or prints them as Python does, was written for text.
+        """
+        objects, text = (self._try(_tool_probe(arguments)) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)))
+        is_refused = objects is None or repr(ARGUMENTS) in objects
+        return _with_text_arguments if is_refused and text is not None else _with_object_arguments
+
+    @cached_property
+    def structural_tokens(self) -> frozenset[str]:
+        """Added tokens that the template writes around turns, and the tokenizer's own beginning and end.
+
+        Not those inside a turn: around tool calls, and tags in pairs such as <think> and </think>.
+        """
+        tool = [self.with_arguments(message) for message in _tool_probe(ARGUMENTS)]
+        for system in (SYSTEM, []):  # without one, some templates write a default full of explanations
+            plain, called, answered = (self._try(system + probe) for probe in (PLAIN, tool[:2], tool))
+            if plain is not None:
+                break
+        around = self._marks_in(plain or "")
+        if called is not None and answered is not None:
+            calls = self._marks_in(called)
+            ends = {token for token in calls if called.rstrip().endswith(token)}
+            around |= self._marks_in(answered) - calls | ends
+        return frozenset(around | self._ends & self._added)
+
+    def _marks_in(self, text: str) -> set[str]:
+        return {token for token in self._added if token in text and self._is_mark(token)}
+
+    def _is_mark(self, token: str) -> bool:
+        is_ordinary = not token.strip() or token.strip().isalnum()  # some vocabularies add words and runs of spaces
+        return not is_ordinary and not self._is_paired(token)
+
+    def _is_paired(self, token: str) -> bool:
+        partner = token.replace("</", "<", 1) if token.startswith("</") else token.replace("<", "</", 1)
+        return token.startswith("<") and partner != token and partner in self._added
+
+
+def _with_object_arguments(message: Message) -> Message:
+    def as_object(arguments: object) -> object:
+        try:
+            found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            return arguments
+        return found if isinstance(found, dict) else arguments
+
+    return _with_changed_arguments(message, as_object)
+
+
+def _with_text_arguments(message: Message) -> Message:
+    def as_text(arguments: object) -> object:
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+    return _with_changed_arguments(message, as_text)
+
+
+def _with_changed_arguments(message: Message, change: Callable[[object], object]) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [with_function(call, "arguments", change) for call in message["tool_calls"]]}
+
+
+def with_function(call: dict[str, Any], key: str, change: Callable[[object], object]) -> dict[str, Any]:
+    """A tool call with one value of its function changed; the function may be the call itself."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or key not in function:
+        return call
+    function = {**function, key: change(function[key])}
+    return {**call, "function": function} if "function" in call else function
