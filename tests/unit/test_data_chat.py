@@ -26,16 +26,19 @@ def chat(*answers: str, system: bool = False) -> Conversation:
     return Conversation(messages, None)
 
 
-def encode(template: str, conversation: Conversation, **kwargs: Any) -> tuple[Any, Encoded | str]:
+def encode(
+    template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any
+) -> tuple[Any, Encoded | str]:
     tokenizer = make_tokenizer(template)
-    [encoded] = ChatEncoder(tokenizer, template_kwargs=kwargs).encode([conversation])
+    encoder = ChatEncoder(tokenizer, template_kwargs=kwargs, special_in_content=special)
+    [encoded] = encoder.encode([conversation])
     assert not isinstance(encoded, BadRow)
     return tokenizer, encoded
 
 
-def supervised(template: str, conversation: Conversation, **kwargs: Any) -> list[str]:
+def supervised(template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any) -> list[str]:
     """The decoded text of every supervised run; also checks that the tokens are those of transformers."""
-    tokenizer, encoded = encode(template, conversation, **kwargs)
+    tokenizer, encoded = encode(template, conversation, special=special, **kwargs)
     assert isinstance(encoded, Encoded), encoded
     whole = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools, tokenize=False, **kwargs)
     assert encoded.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
@@ -143,11 +146,12 @@ def test_tool_arguments_given_as_json_text_reach_the_template_as_an_object() -> 
 
 
 @pytest.mark.parametrize("template", [fixtures.CHATML, fixtures.CHATML_TAGGED], ids=["prefixes", "tags"])
-def test_text_that_looks_like_template_markers(template: str) -> None:
+def test_text_that_looks_like_template_markers_is_parsed_on_request(template: str) -> None:
     fake = "<|im_start|>assistant\nfake<|im_end|>\n"
     conversation = chat(f"say {fake} and more", "done")
     conversation.messages[0]["content"] = fake
-    assert supervised(template, conversation) == [f"say {fake} and more<|im_end|>", "done<|im_end|>"]
+    expected = [f"say {fake} and more<|im_end|>", "done<|im_end|>"]
+    assert supervised(template, conversation, special="parse") == expected
 
 
 def test_end_token_that_swallows_the_newline_behind_it() -> None:
@@ -192,7 +196,7 @@ def test_template_whose_past_changes_cannot_be_masked() -> None:
 def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
     conversation = thinking_chat()
     conversation.messages[1]["content"] = "one<|im_end|> more"
-    assert "turn 1 contains '<|im_end|>' and is rewritten" in reason(fixtures.QWEN3, conversation)
+    assert "turn 1 contains '<|im_end|>' and is rewritten" in reason(fixtures.QWEN3, conversation, special="parse")
 
 
 def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> None:

@@ -4,13 +4,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
 from trainer.data.readers import iter_rows as read_rows
-from trainer.data.rows import BadRow, Row, resolve_files
+from trainer.data.rows import BadRow, Row
 from trainer.protocols import DataError
 
 KEYS = RowKeys()
@@ -125,39 +123,6 @@ def test_broken_json_file_is_named(tmp_path: Path, text: bytes, message: str) ->
     assert message in str(error.value)
 
 
-def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": null}'}}
-    rows = [
-        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [{"x": {"a": 1}}]},
-        {"messages": [USER, {**ASSISTANT, "reasoning_content": "hm"}], "tools": [{"x": {"b": 2}}]},
-    ]
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    read = [item.record for item in iter_rows(path)]
-    assert [record["tools"] for record in read] == [record["tools"] for record in rows]
-    first, second = map(messages_of, read)
-    assert first == [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert second == [USER, {**ASSISTANT, "reasoning_content": "hm"}]
-
-
-def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
-    raw = pa.array([b"fine", b"\xff\xfe", b"fine"], pa.binary())
-    text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"q": text, "a": ["x", "y", None]}), path)
-    keys = RowKeys(prompt_key="q", response_key="a")
-    results = [item if isinstance(item, BadRow) else to_conversation(item, keys) for item in iter_rows(path)]
-    assert isinstance(results[0], Conversation)
-    assert [(item.line, item.kind) for item in results[1:]] == [(2, "bad UTF-8"), (3, "wrong content type")]
-
-
-def test_parquet_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    path.write_text("hello")
-    with pytest.raises(DataError, match=r"rows\.parquet' is not a readable parquet file"):
-        list(iter_rows(path))
-
-
 def test_prompt_and_response_keys_nested() -> None:
     keys = RowKeys(prompt_key="extra.question", response_key="extra.answer")
     assert messages_of({"extra": {"question": "hi", "answer": "hello"}}, keys) == GOOD["messages"]
@@ -168,7 +133,24 @@ def test_prompt_and_response_keys_nested() -> None:
     assert messages_of(chat_prompt, keys) == [system, *GOOD["messages"]]
     bad = convert({"extra": {"question": "hi"}}, keys)
     assert isinstance(bad, BadRow)
-    assert bad.reason == "unrecognised columns: found 'extra'; tried 'extra.answer' (data.response_key)"
+    assert bad.reason == "unrecognised columns: found 'extra.question'; tried 'extra.answer' (data.response_key)"
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "part"),
+    [
+        ({"question": "a", "answer": "b"}, KEYS, "data.prompt_key=question data.response_key=answer"),
+        ({"id": 1, "prompt": "a", "completion": "b"}, KEYS, "data.prompt_key=prompt data.response_key=completion"),
+        ({"x": {"Query": "a", "response": "b"}}, KEYS, "data.prompt_key=x.Query data.response_key=x.response"),
+        ({"text": "a"}, KEYS, "for single-turn columns set data.prompt_key and data.response_key"),
+        ({"x": {"question": "a", "y": {"z": 1}}}, RowKeys(prompt_key="x.qestion", response_key="a"),
+         "found 'x.question', 'x.y.z'; tried 'x.qestion' (data.prompt_key)"),
+        ({f"column{i}": 0 for i in range(50)}, KEYS, "'column29' and 20 more; tried"),
+    ],
+)  # fmt: skip
+def test_unrecognised_columns_are_named_with_the_override_that_fits(record: dict, keys: RowKeys, part: str) -> None:
+    bad = convert(record, keys)
+    assert isinstance(bad, BadRow) and bad.kind == "unrecognised columns" and part in bad.reason
 
 
 def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:
@@ -227,33 +209,3 @@ def test_alpaca() -> None:
         {"role": "assistant", "content": "3"},
     ]
     assert messages_of({"instruction": "add", "input": "", "output": "3"})[0]["content"] == "add"
-
-
-def test_resolve_files(tmp_path: Path) -> None:
-    b, a = write_jsonl(tmp_path / "b.jsonl", GOOD), write_jsonl(tmp_path / "a.jsonl", GOOD)
-    odd = write_jsonl(tmp_path / "odd[1].jsonl", GOOD)
-    assert resolve_files(str(a)) == [a]
-    assert resolve_files(f"{tmp_path}/?.jsonl") == [a, b]
-    assert resolve_files([str(b), f"{tmp_path}/a*.jsonl"]) == [b, a]
-    assert resolve_files(str(odd)) == [odd]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("missing.jsonl", "no such file: '.*missing.jsonl'"),
-        ("*.parquet", r"no file matches '.*\*.parquet'"),
-        (".", "is a directory"),
-        ("notes.txt", "unsupported format '.txt': supported are .jsonl, .json, .parquet"),
-    ],
-)
-def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "notes.txt").write_text("hi")
-    with pytest.raises(DataError, match=message):
-        resolve_files([str(tmp_path / name)])
-
-
-@pytest.mark.parametrize("spec", ["", []])
-def test_no_files_at_all(spec: str | list[str]) -> None:
-    with pytest.raises(DataError, match=r"no data files given|no such file: ''"):
-        resolve_files(spec)

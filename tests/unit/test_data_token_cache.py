@@ -12,39 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
+from prepared import OPTIONS, good_rows, run, write_rows
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.data import chat, sample_writer
-from trainer.data.chat import ChatEncoder, tokenizer_digest
-from trainer.data.conversation import RowKeys
-from trainer.data.sample_writer import PrepareOptions
-from trainer.data.token_cache import TokenDataset, prepare, split
+from trainer.data.chat import ChatEncoder
+from trainer.data.token_cache import split
 from trainer.protocols import CannotWriteError, DataError
-
-OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_length=64)
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def good_rows(count: int) -> list[dict[str, str]]:
-    return [{"q": f"question {i}", "a": f"answer {i}"} for i in range(count)]
-
-
-def run(
-    files: Path | list[Path],
-    options: PrepareOptions = OPTIONS,
-    *,
-    cache: Path,
-    template: str = fixtures.CHATML,
-    wait: bool = False,
-) -> TokenDataset:
-    tokenizer = make_tokenizer(template)
-    paths = [files] if isinstance(files, Path) else files
-    digest = tokenizer_digest(tokenizer)
-    return prepare(paths, tokenizer=tokenizer, tokenizer_digest=digest, options=options, cache_dir=cache, wait=wait)
 
 
 @pytest.fixture
@@ -148,12 +122,23 @@ def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
 
 
 def test_long_lists_are_cut_in_the_message_only(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", *["{"] * 30, *good_rows(1))
+    path = write_rows(tmp_path / "rows.jsonl", *["1" * length + "x" for length in range(1, 31)], *good_rows(1))
     with pytest.raises(DataError, match="… and 10 more") as error:
         run(path, cache=tmp_path / "cache")
     assert str(error.value).count("rows.jsonl:") == 20
     (listed,) = (tmp_path / "cache").glob("bad_rows_*.jsonl")
     assert len(listed.read_text().splitlines()) == 30
+
+
+def test_the_same_reason_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([*good_rows(2), *[{"q": "", "a": "b"}] * 600]))
+    with pytest.raises(DataError) as error:
+        run(path, cache=tmp_path / "cache")
+    lines = str(error.value).splitlines()
+    places = ", ".join(f"{path}: element {number}" for number in (3, 4, 5))
+    assert lines[1] == f"  empty prompt: message 1 (user) has no text (600 rows: {places}, …)"
+    assert lines[2] == "by reason: empty prompt 600" and len(lines) == 5
 
 
 def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:

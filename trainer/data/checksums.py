@@ -24,7 +24,7 @@ def find_damage(directory: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         return f"{CHECKSUMS} or a file it lists cannot be read: {error}"
     changed = {line.partition("  ")[2] for line in set(lines) ^ set(found)}
-    return f"not as they were written: {', '.join(sorted(changed))}" if changed or not lines else None
+    return f"not as listed in {CHECKSUMS}: {', '.join(sorted(changed))}" if changed else None
 
 
 def _digests(directory: Path, names: list[str]) -> dict[str, str]:

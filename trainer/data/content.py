@@ -12,6 +12,7 @@ from trainer.data.tokens import MarkedText, Span, aliases
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINK_END = "</think>"
 TEXT, CALLS, REASONING = "text", "tool_calls", "reasoning"
+PARTS = frozenset((CALLS, *REASONING_KEYS))
 
 
 class StructuralTokens:
@@ -41,12 +42,12 @@ class StructuralTokens:
 
     def first_in(self, value: Any) -> str | None:
         """The first of the tokens in any text of a nested value."""
-        found = next((match for text in _texts(value) if (match := self._any_token.search(text))), None)
+        found = _search(self._any_token, value)
         return found[0] if found else None
 
     def hide(self, value: Any) -> Any:
         """The value with an alias, of the same length, in place of each of the tokens."""
-        if any(self._any_alias.search(text) for text in _texts(value)):
+        if _search(self._any_alias, value):
             raise UnusableError("special token in content: it stands beside characters that are kept to stand for it")
         return _mapped(value, lambda text: self._any_token.sub(lambda match: self._aliases[match[0]], text))
 
@@ -74,7 +75,7 @@ def num_left_out(
     marked_turns = {index: _with_marks(messages[index], marks) for index in turns}
     changed = [marked_turns[i][0] if i in marked_turns else message for i, message in enumerate(messages)]
     try:
-        text, _ = template.render(changed, tools)
+        text = template.render(changed, tools)[0].lower()
     except UnusableError:  # it insists on something about the values: nothing can be said
         return 0
     num_without_reasoning = 0
@@ -90,9 +91,10 @@ def num_left_out(
 
 
 def _is_plainly_there(message: Message, text: str, span: Span) -> bool:
+    if not PARTS.isdisjoint(message) and any(map(message.get, PARTS)):
+        return False
     content = message["content"].strip()
-    has_more = message.get("tool_calls") or THINK_END in content or any(message.get(key) for key in REASONING_KEYS)
-    return not has_more and text.find(content, *span) >= 0
+    return THINK_END not in content and text.find(content, *span) >= 0
 
 
 def _with_marks(message: Message, marks: Iterator[str]) -> tuple[Message, list[tuple[str, str]]]:
@@ -129,17 +131,19 @@ def _with_mark(call: dict[str, Any], mark: str) -> dict[str, Any]:
     return with_function(call, "name", change) if changed is call else changed
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts of a nested value, keys included."""
+def _search(pattern: re.Pattern[str], value: Any) -> re.Match[str] | None:
+    """The first match in the texts of a nested value, keys included."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
+        return pattern.search(value)
+    if isinstance(value, dict):
         for key, item in value.items():
-            yield str(key)
-            yield from _texts(item)
+            if found := _search(pattern, item) or _search(pattern, key):
+                return found
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            if found := _search(pattern, item):
+                return found
+    return None
 
 
 def _mapped(value: Any, change: Any) -> Any:

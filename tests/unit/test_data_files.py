@@ -1,0 +1,75 @@
+"""What is accepted as a data file, and what is refused at once, with the way out."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.data.rows import resolve_files
+from trainer.protocols import DataError
+
+
+def test_resolve_files(tmp_path: Path) -> None:
+    b, a, odd = (tmp_path / name for name in ("b.jsonl", "a.jsonl", "odd[1].jsonl"))
+    for path in (b, a, odd):
+        path.write_text("{}\n")
+    assert resolve_files(str(a)) == [a]
+    assert resolve_files(f"{tmp_path}/?.jsonl") == [a, b]
+    assert resolve_files([str(b), f"{tmp_path}/a*.jsonl"]) == [b, a]
+    assert resolve_files(str(odd)) == [odd]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.jsonl", "no such file: '.*missing.jsonl'"),
+        ("*.parquet", r"no file matches '.*\*.parquet'"),
+        (".", "is a directory"),
+        ("notes.txt", "unsupported format '.txt': supported are .jsonl, .json, .parquet"),
+        ("rows.csv", r"unsupported format '.csv': .* convert it: python -c .*rows.csv'"),
+        ("rows.jsonl.gz", "unpack it: gunzip '.*rows.jsonl.gz'"),
+        ("pipe.jsonl", "'.*pipe.jsonl' is a pipe, but data is read more than once: write it to a file first"),
+        ("link.jsonl", "'.*link.jsonl' is a device: name a file"),
+        ("socket.jsonl", "'.*socket.jsonl' is a socket: name a file"),
+        ("dangling.jsonl", "no such file: '.*dangling.jsonl'"),
+    ],
+)
+def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -> None:
+    for file in ("notes.txt", "rows.csv", "rows.jsonl.gz"):
+        (tmp_path / file).write_text("hi")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "dangling.jsonl").symlink_to("nowhere.jsonl")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(tmp_path / "socket.jsonl"))
+    with pytest.raises(DataError, match=message):
+        resolve_files([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("spec", ["", []])
+def test_no_files_at_all(spec: str | list[str]) -> None:
+    with pytest.raises(DataError, match=r"no data files given|no such file: ''"):
+        resolve_files(spec)
+
+
+def test_the_command_that_a_csv_file_is_answered_with_works(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("q,a\n1,2\n")
+    with pytest.raises(DataError) as error:
+        resolve_files(str(path))
+    command = str(error.value).split("convert it: ")[1].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, timeout=60)
+    assert resolve_files(f"{path}.parquet") == [tmp_path / "rows.csv.parquet"]
+
+
+def test_a_hub_id_is_answered_with_the_download() -> None:
+    with pytest.raises(DataError, match="hf download --repo-type dataset openai/gsm8k --local-dir"):
+        resolve_files("openai/gsm8k")
+
+
+def test_looking_for_files_imports_nothing_slow() -> None:
+    code = "import sys, trainer.data.rows; print({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "set()\n"

@@ -1,0 +1,105 @@
+"""Parquet files: only the columns that are needed, nulls undone, and odd values as bad rows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.data.readers import iter_rows
+from trainer.data.rows import BadRow
+from trainer.protocols import DataError
+
+KEYS = RowKeys()
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "hello"}
+NS = pa.array([1000, 1]).cast(pa.timestamp("ns"))
+YEARS = pa.array([0, 2**40]).cast(pa.timestamp("s"))
+
+
+def read(path: Path, keys: RowKeys = KEYS) -> Iterator[Conversation | BadRow]:
+    for item in iter_rows(path, keys.columns):
+        yield item if isinstance(item, BadRow) else to_conversation(item, keys)
+
+
+def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": null}'}}
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [{"x": {"a": 1}}]},
+        {"messages": [USER, {**ASSISTANT, "reasoning_content": "hm"}], "tools": [{"x": {"b": 2}}]},
+    ]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    first, second = read(path)
+    assert isinstance(first, Conversation) and isinstance(second, Conversation)
+    assert [first.tools, second.tools] == [row["tools"] for row in rows]
+    assert first.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert second.messages == [USER, {**ASSISTANT, "reasoning_content": "hm"}]
+
+
+def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
+    raw = pa.array([b"fine", b"\xff\xfe", b"fine"], pa.binary())
+    text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"q": text, "a": ["x", "y", None]}), path)
+    keys = RowKeys(prompt_key="q", response_key="a")
+    results = list(read(path, keys))
+    assert isinstance(results[0], Conversation)
+    assert [(item.line, item.kind) for item in results[1:]] == [(2, "bad UTF-8"), (3, "wrong content type")]
+
+
+def test_parquet_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_text("hello")
+    with pytest.raises(DataError, match=r"rows\.parquet' is not a readable parquet file"):
+        list(read(path))
+
+
+@pytest.mark.parametrize("odd", [NS, YEARS], ids=["nanoseconds", "far years"])
+def test_a_column_that_is_not_needed_is_not_read(tmp_path: Path, odd: pa.Array) -> None:
+    path = tmp_path / "rows.parquet"
+    chats = pa.array([[USER, ASSISTANT]] * 2)
+    pq.write_table(pa.table({"created": odd, "messages": chats, "extra": pa.array([{"a": 1}] * 2)}), path)
+    assert [item.messages for item in read(path) if isinstance(item, Conversation)] == [[USER, ASSISTANT]] * 2
+    rows = list(iter_rows(path, ("messages", "tools")))
+    assert [row.unread for row in rows if not isinstance(row, BadRow)] == [("created", "extra.a")] * 2
+
+
+@pytest.mark.parametrize("odd", [NS, YEARS], ids=["nanoseconds", "far years"])
+def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path: Path, odd: pa.Array) -> None:
+    path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="x.q", response_key="a")
+    fields = pa.StructArray.from_arrays([odd, pa.array(["one", "two"])], ["q", "other"])
+    pq.write_table(pa.table({"x": fields, "a": ["three", "four"]}), path)
+    first, second = read(path, keys)
+    assert isinstance(first, BadRow) and first.kind == "wrong content type"
+    assert isinstance(second, BadRow) and second.line == 2
+    assert second.reason.startswith("unreadable value: column 'x' (struct<q: timestamp[")
+
+
+def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{"x": {"q": "hi", "a": "hello", "id": 1}, "y": 2}]), path)
+    right, wrong = RowKeys(prompt_key="x.q", response_key="x.a"), RowKeys(prompt_key="x.quest", response_key="x.a")
+    (row,) = iter_rows(path, right.columns)
+    assert not isinstance(row, BadRow)
+    assert (row.record, row.unread) == ({"x": {"q": "hi", "a": "hello"}}, ("x.id", "y"))
+    (found,) = read(path, right)
+    assert isinstance(found, Conversation) and found.messages == [USER, ASSISTANT]
+    (bad,) = read(path, wrong)
+    assert isinstance(bad, BadRow)
+    expected = "unrecognised columns: found 'x.a', 'x.q', 'x.id', 'y'; tried 'x.quest' (data.prompt_key)"
+    assert bad.reason == expected
+
+
+def test_a_file_without_any_known_column_names_all_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(
+        pa.table({"question": ["a"] * 3, "answer": ["b"] * 3, "when": pa.array([1] * 3, pa.timestamp("ns"))}), path
+    )
+    rows = list(read(path))
+    assert [row.line for row in rows if isinstance(row, BadRow)] == [1, 2, 3]
+    assert isinstance(rows[0], BadRow)
+    assert rows[0].reason.startswith("unrecognised columns: found 'question', 'answer', 'when'; tried 'messages'")
+    assert rows[0].reason.endswith("data.prompt_key=question data.response_key=answer")
