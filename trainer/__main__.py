@@ -124,16 +124,22 @@ def _run(config: Config) -> int:
     except ResumableError as error:
         code, message = EXIT_RESUMABLE, str(error)
     except Exception as error:
-        if stop.is_set:  # another rank left at once on the same signal, and this one missed it in a collective
-            code, message = EXIT_RESUMABLE, f"stopped by {stop.reason} before the next step boundary: {error}"
+        # stopped: another rank left at once on the same signal, and this one missed it in a collective
+        code = EXIT_RESUMABLE if stop.is_set else EXIT_CRASH
+        if lost := signals.lost_ranks():  # torchrun stops those that are left; what became of it the agent says
+            message = f"rank {lost[0]} of this machine is gone, and the others cannot go on without it: {error}"
+        elif stop.is_set:
+            message = f"stopped by {stop.reason} before the next step boundary: {error}"
         else:
-            code, message = EXIT_CRASH, traceback.format_exc()
+            message = traceback.format_exc()
     if signals.report_exit_code(code):
         logger.error("%s", message)
     return code
 
 
 if __name__ == "__main__":
+    from trainer.runtime.log import keep_streams_safe
     from trainer.runtime.signals import leave
 
+    keep_streams_safe()
     leave(main(sys.argv[1:]))

@@ -15,13 +15,12 @@ from trainer.cli.launch import (
     agent_command,
     choose_num_ranks,
     first_host,
-    hang_exit_code,
     node_layout,
     parse_arguments,
     rank_environment,
-    run_exit_code,
     thread_count,
 )
+from trainer.cli.supervise import killed_exit_code, run_exit_code
 from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError
 
@@ -170,8 +169,8 @@ def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, c
 
 
 @pytest.mark.parametrize(("reported", "code"), [(None, 75), (0, 75), (75, 75), (65, 65), (76, 76), (1, 1)])
-def test_exit_code_of_a_run_that_hung(reported: int | None, code: int) -> None:
-    assert hang_exit_code(reported) == code
+def test_exit_code_of_a_run_that_the_launcher_killed(reported: int | None, code: int) -> None:
+    assert killed_exit_code(reported) == code
 
 
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

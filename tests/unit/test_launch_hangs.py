@@ -17,13 +17,13 @@ ROOT = Path(launch.__file__).parents[2]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from trainer.cli import launch
+from trainer.cli import supervise
 from trainer.cli.watchdog import Watchdog
-launch.POLL_S = 0.1
+supervise.POLL_S = 0.1
 status_dir, run_dir = Path(sys.argv[1]), Path(sys.argv[2])
 env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}
 watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=False)
-sys.exit(launch.supervise([sys.executable, *sys.argv[3:]], env=env, status_dir=status_dir, watchdog=watchdog))
+sys.exit(supervise.supervise([sys.executable, *sys.argv[3:]], env=env, status_dir=status_dir, watchdog=watchdog))
 """
 # Stands for torchrun; beside two ranks it has a child that never registers.
 AGENT = """

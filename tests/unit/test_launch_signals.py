@@ -16,7 +16,7 @@ ROOT = Path(launch.__file__).parents[2]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from trainer.cli.launch import supervise
+from trainer.cli.supervise import supervise
 from trainer.cli.watchdog import Watchdog
 status_dir = Path(sys.argv[1])
 env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}

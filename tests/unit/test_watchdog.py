@@ -223,7 +223,7 @@ def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_to
     monkeypatch.setattr(watchdog, "PEERS_S", 0.5)
     monkeypatch.setattr(bench.dog, "has_peers", True)
     bench.fall_silent()
-    started_s, kill = time.monotonic(), bench.dog._kill
-    monkeypatch.setattr(bench.dog, "_kill", lambda agent: (alive.append(is_alive(agent.pid)), kill(agent)))
+    started_s, kill = time.monotonic(), bench.dog.kill
+    monkeypatch.setattr(bench.dog, "kill", lambda agent: (alive.append(is_alive(agent.pid)), kill(agent)))
     bench.dog.end_run(bench.agent)
     assert alive == [True] and time.monotonic() - started_s >= 0.5

@@ -1,30 +1,25 @@
-"""The second half of `run_sft.sh`: check the configuration, start the ranks, pass signals on, return the exit code.
+"""The second half of `run_sft.sh`: check the configuration and the machine, start the ranks, return the exit code.
 
-Three generations of processes: this launcher, torchrun's agent in a session of its own, and the ranks. Each dies with
-its parent, so killing the launcher leaves nothing behind. torchrun folds every failure into 1 and kills ranks 30 s
-after a signal; so ranks write their pid and exit code into `SFT_STATUS_DIR`, and signals go to them directly.
 Floor 5; imports no torch, so that a mistyped key fails at once.
 """
 
-import ctypes
-import functools
-import logging
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cli.supervise import run_agent, status_directory, supervise
 from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
-from trainer.runtime.environment import uncollected
+from trainer.protocols import EXIT_RESUMABLE, EXIT_USAGE
+from trainer.runtime.log import keep_streams_safe
+from trainer.runtime.signals import heeded_signals
 
 USAGE = """usage: bash run_sft.sh [N] [key=value ...]
   N                      ranks on this machine; default: the number of GPUs, else 2
@@ -35,9 +30,6 @@ DEFAULT_NUM_CPU_RANKS = 2
 DEFAULT_MASTER_PORT = 29500
 SLURM_PORTS = range(20000, 30000)
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOP_AGENT = signal.SIGHUP
-POLL_S = 1.0
 
 
 class UsageError(ValueError):
@@ -63,7 +55,7 @@ class NodeLayout:
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--agent"]:
         return run_agent(argv[1:])
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # from here on they wait for `supervise`
+    signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # from here on they wait for `supervise`
     try:
         arguments = parse_arguments(argv)
         from trainer.__main__ import load_config
@@ -84,12 +76,12 @@ def main(argv: list[str]) -> int:
             f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
             flush=True,
         )
-    with tempfile.TemporaryDirectory(prefix="sft-", ignore_cleanup_errors=True) as status_dir:
-        env = rank_environment(os.environ, num_ranks=num_ranks, status_dir=Path(status_dir))
+    with status_directory() as status_dir:
+        env = rank_environment(os.environ, num_ranks=num_ranks, status_dir=status_dir)
         run_dir = Path(config.trainer.default_local_dir)
-        watchdog = Watchdog(Path(status_dir), run_dir=run_dir, has_peers=layout.num_nodes > 1)
+        watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
         command = agent_command(num_ranks, layout, arguments.overrides)
-        code = supervise(command, env=env, status_dir=Path(status_dir), watchdog=watchdog)
+        code = supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
     if code == EXIT_RESUMABLE:
         print("resume with the same command", flush=True)
     return code
@@ -206,112 +198,11 @@ def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str]) 
         meeting = [f"--node-rank={layout.node_rank}", f"--master-addr={layout.master_addr}"]
         meeting += [f"--master-port={layout.master_port}"]
     options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
-    options += [f"--signals-to-handle={STOP_AGENT.name}"]
+    # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in TMPDIR
+    options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]
     return [sys.executable, "-m", "trainer.cli.launch", "--agent", *options, "-m", "trainer", *overrides]
 
 
-def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Path, watchdog: Watchdog) -> int:
-    """Run the agent to its end or a hang, pass every signal on to the ranks once, and return the run's exit code."""
-    awaited = {*FORWARDED, signal.SIGCHLD}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    try:
-        if signal.sigpending() & set(FORWARDED):
-            return EXIT_RESUMABLE
-        child_setup = functools.partial(_set_up_agent, os.getpid())
-        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=child_setup)
-        was_signalled = was_stopped_early = False
-        while agent.poll() is None:
-            received = signal.sigtimedwait(awaited, POLL_S)
-            if watchdog.finds_hang():
-                watchdog.end_run(agent)
-                return hang_exit_code(_reported_code(status_dir))
-            if received is None or received.si_signo == signal.SIGCHLD:
-                continue
-            was_signalled = True
-            if not _signal_ranks(status_dir, received.si_signo):
-                was_stopped_early = True
-                agent.send_signal(STOP_AGENT)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    reported = _reported_code(status_dir)
-    if reported is None and agent.returncode < 0 and not was_stopped_early:
-        print(f"ERROR: the ranks were killed by {signal.Signals(-agent.returncode).name}", file=sys.stderr)
-    if was_stopped_early and reported is None and agent.returncode:
-        return EXIT_RESUMABLE
-    return run_exit_code(reported, agent_code=agent.returncode, was_signalled=was_signalled)
-
-
-def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
-    """What the ranks reported, unless they reported an orderly end that the agent did not see.
-
-    Then one rank was lost and another, stopped because of it, only believed in an orderly end.
-    """
-    if reported is None:
-        return EXIT_DONE if agent_code == 0 else EXIT_CRASH
-    if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0 and not was_signalled:
-        return EXIT_CRASH
-    return reported
-
-
-def hang_exit_code(reported: int | None) -> int:
-    """Resumable, unless a rank reported a failure first: then the silence of the others follows from it."""
-    return EXIT_RESUMABLE if reported in (None, EXIT_DONE) else reported
-
-
-def _set_up_agent(launcher_pid: int) -> None:
-    """In the new process: die with the launcher, and undo the launcher's way of receiving signals."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != launcher_pid:
-        os._exit(EXIT_CRASH)
-    signal.signal(STOP_AGENT, signal.SIG_DFL)  # nohup has it ignored
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
-
-
-def _signal_ranks(status_dir: Path, number: int) -> bool:
-    """Send a signal to every registered rank; False when there is none yet."""
-    texts = [path.read_text() for path in status_dir.glob("rank_*.pid")]
-    pids = [int(text) for text in texts if text]
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass
-    return bool(pids)
-
-
-def _reported_code(status_dir: Path) -> int | None:
-    try:
-        return int((status_dir / "exit_code").read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def run_agent(argv: list[str]) -> int:
-    """torchrun without its own words: the last thing a user reads is the error of the rank.
-
-    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted would kill them.
-    """
-    for number in FORWARDED:
-        signal.signal(number, lambda *_: None)
-    logging.disable(logging.CRITICAL)
-    with uncollected():
-        from torch.distributed import run
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        run.run(run.parse_args(argv))
-    except SignalException:
-        return EXIT_CRASH
-    except ChildFailedError as error:
-        for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
-                name = signal.Signals(-failure.exitcode).name
-                print(f"ERROR: rank {rank} was killed by {name}; continue with the same command", file=sys.stderr)
-        return EXIT_CRASH
-    return EXIT_DONE
-
-
 if __name__ == "__main__":
+    keep_streams_safe(says_so=False)  # the rank that writes most tells of a broken stdout
     sys.exit(main(sys.argv[1:]))

@@ -93,9 +93,18 @@ class Watchdog:
             if self.has_peers:
                 time.sleep(max(0.0, found_at + PEERS_S - time.monotonic()))
         finally:
-            self._kill(agent)
+            self.kill(agent)
 
-    def _kill(self, agent: subprocess.Popen) -> None:
+    def wake_agent(self, agent: subprocess.Popen) -> None:
+        """Continue an agent that somebody stopped once its ranks have ended: it alone can tell how they did."""
+        ranks = [_status(rank.process) for rank in self._ranks.values()]
+        if ranks and not any(ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(agent.pid).status() in STOPPED:
+                    agent.send_signal(signal.SIGCONT)
+
+    def kill(self, agent: subprocess.Popen) -> None:
+        """End the agent and every process below it."""
         processes = {rank.process for rank in self._ranks.values()}
         with contextlib.suppress(psutil.Error):
             processes.update(psutil.Process(agent.pid).children(recursive=True))

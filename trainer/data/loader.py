@@ -20,6 +20,7 @@ from trainer.data.facts import deal_facts, length_facts
 from trainer.data.plan import Limits, Schedule, split_batch
 from trainer.data.token_cache import TokenDataset
 from trainer.protocols import Position
+from trainer.runtime.signals import STOP_SIGNALS
 
 
 class Samples(Protocol):
@@ -139,7 +140,7 @@ class _StepSampler(Sampler[int]):
 
 def _ignore_signals(worker_id: int) -> None:
     """Stop signals are the training process's business; workers live until it no longer needs them."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 

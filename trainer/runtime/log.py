@@ -1,10 +1,72 @@
 """Plain lines on the terminal: information on stdout from rank 0, warnings and errors on stderr (floor 1)."""
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
-from typing import TextIO
+from typing import IO, Any, TextIO
+
+
+class SafeStream:
+    """A standard stream whose loss costs its text alone: a pipe without reader, a full disk, a closed terminal.
+
+    The first write that fails lets the descriptor lead to /dev/null from then on, also for libraries and children.
+    """
+
+    def __init__(self, stream: IO[str], *, name: str, says_so: bool) -> None:
+        self._stream, self._name, self._says_so = stream, name, says_so
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+        self._stream.flush()  # what it still holds can go now
+        if self._says_so:
+            say(f"{self._name} can no longer be written ({error.strerror}): nothing is shown there from now on\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def keep_streams_safe(*, says_so: bool = True) -> None:
+    """To be called first in a process: closed standard streams lead to /dev/null, and broken ones do no harm.
+
+    Else a file opened later would get the free number, and receive what is meant for the terminal. With `says_so` the
+    loss of stdout is told on stderr.
+    """
+    for number, mode in enumerate(("r", "w", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
+            os.set_inheritable(number, True)
+            if null != number:
+                os.close(null)
+        name = ("stdin", "stdout", "stderr")[number]
+        stream = getattr(sys, name) or open(number, mode, closefd=False)  # noqa: SIM115
+        is_told = says_so and name == "stdout"
+        setattr(sys, name, stream if mode == "r" else SafeStream(stream, name=name, says_so=is_told))
+
+
+def say(text: str) -> None:
+    """Straight to stderr, also from a signal handler; if nobody can read it, it is lost."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 class _Formatter(logging.Formatter):

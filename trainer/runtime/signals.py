@@ -17,12 +17,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.environment import local_rank
+from trainer.runtime.log import say
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+AGENT_PID = "SFT_AGENT_PID"
 REPEAT_S = 2.0
 """Signals closer together than this are one request: schedulers and terminals deliver copies."""
+PEER_GONE_S = 1.0
+"""A process that is killed closes its connections a little before it is seen to be gone."""
+
+
+def heeded_signals() -> frozenset[signal.Signals]:
+    """The signals that ask this process to stop: all but a SIGHUP that `nohup` told it to ignore."""
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return frozenset(STOP_SIGNALS) - ({signal.SIGHUP} if is_nohup else set())
 
 
 class StopRequest:
@@ -40,7 +52,7 @@ class StopRequest:
         self._ends_at = time.monotonic() + max_time_s
 
     def install(self) -> None:
-        for number in SIGNALS:
+        for number in heeded_signals():
             signal.signal(number, self._handle)
 
     @property
@@ -65,9 +77,7 @@ class StopRequest:
         if self.signal_name is not None and now - self._first_at < REPEAT_S:
             return
         if not self._is_deferred or self.signal_name is not None:
-            os.write(
-                2, f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n".encode()
-            )
+            say(f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n")
             report_exit_code(EXIT_RESUMABLE)
             os._exit(EXIT_RESUMABLE)
         self.signal_name, self._first_at = signal.Signals(number).name, now
@@ -80,7 +90,7 @@ def join_launcher() -> None:
     """
     if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
         return
-    parent = os.getppid()
+    parent = int(os.environ.get(AGENT_PID, os.getppid()))
     with contextlib.suppress(OSError, AttributeError):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -89,6 +99,26 @@ def join_launcher() -> None:
     stacks = os.open(Path(directory, f"rank_{local_rank()}.stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
     Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))  # last: whoever reads it may send signals
+
+
+def lost_ranks() -> list[int]:
+    """Ranks of this machine whose process is gone, after a moment in which one may be seen to go."""
+    directory = os.environ.get("SFT_STATUS_DIR")
+    deadline = time.monotonic() + PEER_GONE_S
+    while directory is not None:
+        pids = {int(path.stem.removeprefix("rank_")): path.read_text() for path in Path(directory).glob("rank_*.pid")}
+        lost = sorted(rank for rank, pid in pids.items() if pid and not _is_running(int(pid)))
+        if lost or time.monotonic() > deadline:
+            return lost
+        time.sleep(0.02)
+    return []
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def report_exit_code(code: int) -> bool:

@@ -1,0 +1,161 @@
+"""Runs torchrun's agent to its end or a hang: stop signals on their way to the ranks, exit codes on theirs (floor 5).
+
+Three generations of processes: the launcher, torchrun's agent in a session of its own, and the ranks. Each dies with
+its parent, so killing the launcher leaves nothing behind. torchrun folds every failure into 1 and kills ranks 30 s
+after a signal; so ranks write their pid and exit code into the status directory, and signals go to them directly.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainer.cli.memory_kills import MemoryKills
+from trainer.cli.watchdog import Watchdog
+from trainer.protocols import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
+from trainer.runtime.environment import uncollected
+from trainer.runtime.file_lock import try_lock
+from trainer.runtime.signals import AGENT_PID, heeded_signals
+
+POLL_S = 1.0
+STATUS_PREFIX, STATUS_MARK = "sft-", "launcher"
+
+
+@contextmanager
+def status_directory() -> Iterator[Path]:
+    """A new directory that ranks report to, gone afterwards; those of killed launchers are removed first.
+
+    The launcher holds a lock on its directory, and marks it once it does: what is marked and not locked has no owner.
+    """
+    for mark in Path(tempfile.gettempdir()).glob(f"{STATUS_PREFIX}*/{STATUS_MARK}"):
+        with suppress(OSError), _opened(mark.parent) as descriptor:
+            if os.fstat(descriptor).st_uid == os.geteuid() and try_lock(descriptor):
+                shutil.rmtree(mark.parent, ignore_errors=True)
+    made = tempfile.TemporaryDirectory(prefix=STATUS_PREFIX, ignore_cleanup_errors=True)
+    with made as name, _opened(Path(name)) as descriptor:
+        try_lock(descriptor)
+        Path(name, STATUS_MARK).touch()
+        yield Path(name)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Path, watchdog: Watchdog) -> int:
+    """Run the agent to its end or a hang, pass every signal on to the ranks once, and return the run's exit code."""
+    forwarded, memory_kills = heeded_signals(), MemoryKills()
+    awaited = {*forwarded, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    try:
+        if signal.sigpending() & forwarded:
+            return EXIT_RESUMABLE
+        child_setup = functools.partial(_set_up_agent, os.getpid(), awaited)
+        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=child_setup)
+        was_signalled = False
+        while agent.poll() is None:
+            received = signal.sigtimedwait(awaited, POLL_S)
+            if watchdog.finds_hang():
+                watchdog.end_run(agent)
+                return killed_exit_code(_reported_code(status_dir))
+            watchdog.wake_agent(agent)
+            # not in the set: Python 3.11 returns any number when SIGCONT interrupts it after its time ran out
+            if received is None or received.si_signo not in forwarded:
+                continue
+            was_signalled = True
+            if not _signal_ranks(status_dir, received.si_signo):
+                watchdog.kill(agent)
+                return killed_exit_code(_reported_code(status_dir))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    reported = _reported_code(status_dir)
+    if reported is None and agent.returncode < 0:
+        print(f"ERROR: the ranks were killed by {_killer(-agent.returncode, memory_kills)}", file=sys.stderr)
+    return run_exit_code(reported, agent_code=agent.returncode, was_signalled=was_signalled)
+
+
+def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
+    """What the ranks reported, unless they reported an orderly end that the agent did not see.
+
+    Then one rank was lost and another, stopped because of it, only believed in an orderly end.
+    """
+    if reported is None:
+        return EXIT_DONE if agent_code == 0 else EXIT_CRASH
+    if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0 and not was_signalled:
+        return EXIT_CRASH
+    return reported
+
+
+def killed_exit_code(reported: int | None) -> int:
+    """Of a run that the launcher killed: resumable, unless a rank had reported a failure that the rest follows from."""
+    return EXIT_RESUMABLE if reported in (None, EXIT_DONE) else reported
+
+
+def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
+    """In the new process: die with the launcher, and undo the launcher's way of receiving signals."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        os._exit(EXIT_CRASH)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+
+
+def _signal_ranks(status_dir: Path, number: int) -> bool:
+    """Send a signal to every registered rank; False when there is none yet."""
+    texts = [path.read_text() for path in status_dir.glob("rank_*.pid")]
+    pids = [int(text) for text in texts if text]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return bool(pids)
+
+
+def _reported_code(status_dir: Path) -> int | None:
+    try:
+        return int((status_dir / "exit_code").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _killer(number: int, memory_kills: MemoryKills) -> str:
+    """The signal that killed a process, with the reason if the kernel sent it."""
+    reason = memory_kills.explain() if number == signal.SIGKILL else None
+    return signal.Signals(number).name + (f", by the kernel: {reason}" if reason else "")
+
+
+def run_agent(argv: list[str]) -> int:
+    """torchrun without its own words: the last thing a user reads is the error of the rank.
+
+    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted would kill them.
+    """
+    for number in heeded_signals():
+        signal.signal(number, lambda *_: None)
+    os.environ[AGENT_PID] = str(os.getpid())
+    logging.disable(logging.CRITICAL)
+    memory_kills = MemoryKills()
+    with uncollected():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(argv))
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
+                killer = _killer(-failure.exitcode, memory_kills)
+                print(f"ERROR: rank {rank} was killed by {killer}; continue with the same command", file=sys.stderr)
+        return EXIT_CRASH
+    return EXIT_DONE
