@@ -74,11 +74,13 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
     import torch
 
     from trainer.runtime import distributed
+    from trainer.runtime.heartbeat import Heartbeat
 
     torch.set_num_threads(1)
     try:
         device = torch.device(kwargs.pop("on_device", "cpu"))
-        world = distributed.start(device, timeout_s=60, fsdp_size=kwargs.pop("fsdp_size", -1))
+        fsdp_size = kwargs.pop("fsdp_size", -1)
+        world = distributed.start(device, timeout_s=60, fsdp_size=fsdp_size, heartbeat=Heartbeat())
         sender.send_bytes(pickle.dumps((True, function(world, *args, **kwargs))))
         distributed.stop()
     except BaseException:

@@ -110,11 +110,13 @@ def _run(config: Config) -> int:
     stop = signals.StopRequest(max_time_s=parse_duration_s(max_time) if max_time else math.inf)
     stop.install()
     signals.join_launcher()
+    heartbeat = Heartbeat()
+    heartbeat.enter("start", limit_s=config.trainer.dist_timeout_s)
     try:
         with uncollected():
             from trainer.build.run import run
 
-        return run(config, stop, Heartbeat())
+        return run(config, stop, heartbeat)
     except ConfigError as error:
         code, message = EXIT_USAGE, str(error)
     except DataError as error:

@@ -34,7 +34,7 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, output = straight
     for text in (
-        "plan: batch 8 = 2 ranks x 1 micro-batches; 12 steps",
+        "plan: batch 8 = 2 ranks (CPU) x 1 micro-batches; 12 steps",
         "<|im_end|>]]",
         "step 12/12",
         "val/loss",

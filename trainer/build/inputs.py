@@ -1,5 +1,6 @@
 """What a run is made from: model files, tokenizer and tokens, ready before any process group exists."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +33,13 @@ class Inputs:
     validation: View | None
 
 
-def prepare_inputs(config: Config) -> Inputs:
-    """Model files, tokenizer and tokens. Needs no process group; the machine's first rank does the work once."""
+def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
+    """Model files, tokenizer and tokens. Needs no process group; the machine's first rank does the work once.
+
+    `progress` is called while it goes on.
+    """
     train_files, val_files = _data_files(config)
-    source = resolve_source(config)
+    source = resolve_source(config, progress=progress)
     # what config.json alone refuses is refused before anything is tokenised
     per_document_reason(config.model, source, max_length=config.data.max_length)
     tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
@@ -47,9 +51,9 @@ def prepare_inputs(config: Config) -> Inputs:
             raise ConfigError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from error
         tokenizer.chat_template = chat_template
     digest = tokenizer_digest(tokenizer)  # half a second for a large vocabulary
-    dataset = _prepare(config, train_files, config.data.train_max_samples, tokenizer, digest)
+    dataset = _prepare(config, train_files, config.data.train_max_samples, tokenizer, digest, progress)
     if val_files is not None:
-        held_out = _prepare(config, val_files, config.data.val_max_samples, tokenizer, digest)
+        held_out = _prepare(config, val_files, config.data.val_max_samples, tokenizer, digest, progress)
         train, validation = View.whole(dataset), View.whole(held_out)
     else:
         train_ids, val_ids = split(dataset, val_ratio=config.data.val_ratio, seed=config.trainer.seed)
@@ -60,12 +64,12 @@ def prepare_inputs(config: Config) -> Inputs:
     return Inputs(source, tokenizer, digest, chat_template, train, validation if len(validation.lengths) else None)
 
 
-def resolve_source(config: Config) -> ModelSource:
+def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
     model = config.model
     if model.partial_pretrain == QUICKSTART:
         files = ensure_quickstart(Path(config.data.cache_dir))
         return ModelSource(str(files.model_dir), random_weights=True, trust_remote_code=False)
-    path = find_model(model.partial_pretrain, random_weights=model.random_weights)
+    path = find_model(model.partial_pretrain, random_weights=model.random_weights, progress=progress)
     return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
 
 
@@ -82,7 +86,12 @@ def _data_files(config: Config) -> tuple[list[Path], list[Path] | None]:
 
 
 def _prepare(
-    config: Config, files: list[Path], max_samples: int, tokenizer: PreTrainedTokenizerBase, digest: str
+    config: Config,
+    files: list[Path],
+    max_samples: int,
+    tokenizer: PreTrainedTokenizerBase,
+    digest: str,
+    progress: Callable[[], None],
 ) -> TokenDataset:
     data = config.data
     options = PrepareOptions(
@@ -102,4 +111,5 @@ def _prepare(
         options=options,
         cache_dir=Path(data.cache_dir),
         wait=local_rank() != 0,
+        progress=progress,
     )

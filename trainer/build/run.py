@@ -79,16 +79,19 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     parse_rules(config.trainer)  # what is wrong with them is known before anything slow
-    inputs = prepare_inputs(config)
+    trainer = config.trainer
+    heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
+    inputs = prepare_inputs(config, progress=heartbeat.beat)
     world = distributed.start(
-        device, timeout_s=config.trainer.dist_timeout_s, fsdp_size=config.model.fsdp_config.fsdp_size
+        device, timeout_s=trainer.dist_timeout_s, fsdp_size=config.model.fsdp_config.fsdp_size, heartbeat=heartbeat
     )
+    # from here to the first step no longer in silence than it takes to save, and to wait for each other
+    heartbeat.enter("load", limit_s=trainer.dist_timeout_s + trainer.checkpoint.save_timeout_s)
 
     def schedule_from(position: Position) -> Schedule:
         return Schedule(len(inputs.train.lengths), config.data.train_batch_size, config.trainer.seed, position)
 
     def total_steps(position: Position) -> int:
-        trainer = config.trainer
         return trainer.total_training_steps or schedule_from(position).steps_until(trainer.total_epochs)
 
     lineage = _lineage(config, inputs)
@@ -184,6 +187,7 @@ def _announce(setup: Setup, plan: RankPlan, lr: LrSchedule) -> None:
         plan=plan,
         total_steps=setup.total_steps,
         tokenizer=setup.inputs.tokenizer,
+        device=distributed.device_name(setup.world.device),
         lr=f"{lr.kind} lr, peak {lr.peak_lr:.1e} after {lr.warmup_steps} warm-up steps",
     )
 

@@ -213,7 +213,7 @@ class CheckpointManager:
             extra={
                 "step": position.step,
                 "lr_scheduler": {**state.schedule, "last_epoch": position.step},
-                "rng": seeding.rng_state(),
+                "rng": seeding.rng_state(self._world.device),
                 "guard": state.guard.state_dict(),
                 "loop": state.loop.state_dict(),
                 "meter": state.meter.state_dict(),

@@ -100,7 +100,7 @@ def _load_extra(checkpoint: CheckpointInfo, manifest: Manifest, state: RunState,
     if "meter" in extra:
         state.meter.load_state_dict(extra["meter"])
     if is_same_size:
-        seeding.set_rng_state(extra["rng"])
+        seeding.set_rng_state(extra["rng"], world.device)
     if state.tracking is not None:
         state.tracking.load_state_dict(extra["tracking"])
     if state.train_batches.position != own_position(manifest):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cli.interface import gloo_interface
 from trainer.cli.supervise import run_agent, status_directory, supervise
 from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError
@@ -29,6 +30,17 @@ several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per n
 DEFAULT_NUM_CPU_RANKS = 2
 DEFAULT_MASTER_PORT = 29500
 SLURM_PORTS = range(20000, 30000)
+CORES_PER_GPU_RANK = 4
+ASK_TORCH = """
+import torch
+reason = f"torch {torch.__version__} is built without CUDA"
+if torch.backends.cuda.is_built():
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+print(torch.cuda.device_count(), reason)
+"""
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
@@ -65,19 +77,19 @@ def main(argv: list[str]) -> int:
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
         layout = node_layout(os.environ)
-        num_ranks = choose_num_ranks(
-            arguments.num_ranks, num_gpus=0 if config.trainer.device == "cpu" else count_gpus()
-        )
+        num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+        num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
     except (ConfigError, UsageError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return EXIT_USAGE
+    warn_of_few_cores(num_ranks, num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
     if layout.num_nodes > 1:
         print(
             f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
             flush=True,
         )
     with status_directory() as status_dir:
-        env = rank_environment(os.environ, num_ranks=num_ranks, status_dir=status_dir)
+        env = rank_environment(os.environ, layout, num_ranks=num_ranks, status_dir=status_dir)
         run_dir = Path(config.trainer.default_local_dir)
         watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
         command = agent_command(num_ranks, layout, arguments.overrides)
@@ -112,14 +124,32 @@ def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
 
 
 def count_gpus() -> int:
-    """The GPUs torch sees; without a driver torch is not asked, because importing it takes seconds."""
+    """The GPUs torch sees; without a driver torch is not asked, because importing it takes seconds.
+
+    Raises `UsageError` when NVIDIA's driver is there and torch sees no card: a run on CPUs is not what is meant then.
+    """
     if not any(Path(driver).exists() for driver in GPU_DRIVERS):
         return 0
-    question = "import torch; print(torch.cuda.device_count())"
-    answer = subprocess.run([sys.executable, "-c", question], stdout=subprocess.PIPE, text=True)
+    answer = subprocess.run([sys.executable, "-c", ASK_TORCH], stdout=subprocess.PIPE, text=True)
     if answer.returncode:
         raise UsageError(f"{sys.executable} cannot import torch (its error stands above): repair this environment")
-    return int(answer.stdout)
+    number, _, reason = answer.stdout.strip().partition(" ")
+    if number == "0" and Path(GPU_DRIVERS[0]).exists():
+        raise UsageError(
+            f"this machine has NVIDIA's driver ({GPU_DRIVERS[0]}), but torch sees no card: {reason}; "
+            f"repair that, or train on CPUs with trainer.device=cpu"
+        )
+    return int(number)
+
+
+def warn_of_few_cores(num_ranks: int, *, num_gpus: int, num_cores: int) -> None:
+    """On a GPU machine a rank with its loader and saves needs some cores; SLURM gives one a task unless asked."""
+    if num_gpus and num_cores < CORES_PER_GPU_RANK * num_ranks:
+        print(
+            f"WARNING: {num_cores} CPU cores for {num_ranks} GPU ranks: below {CORES_PER_GPU_RANK} a rank training may "
+            f"wait for the CPU (SLURM: --cpus-per-task={CORES_PER_GPU_RANK * num_ranks} or more)",
+            file=sys.stderr,
+        )
 
 
 def node_layout(env: Mapping[str, str]) -> NodeLayout:
@@ -180,10 +210,12 @@ def thread_count(num_ranks: int, *, num_cores: int) -> int:
     return max(1, num_cores // num_ranks)
 
 
-def rank_environment(env: Mapping[str, str], *, num_ranks: int, status_dir: Path) -> dict[str, str]:
+def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status_dir: Path) -> dict[str, str]:
     """Environment of the ranks; what the user has set stays."""
     threads = thread_count(num_ranks, num_cores=len(os.sched_getaffinity(0)))
     added = {"OMP_NUM_THREADS": str(threads)}
+    if layout.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
+        added |= gloo_interface(layout.master_addr)
     if "PYTORCH_CUDA_ALLOC_CONF" not in env:
         added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {**added, **env, "SFT_STATUS_DIR": str(status_dir)}

@@ -19,6 +19,9 @@ from trainer.config.schema import (
     TrainerConfig,
 )
 
+MAX_WORKERS = 64
+YEAR_S = 365 * 24 * 3600
+
 
 def check(config: Config) -> None:
     """Raises `ConfigError` naming the key, the cause and a fix."""
@@ -60,6 +63,12 @@ def _at_least_1(group: str, section: Any, *names: str, other: int | None = 1, me
         )
 
 
+def _at_most(group: str, section: Any, limit: int, why: str, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(value <= limit, f"'{group}.{name}' must be at most {limit} ({why}), got {value}")
+
+
 def _check_data(data: DataConfig) -> None:
     _one_of("data.truncation", data.truncation, ("error", "left", "right", "drop"))
     _one_of("data.special_in_content", data.special_in_content, ("error", "text", "parse"))
@@ -68,6 +77,7 @@ def _check_data(data: DataConfig) -> None:
     _at_least_1("data", data, "micro_batch_size_per_gpu", "max_token_len_per_gpu", other=None, meaning="null")
     _at_least_1("data", data, "train_max_samples", "val_max_samples", other=-1, meaning="-1 (all)")
     _require(data.num_workers >= 0, f"'data.num_workers' must not be negative, got {data.num_workers}")
+    _at_most("data", data, MAX_WORKERS, "each is a process beside every rank", "num_workers")
     _require(0 <= data.val_ratio < 1, f"'data.val_ratio' must be in [0, 1), got {data.val_ratio}")
     _require(0 <= data.max_bad_fraction <= 1, f"'data.max_bad_fraction' must be in [0, 1], got {data.max_bad_fraction}")
     _require(
@@ -126,6 +136,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     _at_least_1("trainer", trainer, "save_freq", "test_freq", other=-1, meaning="-1 (only at the end)")
     _at_least_1("trainer", trainer, "total_training_steps", "max_ckpt_to_keep", other=None, meaning="null")
     _at_least_1("trainer", trainer, "total_epochs", "max_nonfinite_steps", "dist_timeout_s", "hang_timeout_s")
+    _at_most("trainer", trainer, YEAR_S, "a year", "dist_timeout_s", "hang_timeout_s")
     _require(
         (trainer.resume_mode == "resume_path") == (trainer.resume_from_path is not None),
         "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither",
@@ -158,6 +169,7 @@ def _check_checkpoint(trainer: TrainerConfig) -> None:
             _one_of(f"trainer.checkpoint.{name}", item, SAVE_CONTENTS if name == "save_contents" else SAVE_CONTENTS[:3])
     _one_of("trainer.checkpoint.export_dtype", checkpoint.export_dtype, DTYPES)
     _at_least_1("trainer.checkpoint", checkpoint, "save_timeout_s")
+    _at_most("trainer.checkpoint", checkpoint, YEAR_S, "a year", "save_timeout_s")
     _require("model" in checkpoint.load_contents, "'trainer.checkpoint.load_contents' must contain 'model'")
     _require(
         "extra" in checkpoint.load_contents or trainer.resume_mode == "resume_path",

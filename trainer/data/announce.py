@@ -21,6 +21,7 @@ def announce(
     total_steps: int,
     tokenizer: PreTrainedTokenizerBase,
     lr: str,
+    device: str,
 ) -> None:
     """The plan in one line, what was left out or cut, and the next sample as the model sees it."""
     summary = train.dataset.summary
@@ -30,8 +31,8 @@ def announce(
     )
     tokens, supervised = int(train.lengths.sum()), int(train.num_loss_tokens.sum())
     logger.info(
-        f"plan: batch {len(first)} = {plan.world_size} ranks x {len(dealt[0])} micro-batches; {total_steps} steps, "
-        f"{schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
+        f"plan: batch {len(first)} = {plan.world_size} ranks ({device}) x {len(dealt[0])} micro-batches; "
+        f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
         f"{supervised / tokens:.1%} supervised, no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
         f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; {_left_out(summary)}"
         f"{len(validation.lengths) if validation else 0} validation samples; {lr}"

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,8 +186,10 @@ class _ArrayFile:
         self._file.close()
 
 
-def write_samples(writer: SampleWriter, encoder: ChatEncoder, files: list[Path]) -> None:
-    """Every row of `files`, in order, into `writer`, a bounded number of rows at a time."""
+def write_samples(
+    writer: SampleWriter, encoder: ChatEncoder, files: list[Path], progress: Callable[[], None] = lambda: None
+) -> None:
+    """Every row of `files`, in order, into `writer`, a bounded number of rows at a time; `progress` after each."""
     keys, limit = writer.options.keys, writer.options.max_samples
     rows, ahead = itertools.tee(itertools.islice(_located_rows(files, keys), limit if limit >= 0 else None))
     parsed = (row if isinstance(row, BadRow) else to_conversation(row, keys) for _, row in ahead)
@@ -198,6 +200,7 @@ def write_samples(writer: SampleWriter, encoder: ChatEncoder, files: list[Path])
             writer.reject(result)
         else:
             writer.add(row, file_index, result)
+        progress()
 
 
 def _located_rows(files: list[Path], keys: RowKeys) -> Iterator[tuple[int, Row | BadRow]]:

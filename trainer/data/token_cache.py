@@ -6,7 +6,6 @@ behind is never read. The memory used does not grow with the number of rows.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
@@ -14,8 +13,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,10 +38,11 @@ from trainer.data.sample_writer import (
     write_samples,
 )
 from trainer.protocols import CannotWriteError, DataError
+from trainer.runtime.file_lock import POLL_S, locked
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
+HASHED_BYTES = 1 << 24
 SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
 
 
@@ -112,18 +111,20 @@ def prepare(
     options: PrepareOptions,
     cache_dir: Path,
     wait: bool,
+    progress: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
     """The samples of `files`, prepared unless the cache has them.
 
-    With `wait` this process leaves the work to another one and polls for its result. Raises `DataError` for rows or
+    With `wait` this process leaves the work to another one and polls for its result. `progress` is called with every
+    row and with every poll: who polls is not hung, and who works is watched by itself. Raises `DataError` for rows or
     files that cannot be trained on, `CannotWriteError` when the cache cannot be written.
     """
-    directory = cache_dir / "tokens" / _content_hash(files, tokenizer_digest, options)
+    directory = cache_dir / "tokens" / _content_hash(files, tokenizer_digest, options, progress)
     if wait:
-        _wait_for(directory)
+        _wait_for(directory, progress)
     else:
         try:
-            _make_whole(directory, files, tokenizer, options)
+            _make_whole(directory, files, tokenizer, options, progress)
         except OSError as error:
             fix = "free space or point data.cache_dir to a writable directory"
             raise CannotWriteError(f"cannot write prepared tokens to '{directory}': {error}; {fix}") from error
@@ -159,7 +160,9 @@ def split(dataset: TokenDataset, *, val_ratio: float, seed: int) -> tuple[np.nda
     return np.sort(order[num_val:]), np.sort(order[:num_val])
 
 
-def _content_hash(files: list[Path], tokenizer_digest: str, options: PrepareOptions) -> str:
+def _content_hash(
+    files: list[Path], tokenizer_digest: str, options: PrepareOptions, progress: Callable[[], None]
+) -> str:
     parts = [
         _code_digest(),
         tokenizers.__version__,
@@ -169,8 +172,12 @@ def _content_hash(files: list[Path], tokenizer_digest: str, options: PrepareOpti
     ]
     for path in files:
         try:
+            digest = hashlib.sha256()
             with path.open("rb") as file:
-                parts.append([path.suffix, hashlib.file_digest(file, "sha256").hexdigest()])
+                while piece := file.read(HASHED_BYTES):
+                    digest.update(piece)
+                    progress()
+            parts.append([path.suffix, digest.hexdigest()])
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -186,17 +193,21 @@ def _code_digest() -> str:
 
 
 def _make_whole(
-    directory: Path, files: list[Path], tokenizer: transformers.PreTrainedTokenizerBase, options: PrepareOptions
+    directory: Path,
+    files: list[Path],
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    options: PrepareOptions,
+    progress: Callable[[], None],
 ) -> None:
     """Prepare what is not there or no longer what was written, and tell those who wait."""
     try:
         if not directory.is_dir() or find_damage(directory):
-            with _locked(directory) as is_locked:
+            with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_locked:
                 damage = find_damage(directory) if directory.is_dir() else None
                 if damage:
                     logger.warning("prepared tokens in %s are damaged (%s): preparing them again", directory, damage)
                 if damage or not directory.is_dir():
-                    _prepare_directory(directory, files, tokenizer, options, is_alone=is_locked)
+                    _prepare_directory(directory, files, tokenizer, options, is_alone=is_locked, progress=progress)
     except DataError as error:
         _tell(directory, error=str(error))
         raise
@@ -212,7 +223,7 @@ def _tell(directory: Path, *, error: str | None) -> None:
         staging.rename(note)
 
 
-def _wait_for(directory: Path) -> None:
+def _wait_for(directory: Path, progress: Callable[[], None]) -> None:
     while True:
         with contextlib.suppress(OSError, ValueError):
             outcome = json.loads(_outcome_file(directory).read_text())
@@ -220,6 +231,7 @@ def _wait_for(directory: Path) -> None:
                 break
         if directory.is_dir() and not os.access(directory.parent, os.W_OK):
             return
+        progress()
         time.sleep(POLL_S)
     if outcome["error"] is not None:
         raise DataError(outcome["error"])
@@ -237,19 +249,6 @@ def _launch() -> str:
         return f"{socket.gethostname()} {os.getppid()}"
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Let one process prepare while the others wait; False where the file system has no locks."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_name(f"{directory.name}.lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            is_locked = True
-        except OSError:  # some network file systems; the rename alone keeps readers safe, the work is done twice
-            is_locked = False
-        yield is_locked
-
-
 def _prepare_directory(
     directory: Path,
     files: list[Path],
@@ -257,7 +256,9 @@ def _prepare_directory(
     options: PrepareOptions,
     *,
     is_alone: bool,
+    progress: Callable[[], None],
 ) -> None:
+    """Where the file system has no locks (not `is_alone`) the rename keeps readers safe, and the work is done twice."""
     for leftover in directory.parent.glob(f"{directory.name}.tmp-*") if is_alone else ():
         shutil.rmtree(leftover, ignore_errors=True)
     staging = directory.with_name(f"{directory.name}.tmp-{socket.gethostname()}-{os.getpid()}")
@@ -267,7 +268,7 @@ def _prepare_directory(
             tokenizer, template_kwargs=options.template_kwargs, special_in_content=options.special_in_content
         )
         with SampleWriter(staging, options) as writer:
-            write_samples(writer, encoder, files)
+            write_samples(writer, encoder, files, progress)
         summary = writer.summary(encoder)
         _check_usable(summary, writer.bad_rows, options, staging)
         (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")

@@ -20,6 +20,7 @@ from trainer.quickstart.tokenizer import (
     train_tokenizer,
     write_tokenizer,
 )
+from trainer.runtime.file_lock import locked
 
 HERE = Path(__file__).resolve().parent
 TOKEN_IDS = {"eos_token_id": SPECIAL_TOKENS.index(END_TOKEN), "pad_token_id": SPECIAL_TOKENS.index(PAD_TOKEN)}
@@ -58,18 +59,33 @@ class QuickstartFiles:
 def ensure_quickstart(cache_dir: Path) -> QuickstartFiles:
     """The quickstart files under `cache_dir`, made if absent; safe when several processes come at once.
 
-    Raises `CannotWriteError`.
+    What a killed process left half made is removed. Raises `CannotWriteError`.
     """
     directory = cache_dir / "quickstart" / content_version()
-    if not directory.is_dir():
+    if not directory.is_dir() or any(_half_made(directory)):
         try:
-            _make(directory)
+            with locked(cache_dir / "quickstart.lock") as is_alone:
+                for leftover in _half_made(directory) if is_alone else ():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                if not directory.is_dir():
+                    _make(directory)
         except OSError as error:
+            if directory.is_dir():  # no matter then that others' leftovers cannot be removed
+                return _files_of(directory)
             raise CannotWriteError(
                 f"cannot write the quickstart files to '{directory}': {error.strerror}; "
                 f"set data.cache_dir to a directory that can be written"
             ) from error
+    return _files_of(directory)
+
+
+def _files_of(directory: Path) -> QuickstartFiles:
     return QuickstartFiles(model_dir=directory / "model", train_file=directory / "train.jsonl")
+
+
+def _half_made(directory: Path) -> list[Path]:
+    """Directories beside it that did not get their name, of any version."""
+    return [path for path in directory.parent.glob(".*") if path.is_dir()]
 
 
 def content_version() -> str:

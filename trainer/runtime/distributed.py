@@ -1,7 +1,9 @@
 """Process group, device and mesh of one rank (floor 1)."""
 
+import functools
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,11 +12,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.config import AUTO, ConfigError
 from trainer.protocols import CannotWriteError
 from trainer.runtime.environment import local_rank, rank_and_size
+from trainer.runtime.heartbeat import Heartbeat
 
+LATE_S = 30.0
+"""The launcher gives up first when ranks do not meet in time: it knows their stacks, and that the run is resumable."""
 T = TypeVar("T")
 
 
@@ -31,7 +37,7 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         """How many ranks hold the same parameter shard."""
         return self.mesh["ddp"].size() if "ddp" in (self.mesh.mesh_dim_names or ()) else 1
@@ -50,6 +56,10 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the hardware multiplies it, else float32: emulation is up to 100 times slower."""
     if name != AUTO:
@@ -60,8 +70,11 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def start(device: torch.device, *, timeout_s: int, fsdp_size: int) -> World:
-    """Join the process group and build the mesh. Collective: every rank calls it once."""
+def start(device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: Heartbeat) -> World:
+    """Join the process group, build the mesh, and see that every rank answers on its device.
+
+    Collective: every rank calls it once. Raises `ConfigError`.
+    """
     rank, size = rank_and_size()
     fsdp_size = size if fsdp_size == -1 else fsdp_size
     if size % fsdp_size:
@@ -72,12 +85,31 @@ def start(device: torch.device, *, timeout_s: int, fsdp_size: int) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), rank=rank, world_size=size)
+    timeout = timedelta(seconds=timeout_s + LATE_S)
+    heartbeat.enter("meet", limit_s=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
+    _require_all(device, size)
     if fsdp_size == size:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
     else:
         mesh = init_device_mesh(device.type, (size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+        for group in mesh.get_all_groups():  # else they have torch's own half hour
+            _set_pg_timeout(timeout, group)
     return World(rank=rank, size=size, device=device, mesh=mesh)
+
+
+def _require_all(device: torch.device, size: int) -> None:
+    """A first sum over all ranks on the device; no two of them may share a card. Raises `ConfigError`. Collective."""
+    if device.type == "cuda":
+        cards: list[Any] = [None] * size
+        dist.all_gather_object(cards, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+        (host, card), count = Counter(cards).most_common(1)[0]
+        if count > 1:
+            raise ConfigError(f"{count} ranks use the same card of {host}, {card}: start at most one rank a card")
+    total = torch.ones((), device=device)
+    dist.all_reduce(total)
+    if int(total) != size:
+        raise RuntimeError(f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound")
 
 
 def on_main(action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]) -> T:

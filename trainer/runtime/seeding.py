@@ -29,8 +29,8 @@ def permutation(seed: int, *, epoch: int, num_samples: int) -> np.ndarray:
     return generator.permutation(num_samples)
 
 
-def rng_state() -> dict[str, object]:
-    """The generators' states as tensors and plain containers (loadable without pickle globals)."""
+def rng_state(device: torch.device) -> dict[str, object]:
+    """States of the generators a run on `device` draws from: tensors and plain containers (loads without pickle)."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     state: dict[str, object] = {
@@ -44,17 +44,17 @@ def rng_state() -> dict[str, object]:
         ],
         "random": [version, list(internal), gauss_next],
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_rng_state(state: dict) -> None:
+def set_rng_state(state: dict, device: torch.device) -> None:
     """Restore what `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss_next = state["random"]
     random.setstate((version, tuple(internal), gauss_next))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,51 @@
+"""The network interface over which this machine reaches the others of a run (floor 5, no torch)."""
+
+import socket
+import sys
+
+import psutil
+
+ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses kept for documentation: the route to them is the default route."""
+
+
+def gloo_interface(master_addr: str) -> dict[str, str]:
+    """`GLOO_SOCKET_IFNAME` for the ranks, or nothing when no route tells.
+
+    gloo would listen where the name of this machine leads, and on Debian and in containers that is 127.0.1.1, which
+    no other machine reaches. On the first machine its own address may lead there too; then the default route tells.
+    """
+    for host in (master_addr, *ANYWHERE):
+        if name := _interface_to(host):
+            return {"GLOO_SOCKET_IFNAME": name}
+    print(
+        f"WARNING: no network interface leads to MASTER_ADDR={master_addr}; if the ranks cannot connect, set "
+        f"GLOO_SOCKET_IFNAME to the one that the other machines reach",
+        file=sys.stderr,
+    )
+    return {}
+
+
+def _interface_to(host: str) -> str | None:
+    """The interface of the route to a host, unless that is this machine's loopback. Sends nothing."""
+    try:
+        resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in resolved:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)
+            except OSError:
+                continue
+            if name := _interface_with(probe.getsockname()[0]):
+                return name
+    return None
+
+
+def _interface_with(address: str) -> str | None:
+    for name, entries in psutil.net_if_addrs().items():
+        is_loopback = any(entry.address in ("127.0.0.1", "::1") for entry in entries)
+        if not is_loopback and any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
