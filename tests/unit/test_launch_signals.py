@@ -39,7 +39,7 @@ RANK = """
 import os, signal, sys, time
 status_dir, rank = os.environ["SFT_STATUS_DIR"], sys.argv[1]
 received = []
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
 open(os.path.join(status_dir, f"rank_{rank}.pid"), "w").write(str(os.getpid()))
 while not received:
@@ -56,11 +56,20 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
     (tmp_path / "status").mkdir()
     (tmp_path / "rank.py").write_text(RANK)
 
-    def run(agent: str) -> subprocess.Popen:
+    def run(agent: str, *before: str) -> subprocess.Popen:
         (tmp_path / "agent.py").write_text(agent)
-        command = [sys.executable, "-c", LAUNCHER, tmp_path / "status", tmp_path / "agent.py", tmp_path / "rank.py"]
+        command = [
+            *before,
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            tmp_path / "status",
+            tmp_path / "agent.py",
+            tmp_path / "rank.py",
+        ]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True)
+        streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env=env, start_new_session=True, text=True, **streams)
 
     return run
 
@@ -109,7 +118,7 @@ def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None
     assert (launcher.returncode, stderr) == (1, "ERROR: the ranks were killed by SIGKILL\n")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_reaches_every_rank_once(name: str, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     launcher, status_dir = start(AGENT), tmp_path / "status"
     wait_for_ranks(status_dir)
@@ -134,6 +143,61 @@ def test_a_signal_before_any_rank_stops_the_agent(start: Callable[..., subproces
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=20) == 75
     assert not is_alive(agent_pid)
+
+
+def test_nohup_keeps_sighup_from_launcher_and_ranks(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
+    rank = "import signal, sys; from trainer.runtime.signals import heeded_signals; from pathlib import Path\n"
+    rank += "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.SIGHUP not in heeded_signals()\n"
+    (tmp_path / "rank.py").write_text(rank + RANK.replace(", signal.SIGHUP", ""))
+    launcher, status_dir = start(AGENT, "nohup"), tmp_path / "status"
+    wait_for_ranks(status_dir)
+    os.killpg(launcher.pid, signal.SIGHUP)
+    time.sleep(0.3)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 75
+    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
+
+
+def test_a_launcher_that_is_stopped_and_continued_changes_nothing(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
+    """Python 3.11 returns any number from a wait that SIGCONT interrupts after its time; it is no signal to pass on."""
+    launcher, status_dir = start(AGENT), tmp_path / "status"
+    wait_for_ranks(status_dir)
+    for stopped_s in (0.2, 1.2, 1.2):
+        launcher.send_signal(signal.SIGSTOP)
+        time.sleep(stopped_s)
+        launcher.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 75
+    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
+
+
+def test_a_signal_to_a_stopped_launcher_is_passed_on_when_it_continues(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
+    launcher, status_dir = start(AGENT), tmp_path / "status"
+    wait_for_ranks(status_dir)
+    launcher.send_signal(signal.SIGSTOP)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    assert not (status_dir / "received_0").exists()
+    launcher.send_signal(signal.SIGCONT)
+    assert launcher.wait(timeout=20) == 75
+
+
+def test_a_stopped_agent_is_continued_when_its_ranks_have_ended(
+    start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
+    agent = f"import os; open(os.environ['SFT_STATUS_DIR'] + '/agent', 'w').write(str(os.getpid()))\n{AGENT}"
+    launcher, status_dir = start(agent), tmp_path / "status"
+    wait_for_ranks(status_dir)
+    time.sleep(1.2)  # the launcher looks every second: it knows the ranks now
+    os.kill(read_pid(status_dir / "agent"), signal.SIGSTOP)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=20) == 75
 
 
 def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:

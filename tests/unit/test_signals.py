@@ -36,7 +36,7 @@ def run(program: str, *, status_dir: Path | None = None) -> subprocess.Completed
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, tmp_path: Path) -> None:
     done = run(f"send('{name}'); print('still here')", status_dir=tmp_path)
     assert done.returncode == EXIT_RESUMABLE
@@ -45,7 +45,7 @@ def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, tmp_path: Path) 
     assert (tmp_path / "exit_code").read_text() == "75"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_inside_of_the_loop_a_signal_only_sets_the_flag(name: str, tmp_path: Path) -> None:
     program = f"""
 assert not stop.is_set and stop.signal_name is None

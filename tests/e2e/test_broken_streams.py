@@ -1,0 +1,50 @@
+"""Runs whose output nobody can read any more: they train, save, stop and continue as documented."""
+
+import getpass
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from runs import SMALL, command, curve, environment, processes_of, wait_for_step
+
+
+def started(cwd: Path, redirection: str, *overrides: str) -> subprocess.Popen[str]:
+    words = ["bash", "-c", f'exec "$@" {redirection}', "bash", *command(2, *SMALL, *overrides)]
+    streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, cwd=cwd, env=environment(TMPDIR=str(cwd / "tmp")), text=True, **streams)
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    (tmp_path / "tmp" / f"torchinductor_{getpass.getuser()}").mkdir(parents=True)  # torch's own cache, one per user
+    return tmp_path
+
+
+def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd: Path, cache: str) -> None:
+    """`run_sft.sh | head -5` and a stop signal, the same command into a full device, the same with closed streams."""
+    run_dir = cwd / "checkpoints" / "e2e" / "quickstart"
+    before = sorted((cwd / "tmp").iterdir())
+    with started(cwd, "", cache) as headed:
+        assert headed.stdout is not None and headed.stderr is not None
+        assert all(headed.stdout.readline() for _ in range(5))
+        headed.stdout.close()
+        wait_for_step(run_dir, 4, headed)
+        headed.send_signal(signal.SIGHUP)  # the terminal is closed
+        assert headed.wait(timeout=60) == 75
+        assert (
+            headed.stderr.read()
+            == "stdout can no longer be written (Broken pipe): nothing is shown there from now on\n"
+        )
+    assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"
+    with started(cwd, ">/dev/full", cache) as full:
+        _, stderr = full.communicate(timeout=120)
+        assert full.returncode == 0, stderr
+        assert (
+            stderr == "stdout can no longer be written (No space left on device): nothing is shown there from now on\n"
+        )
+    with started(cwd, ">&- 2>&-", cache) as closed:
+        assert closed.wait(timeout=120) == 0
+    assert list(curve(run_dir, "train/loss")) == list(range(1, 13))
+    assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"
+    assert processes_of(cwd) == []
