@@ -286,6 +286,12 @@ def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(tmp_path: Path,
     assert num_encoded == [50]
 
 
+def test_preparing_shows_progress_with_every_row(tmp_path: Path) -> None:
+    beats: list[int] = []
+    run(write_rows(tmp_path / "rows.jsonl", *good_rows(50)), cache=tmp_path / "cache", progress=lambda: beats.append(1))
+    assert len(beats) == 51, "and once for the file that is hashed"
+
+
 @pytest.mark.covers("S3.11")
 @pytest.mark.parametrize(
     ("count", "ratio", "num_val"), [(100, 0.02, 2), (100, 0.0, 0), (10, 0.02, 1), (2, 0.9, 1), (1, 0.5, 0)]

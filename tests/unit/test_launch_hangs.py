@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import launch
+from trainer.runtime.distributed import free_port
 
 ROOT = Path(launch.__file__).parents[2]
 LAUNCHER = """
@@ -182,3 +183,22 @@ def test_after_a_long_phase_the_short_limit_holds_again(start: Callable[[str], R
 def test_a_failure_that_a_rank_reported_stays_the_exit_code(start: Callable[[str], Run]) -> None:
     run = start("(status_dir / 'exit_code').write_text('65')\nwait_for_a_peer()\n")
     assert run.end()[0] == 65
+
+
+def test_a_rank_that_never_joins_ends_the_run_with_the_stacks_of_those_who_wait(start: Callable[[str], Run]) -> None:
+    run = start(
+        f"""
+heartbeat.enter("start", limit_s=None)
+import torch
+from trainer.runtime import distributed
+os.environ.update(RANK=str(local_rank()), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
+if local_rank() == 1:
+    wait_for_a_peer()
+distributed.start(torch.device("cpu"), timeout_s=2, fsdp_size=-1, heartbeat=heartbeat)
+"""
+    )
+    code, stderr = run.end()
+    assert code == 75
+    assert "): phase 'meet', silent for " in stderr and " s, limit 2 s" in stderr
+    assert " in init_process_group" in (run.run_dir / "hang_1" / "rank_0.txt").read_text()
+    assert " in wait_for_a_peer" in (run.run_dir / "hang_1" / "rank_1.txt").read_text()

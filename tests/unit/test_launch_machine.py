@@ -1,0 +1,135 @@
+"""What the launcher finds out about its machine: cards, cores, and the way to the other machines."""
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from trainer.cli import interface, launch
+from trainer.cli.interface import gloo_interface
+from trainer.cli.launch import NodeLayout, UsageError, count_gpus, rank_environment, warn_of_few_cores
+
+
+def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str) -> None:
+    """A machine with one driver of two, and a torch that is this source."""
+    drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
+    drivers[not is_nvidia].touch()
+    monkeypatch.setattr(launch, "GPU_DRIVERS", tuple(map(str, drivers)))
+    (tmp_path / "torch.py").write_text(torch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+FAKE_TORCH = """
+__version__ = "2.13.0+cu130"
+class _Backend:
+    def is_built(): return {is_built}
+class _Cuda:
+    def init(): raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\\nhttp")
+    def device_count(): return {num_gpus}
+class backends:
+    cuda = _Backend
+cuda = _Cuda
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_built", "reason"),
+    [(False, "torch 2.13.0+cu130 is built without CUDA"), (True, "The NVIDIA driver on your system is too old")],
+)
+def test_a_driver_without_a_card_that_torch_sees_is_refused_with_the_reason(
+    is_built: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=FAKE_TORCH.format(is_built=is_built, num_gpus=0))
+    with pytest.raises(UsageError, match="torch sees no card") as caught:
+        count_gpus()
+    assert reason in str(caught.value) and "trainer.device=cpu" in str(caught.value)
+
+
+@pytest.mark.parametrize(("is_nvidia", "num_gpus"), [(True, 3), (False, 0), (False, 2)])
+def test_cards_are_counted_by_torch(
+    is_nvidia: bool, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers of other makers are found on machines without a card for training too: then it is a CPU machine."""
+    with_driver(tmp_path, monkeypatch, is_nvidia=is_nvidia, torch=FAKE_TORCH.format(is_built=True, num_gpus=num_gpus))
+    assert count_gpus() == num_gpus
+
+
+def test_the_question_is_one_that_torch_understands() -> None:
+    answer = subprocess.run(["python", "-c", launch.ASK_TORCH], capture_output=True, text=True, check=True).stdout
+    number, _, reason = answer.strip().partition(" ")
+    assert number.isdecimal() and reason
+
+
+@pytest.mark.parametrize(("num_gpus", "num_cores", "is_warned"), [(8, 8, True), (8, 32, False), (0, 1, False)])
+def test_few_cores_beside_cards_are_warned_of(
+    num_gpus: int, num_cores: int, is_warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_few_cores(8, num_gpus=num_gpus, num_cores=num_cores)
+    stderr = capsys.readouterr().err
+    assert ("--cpus-per-task=32" in stderr) is is_warned and bool(stderr) is is_warned
+
+
+class Routes:
+    """Stands for the kernel: from which address of this machine each host is reached."""
+
+    def __init__(self, routes: dict[str, str]) -> None:
+        self.routes = routes
+
+    def getaddrinfo(self, host: str, port: int, **kwargs: object) -> list[tuple]:
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (host, port))]
+
+    def socket(self, *args: object) -> "Routes":
+        return self
+
+    def __enter__(self) -> "Routes":
+        return self
+
+    def __exit__(self, *args: object) -> None: ...
+
+    def connect(self, address: tuple[str, int]) -> None:
+        if address[0] not in self.routes:
+            raise OSError(101, "Network is unreachable")
+        self.source = self.routes[address[0]]
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.source, 4
+
+
+INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7", "fe80::1%eth0"], "ib0": ["192.168.5.7"]}
+
+
+@pytest.mark.parametrize(
+    ("routes", "expected"),
+    [
+        ({"head": "192.168.5.7", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "ib0"}),
+        ({"head": "127.0.0.1", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "eth0"}),  # /etc/hosts: 127.0.1.1 head
+        ({"head": "127.0.0.1"}, {}),
+        ({}, {}),
+    ],
+)
+def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
+    routes: dict[str, str], expected: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = Routes(routes)
+    monkeypatch.setattr(interface.socket, "getaddrinfo", kernel.getaddrinfo)
+    monkeypatch.setattr(interface.socket, "socket", kernel.socket)
+    entries = {name: [SimpleNamespace(address=a) for a in addresses] for name, addresses in INTERFACES.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    assert gloo_interface("head") == expected
+    assert ("GLOO_SOCKET_IFNAME" in capsys.readouterr().err) is (expected == {})
+
+
+def test_only_runs_on_several_machines_are_told_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
+    nodes = NodeLayout(2, 1, "head", 1234)
+    alone, several = [
+        rank_environment({}, layout, num_ranks=1, status_dir=tmp_path) for layout in (NodeLayout(), nodes)
+    ]
+    assert "GLOO_SOCKET_IFNAME" not in alone and several["GLOO_SOCKET_IFNAME"] == "to head"
+    mine = rank_environment({"GLOO_SOCKET_IFNAME": "mine"}, nodes, num_ranks=1, status_dir=tmp_path)
+    assert mine["GLOO_SOCKET_IFNAME"] == "mine"
+    assert len(os.sched_getaffinity(0)) >= int(mine["OMP_NUM_THREADS"]) >= 1

@@ -1,0 +1,110 @@
+"""Before the first step too a rank may be silent only so long: what it does then, and for how long it may."""
+
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer import __main__
+from trainer.build import run
+from trainer.model import source
+from trainer.runtime import log, signals
+from trainer.runtime.heartbeat import Heartbeat, unpack_beat
+from trainer.runtime.signals import StopRequest
+
+LIMITS = ["trainer.device=cpu", "trainer.dist_timeout_s=900", "trainer.checkpoint.save_timeout_s=500"]
+
+
+class ReachedError(Exception):
+    """As far as the test goes."""
+
+
+def test_a_rank_is_watched_while_it_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def phase_of_the_first_rank(*args: Any) -> int:
+        beat = unpack_beat((tmp_path / "rank_0.beat").read_bytes())
+        assert beat is not None and (beat.phase, beat.limit_s) == ("start", 900)
+        return 0
+
+    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
+    monkeypatch.setattr(signals, "join_launcher", lambda: None)
+    monkeypatch.setattr(log, "configure", lambda rank: None)
+    monkeypatch.setattr(run, "run", phase_of_the_first_rank)
+    assert __main__.main(LIMITS) == 0
+
+
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_a_rank_that_lost_another_says_so_first(
+    is_signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchrun stops the others with SIGTERM: that nobody asked for a stop, and it is not what went wrong."""
+
+    def lose_a_rank(config: Any, stop: StopRequest, heartbeat: Heartbeat) -> int:
+        stop.signal_name = "SIGTERM" if is_signalled else None
+        raise RuntimeError("Connection closed by peer")
+
+    lost = subprocess.Popen(["true"])
+    lost.wait()
+    (tmp_path / "rank_0.pid").write_text(str(os.getpid()))
+    (tmp_path / "rank_1.pid").write_text(str(lost.pid))
+    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
+    monkeypatch.setattr(signals, "join_launcher", lambda: None)
+    monkeypatch.setattr(log, "configure", lambda rank: None)
+    monkeypatch.setattr(run, "run", lose_a_rank)
+    monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
+    assert __main__.main(LIMITS) == (75 if is_signalled else 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 of this machine is gone, and the others cannot go on without it: Connection closed by peer"
+    ]
+
+
+def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[tuple[str, float | None]] = []
+
+    class Recorder(Heartbeat):
+        def enter(self, phase: str, *, limit_s: float | None) -> None:
+            phases.append((phase, limit_s))
+            super().enter(phase, limit_s=limit_s)
+
+    def prepare_inputs(config: Any, *, progress: Callable[[], None]) -> Any:
+        progress()
+        return SimpleNamespace(train=SimpleNamespace(lengths=[1]))
+
+    def decide_start(*args: Any) -> None:
+        raise ReachedError
+
+    monkeypatch.delenv("SFT_STATUS_DIR", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a lone rank says there where it meets itself
+    monkeypatch.setattr(run, "prepare_inputs", prepare_inputs)
+    monkeypatch.setattr(run, "_lineage", lambda config, inputs: None)
+    monkeypatch.setattr(run, "decide_start", decide_start)
+    try:
+        with pytest.raises(ReachedError):
+            run.run(__main__.load_config(LIMITS), StopRequest(), Recorder())
+    finally:
+        run.distributed.stop()
+    assert phases == [("start", None), ("prepare", 900), ("meet", 900), ("load", 1400)]
+
+
+def test_a_download_beats_as_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[int] = []
+
+    def download(name: str, *, tqdm_class: Any, **options: Any) -> str:
+        bar = tqdm_class(total=10, disable=True)
+        bar.update(5)
+        bar.update(5)
+        return str(tmp_path)
+
+    monkeypatch.setattr(source, "snapshot_download", download)
+    found = source.find_model("some/model", random_weights=True, progress=lambda: beats.append(1))
+    assert (found, beats) == (str(tmp_path), [1, 1])
