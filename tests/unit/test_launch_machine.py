@@ -99,25 +99,38 @@ class Routes:
         return self.source, 4
 
 
+def family_of(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7", "fe80::1%eth0"], "ib0": ["192.168.5.7"]}
 
 
+LONE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7"], "idle0": []}
+
+
 @pytest.mark.parametrize(
-    ("routes", "expected"),
+    ("interfaces", "routes", "expected"),
     [
-        ({"head": "192.168.5.7", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "ib0"}),
-        ({"head": "127.0.0.1", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "eth0"}),  # /etc/hosts: 127.0.1.1 head
-        ({"head": "127.0.0.1"}, {}),
-        ({}, {}),
+        (INTERFACES, {"head": "192.168.5.7", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "ib0"}),
+        # /etc/hosts of the first machine has 127.0.1.1 head
+        (INTERFACES, {"head": "127.0.0.1", "192.0.2.1": "10.0.0.7"}, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (INTERFACES, {"head": "127.0.0.1"}, {}),
+        (LONE, {"head": "127.0.0.1"}, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (INTERFACES, {}, {}),
     ],
 )
 def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
-    routes: dict[str, str], expected: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    interfaces: dict,
+    routes: dict[str, str],
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     kernel = Routes(routes)
     monkeypatch.setattr(interface.socket, "getaddrinfo", kernel.getaddrinfo)
     monkeypatch.setattr(interface.socket, "socket", kernel.socket)
-    entries = {name: [SimpleNamespace(address=a) for a in addresses] for name, addresses in INTERFACES.items()}
+    entries = {name: [SimpleNamespace(address=a, family=family_of(a)) for a in interfaces[name]] for name in interfaces}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     assert gloo_interface("head") == expected
     assert ("GLOO_SOCKET_IFNAME" in capsys.readouterr().err) is (expected == {})

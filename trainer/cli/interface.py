@@ -2,22 +2,27 @@
 
 import socket
 import sys
+from socket import AF_INET, AF_INET6
 
 import psutil
 
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses kept for documentation: the route to them is the default route."""
+LOOPBACK = {"127.0.0.1", "::1"}
 
 
 def gloo_interface(master_addr: str) -> dict[str, str]:
     """`GLOO_SOCKET_IFNAME` for the ranks, or nothing when no route tells.
 
     gloo would listen where the name of this machine leads, and on Debian and in containers that is 127.0.1.1, which
-    no other machine reaches. On the first machine its own address may lead there too; then the default route tells.
+    no other machine reaches. On the first machine its own address may lead there too; then the default route tells,
+    or that there is only one interface to take.
     """
     for host in (master_addr, *ANYWHERE):
         if name := _interface_to(host):
             return {"GLOO_SOCKET_IFNAME": name}
+    if len(names := _outward_interfaces()) == 1:
+        return {"GLOO_SOCKET_IFNAME": next(iter(names))}
     print(
         f"WARNING: no network interface leads to MASTER_ADDR={master_addr}; if the ranks cannot connect, set "
         f"GLOO_SOCKET_IFNAME to the one that the other machines reach",
@@ -44,8 +49,13 @@ def _interface_to(host: str) -> str | None:
 
 
 def _interface_with(address: str) -> str | None:
-    for name, entries in psutil.net_if_addrs().items():
-        is_loopback = any(entry.address in ("127.0.0.1", "::1") for entry in entries)
-        if not is_loopback and any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return None
+    return next((name for name, addresses in _outward_interfaces().items() if address in addresses), None)
+
+
+def _outward_interfaces() -> dict[str, set[str]]:
+    """Addresses by interface, without the loopback and without those that nothing can reach."""
+    found = {
+        name: {entry.address.partition("%")[0] for entry in entries if entry.family in (AF_INET, AF_INET6)}
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: addresses for name, addresses in found.items() if addresses and not addresses & LOOPBACK}
