@@ -51,9 +51,7 @@ def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(t
     found = run_ranks(built, 2, write_model_config(tmp_path), 1, "auto")
     for outcome, lines in found:
         assert outcome == "one by one"
-        assert any(
-            line.startswith("WARNING: packed documents fail the self-check: the loss of Qwen2") for line in lines
-        )
+        assert any(line.startswith("WARNING: packed documents fail the self-check: the loss of Qwen2") for line in lines)
         assert "INFO: documents run one by one (slower): packed ones fail the self-check" in lines
 
 
@@ -97,13 +95,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": tiny(_TEXT | {"model_type": "mistral"}), "vision_config": tiny(_SIGHT)},
     "qwen3_5": {
         "text_config": tiny(_TEXT | _LINEAR | {"layer_types": ["linear_attention", "full_attention"]}),
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 48,
-            "out_hidden_size": 32,
-        },
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32},
     },
 }
 
