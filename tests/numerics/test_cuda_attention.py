@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from toy import model_config, write_model_config
 
+from trainer.__main__ import load_config
+from trainer.cli.memory_plan import plan_memory
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
@@ -151,3 +153,25 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(tmp
 
 def test_this_torch_has_the_signature() -> None:
     attention.require_kernel()
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 1e4}
+ODD: list[tuple[str, dict[str, Any]]] = [
+    ("minicpm3", {**PACKED["minicpm3"], "num_attention_heads": 4}),
+    ("llama", {"head_dim": 320}),
+    ("llama", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64, "factor": 4.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    ("llama", {"attention_dropout": 0.1}),
+]
+
+
+@pytest.mark.parametrize("max_length", [32, 512])
+@pytest.mark.parametrize(("model_type", "changes"), ODD)
+def test_what_is_out_of_the_ordinary_is_planned_for_a_gpu(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], max_length: int
+) -> None:
+    """Value heads of another size, heads too large for the kernel, frequencies that follow the length, dropout."""
+    write_model_config(tmp_path, model_type, **changes)
+    limits = {"train_batch_size": 64, "max_token_len_per_gpu": 512, "max_length": max_length}
+    words = [f"model.partial_pretrain={tmp_path}", *(f"data.{key}={value}" for key, value in limits.items())]
+    assert plan_memory(load_config(words), 2).peak_bytes > 0

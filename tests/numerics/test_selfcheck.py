@@ -118,7 +118,11 @@ def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
         ({"sliding_window": 16}, 23, (13, 8, 23, 21)),
         ({"sliding_window": 4096}, 8192, (13, 8)),
         ({"original_max_position_embeddings": 32, "attention_chunk_size": 16}, 64, (13, 8, 25, 21, 41, 37)),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 20}, 64, (13, 8, 29, 25)),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 20},
+            64,
+            (13, 8, 29, 25),
+        ),
         ({}, 5, (5, 5)),
     ],
 )

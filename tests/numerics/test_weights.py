@@ -56,7 +56,9 @@ def load_each(world: Any, paths: dict[str, Path]) -> dict[str, Any]:
 def sharded(world: Any, path: Path) -> Any:
     source = packed_lm.ModelSource(str(path), random_weights=False, trust_remote_code=False)
     config = packed_lm.read_config(source)
-    model = packed_lm.build_on_meta(source, config, is_packed=packed_lm.unpackable_reason(config, max_length=64) is None)
+    model = packed_lm.build_on_meta(
+        source, config, is_packed=packed_lm.unpackable_reason(config, max_length=64) is None
+    )
     parallelize.parallelize(model, model_config(), world)
     load.materialize(model, world.device, buffer_device=world.device)
     load.load_weights(model, source, seed=1)

@@ -58,9 +58,7 @@ def per_document_reason(config: ModelConfig, source: ModelSource, *, max_length:
     return reason
 
 
-def _build(
-    config: ModelConfig, source: ModelSource, *, world: World, seed: int, is_packed: bool
-) -> PreTrainedModel:
+def _build(config: ModelConfig, source: ModelSource, *, world: World, seed: int, is_packed: bool) -> PreTrainedModel:
     model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=is_packed)
     parallelize.parallelize(model, config, world)
     offload = config.fsdp_config.cpu_offload

@@ -61,7 +61,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _looks_alike(module: nn.Module) -> bool:
-    """One weight, an epsilon, and a forward that can be given nothing but the input: no gate, not even an optional one."""
+    """One weight, an epsilon, and a forward that takes the input alone: no gate, not even an optional one."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or not hasattr(module, "variance_epsilon") or list(module.children()):
         return False

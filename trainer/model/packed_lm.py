@@ -73,8 +73,8 @@ def read_config(source: ModelSource) -> PretrainedConfig:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"model.partial_pretrain={source.path} is a '{config.model_type}', an encoder with a decoder; only language "
-            f"models of a decoder alone can be trained"
+            f"model.partial_pretrain={source.path} is a '{config.model_type}', an encoder with a decoder; only "
+            f"language models of a decoder alone can be trained"
         )
     if (text := config.get_text_config()) is not config:
         raise ConfigError(
