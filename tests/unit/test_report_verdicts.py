@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_curves import changed, checkpoints, controller_run, overfitting_example, sft_run
-from report_faults import healthy, put, times
+from report_faults import FAULTS, healthy, put, times
 
 from trainer.report.analyse import analyse
 from trainer.report.result import CheckItem, Finding, Report
@@ -195,8 +195,36 @@ def _with_small_checkpoint() -> RunLog:
 @pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.55", "S3.56", "S3.57")
 @pytest.mark.parametrize(("line", "build"), CHECKLIST_FAULTS, ids=[line for line, _ in CHECKLIST_FAULTS])
 def test_each_line_of_the_checklists_can_fail(line: str, build: Callable[[], RunLog]) -> None:
-    found = item(analyse(build()), line)
-    assert found.status == "fail" and any(c.isalnum() for c in found.detail), found
+    report = analyse(build())
+    found = item(report, line)
+    unusual = {"loss_falls", "gradient_in_range", "time_stable"}  # at the start alone: no rule warns of it
+    assert found.status == ("note" if line in unusual else "fail") and found.detail, found
+    assert (report.verdict == "OK") == (line in unusual)
+
+
+@pytest.mark.parametrize("build", [build for _, _, build in FAULTS], ids=[rule for rule, *_ in FAULTS])
+def test_no_line_of_the_checklists_fails_beside_a_verdict_of_ok(build: Callable[[], RunLog]) -> None:
+    report = analyse(build())
+    failed = [item for item in report.checklist if item.status == "fail"]
+    assert not failed or report.verdict in ("ATTENTION", "FAIL"), failed
+
+
+@pytest.mark.covers("S3.40", "S3.41", "S3.56")
+def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range() -> None:
+    """As the quickstart's end: training 0.14, validation 0.09, where 0.5 to 1.5 is usual for a pretrained model."""
+    log = sft_run(2)
+    steps = log.series["train/loss"].steps
+    losses = 0.14 + 7 * np.exp(-steps / 60) + np.random.default_rng(0).normal(0, 0.01, len(steps))
+    evals = log.series["val/loss"].steps
+    series = {"train/loss": Series(steps, losses), "val/loss": Series(evals, 0.09 + 7 * np.exp(-evals / 60))}
+    low = replace(log, series={**log.series, **series})
+    usual = {"loss_start_high", "loss_final", "val_rising:final", "val_train_disagree"}
+    assert {"loss_start_high", "loss_final", "val_rising:final"} <= ids(analyse(low))
+    for key, value in (("model.random_weights", True), ("model.partial_pretrain", "quickstart")):
+        report = analyse(replace(low, config={**low.config, key: value}))
+        assert report.verdict == "OK" and not ids(report) & usual, report.findings
+        assert item(report, "final_loss").status == "unknown" and "random weights" in item(report, "final_loss").detail
+        assert not [line for line in report.checklist if line.status in ("fail", "note")], report.checklist
 
 
 def test_what_a_log_does_not_tell_is_unknown_and_not_passed() -> None:

@@ -76,7 +76,7 @@ def analyse(
         generalisation=generalisation(run),
         learning_rate=rate,
         throughput=throughput(run),
-        checklist=checklist(run),
+        checklist=checklist(run, findings),
         thresholds=limits,
         overridden=tuple(thresholds or ()),
         insufficient=not_judged,

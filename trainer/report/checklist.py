@@ -7,7 +7,7 @@ import numpy as np
 
 from trainer.report.phrases import listed, number, percent
 from trainer.report.raised_rate import raised_rates, scheduled
-from trainer.report.result import CheckItem
+from trainer.report.result import CheckItem, Finding
 from trainer.report.rules_run import incomplete, is_tracker_stale, missing_checkpoints, odd_sizes
 from trainer.report.rules_validation import lasting_rise
 from trainer.report.run import NotJudged, Run
@@ -112,6 +112,7 @@ def _all_steps(run: Run) -> Answer:
 
 
 def _final_loss(run: Run) -> Answer:
+    run.require_pretrained()
     level = float(np.median(run.get("loss").values[-10:]))
     low, high = run.limits["loss_final_low"], run.limits["loss_final_high"]
     return low <= level <= high, f"{number(level)}, usual {number(low)} to {number(high)}"
@@ -136,34 +137,36 @@ def _checkpoints(run: Run) -> tuple[CheckpointState, ...]:
     return run.log.checkpoints
 
 
-_ITEMS: tuple[tuple[str, str, str, Callable[[Run], Answer]], ...] = (
-    ("loss_falls", "start", "The training loss falls", _loss_falls),
-    ("rate_rises", "start", "The learning rate rises in its warm-up", _rate_rises),
-    ("gradient_in_range", "start", "The gradient norm is between 0.1 and 10", _gradient_in_range),
-    ("time_stable", "start", "The step time is stable", _time_stable),
-    ("device_busy", "start", "The devices are busy more than 80 % of the time", _device_busy),
-    ("no_crash", "start", "No NCCL timeout, not out of memory", _no_crash),
-    ("val_not_rising", "checkpoint", "The validation loss does not keep rising", _val_not_rising),
-    ("checkpoints_whole", "checkpoint", "All files are there, the export among them", _export_complete),
-    ("checkpoint_sizes", "checkpoint", "Sizes are plausible", _sizes),
-    ("tracker_file", "checkpoint", "The tracker file names the newest", _tracker),
-    ("all_steps", "end", "All planned steps were trained", _all_steps),
-    ("final_loss", "end", "The final training loss is in the usual range", _final_loss),
-    ("all_checkpoints", "end", "All expected checkpoints were saved", _all_checkpoints),
-    ("finished", "end", "The run ended as finished", _finished),
+_ITEMS: tuple[tuple[str, tuple[str, str, str, Callable[[Run], Answer]]], ...] = (
+    ("V04", ("loss_falls", "start", "The training loss falls", _loss_falls)),
+    ("V14", ("rate_rises", "start", "The learning rate rises in its warm-up", _rate_rises)),
+    ("V10", ("gradient_in_range", "start", "The gradient norm is between 0.1 and 10", _gradient_in_range)),
+    ("V19", ("time_stable", "start", "The step time is stable", _time_stable)),
+    ("V24", ("device_busy", "start", "The devices are busy more than 80 % of the time", _device_busy)),
+    ("V25", ("no_crash", "start", "No NCCL timeout, not out of memory", _no_crash)),
+    ("V16", ("val_not_rising", "checkpoint", "The validation loss does not keep rising", _val_not_rising)),
+    ("V27", ("checkpoints_whole", "checkpoint", "All files are there, the export among them", _export_complete)),
+    ("V27", ("checkpoint_sizes", "checkpoint", "Sizes are plausible", _sizes)),
+    ("V27", ("tracker_file", "checkpoint", "The tracker file names the newest", _tracker)),
+    ("V28", ("all_steps", "end", "All planned steps were trained", _all_steps)),
+    ("V08", ("final_loss", "end", "The final training loss is in the usual range", _final_loss)),
+    ("V27", ("all_checkpoints", "end", "All expected checkpoints were saved", _all_checkpoints)),
+    ("V28", ("finished", "end", "The run ended as finished", _finished)),
 )
+"""The rule that judges it; then id, phase, text and check."""
 
 
-def checklist(run: Run) -> tuple[CheckItem, ...]:
-    """All fourteen lines; absolute bands are unknown outside the sft profile."""
-    return tuple(_item(run, *entry) for entry in _ITEMS)
+def checklist(run: Run, findings: tuple[Finding, ...]) -> tuple[CheckItem, ...]:
+    """All fourteen lines. One that its rule finds no fault in does not fail: what is merely unusual is a note."""
+    faulty = {finding.rule for finding in findings if finding.level in ("warn", "fail")}
+    return tuple(_item(run, *entry, is_fault=rule in faulty) for rule, entry in _ITEMS)
 
 
-def _item(run: Run, id_: str, phase: str, text: str, check: Callable[[Run], Answer]) -> CheckItem:
+def _item(run: Run, id_: str, phase: str, text: str, check: Callable[[Run], Answer], *, is_fault: bool) -> CheckItem:
     if check in (_gradient_in_range, _final_loss) and run.profile != "sft":
         return CheckItem(id_, phase, text, "unknown", f"no usual range for a {run.profile} run")
     try:
         has_passed, detail = check(run)
     except NotJudged as reason:
         return CheckItem(id_, phase, text, "unknown", str(reason))
-    return CheckItem(id_, phase, text, "pass" if has_passed else "fail", detail)
+    return CheckItem(id_, phase, text, "pass" if has_passed else "fail" if is_fault else "note", detail)

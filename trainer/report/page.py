@@ -90,8 +90,9 @@ def _tiles(report: Report, log: RunLog) -> str:
         if speed.mfu is not None:
             tiles.append(("MFU", share(speed.mfu), "of the peak"))
     if report.checklist:
-        counts = [sum(item.status == status for item in report.checklist) for status in STATUSES]
-        tiles.append(("Checklist", f"{counts[2]} of {len(report.checklist)}", f"{counts[0]} fail, {counts[1]} unknown"))
+        counts = {status: sum(item.status == status for item in report.checklist) for status in STATUSES}
+        passed = f"{counts.pop('pass')} of {len(report.checklist)}"
+        tiles.append(("Checklist", passed, ", ".join(f"{count} {status}" for status, count in counts.items())))
     cells = "".join(
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(about)}</small></div>'
         for name, value, about in tiles

@@ -178,7 +178,7 @@ class CheckItem:
     """start, checkpoint or end."""
     text: str
     status: str
-    """pass, fail or unknown."""
+    """pass, fail, note (unusual, by itself no fault) or unknown."""
     detail: str
 
 

@@ -80,11 +80,12 @@ def _start_high(run: Run) -> Iterator[Finding]:
     series = run.get("loss")
     if series.steps[0] > run.limits["first_steps"]:
         raise NotJudged(f"the log begins at step {series.steps[0]}")
+    run.require_pretrained()
     level = float(np.median(series.values[:FIRST]))
     low, high, fault = (run.limits[f"loss_start_{name}"] for name in ("low", "high", "fault"))
     if low <= level <= high:
         return
-    is_fault = level > fault and not _is_untrained(run)
+    is_fault = level > fault
     yield found(
         "warn" if is_fault else "note",
         f"The loss starts at {number(level)}; {number(low)} to {number(high)} is usual for a pretrained model.",
@@ -95,11 +96,6 @@ def _start_high(run: Run) -> Iterator[Finding]:
         cause="Data and model do not fit: wrong tokenizer or chat template, untrained weights." if is_fault else "",
         remedy="Read a tokenized sample back, and check which weights were loaded." if is_fault else "",
     )
-
-
-def _is_untrained(run: Run) -> bool:
-    """Whether the configuration asks for random weights, as the quickstart's are."""
-    return bool(run.config("model.random_weights")) or run.config("model.partial_pretrain") == "quickstart"
 
 
 def _diverging(run: Run) -> Iterator[Finding]:
@@ -214,6 +210,7 @@ def _mover_of_loss(anomaly: Anomaly) -> Mover:
 
 def _final(run: Run) -> Iterator[Finding]:
     series = run.get("loss")
+    run.require_pretrained()
     level = float(np.median(series.values[-LAST:]))
     low, high, memorised = (run.limits[f"loss_final_{name}"] for name in ("low", "high", "memorised"))
     if low <= level <= high:

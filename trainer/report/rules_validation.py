@@ -49,6 +49,7 @@ def _rising(run: Run) -> Iterator[Finding]:
             cause="The model learns its samples by heart, or training has become unstable.",
             remedy=f"Stop training and take the checkpoint of step {val.steps[int(np.argmin(val.values))]}.",
         )
+    run.require_pretrained()
     low, high = run.limits["val_final_low"], run.limits["val_final_high"]
     if run.profile == "sft" and not low <= (last := float(val.values[-1])) <= high:
         yield found(
@@ -94,8 +95,8 @@ def _disagree(run: Run) -> Iterator[Finding]:
     val, train = _losses(run), run.get("loss")
     trains = train_losses_at(val, train)
     last = float(val.values[-1])
-    gap = abs(last - float(trains[-1]))
-    if last and np.isfinite(gap) and gap > run.limits["gap"] * abs(last):
+    gap = last - float(trains[-1])
+    if np.isfinite(gap) and gap > run.limits["gap"] * abs(last) > 0:
         yield found(
             "note",
             f"Validation ({number(last)}) and training loss ({number(trains[-1])}) are {number(gap)} apart, "

@@ -70,6 +70,11 @@ class Run:
                     return value
         return None
 
+    def require_pretrained(self) -> None:
+        """Usual ranges of losses are those of pretrained models: raises `NotJudged` where the weights were random."""
+        if self.config("model.random_weights") or self.config("model.partial_pretrain") == "quickstart":
+            raise NotJudged("no usual range for a model trained from random weights")
+
     @cached_property
     def last_step(self) -> int:
         return max((int(series.steps[-1]) for series in self.log.series.values() if len(series)), default=0)

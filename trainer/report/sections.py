@@ -11,7 +11,7 @@ from trainer.report.wording import ARROWS, MISSING, clean, companions, interval,
 
 GROUPS = ("optimisation", "validation", "reward", "length", "state", "timing", "memory", "data", "other")
 MAX_CHAINS = 3
-STATUSES = ("fail", "unknown", "pass")
+STATUSES = ("fail", "note", "unknown", "pass")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ LEFT_OUT = {
     "anomalies": ("z", "together with"),
     "checklist": ("phase",),
 }
-"""Columns that page and JSON have alone, as they have the trends, and the checks that did not fail."""
+"""Columns that page and JSON have alone, as they have the trends, and the checks that passed or are unknown."""
 MAX_OTHERS, MAX_NOTES = 8, 6
 STYLES = {
     "FAIL": "bold red",
@@ -62,8 +62,8 @@ def _parts(report: Report, log: RunLog) -> Iterator[RenderableType]:
         yield from _more(len(others) - MAX_OTHERS)
     for section in sections(report, log):
         if section.id == "checklist" and section.table is not None:
-            failed = tuple(row for row in section.table.rows if row[0] == "fail")
-            section = replace(section, table=replace(section.table, rows=failed))
+            told = tuple(row for row in section.table.rows if row[0] in ("fail", "note"))
+            section = replace(section, table=replace(section.table, rows=told) if told else None)
         if section.id != "trends":
             yield from _section(section, max_rows=MAX_ROWS.get(section.id), left_out=LEFT_OUT.get(section.id, ()))
     if long:
