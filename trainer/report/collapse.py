@@ -9,10 +9,8 @@ import numpy as np
 from trainer.report.run_log import Series
 from trainer.report.statistics import noise
 
-MIN_POINTS = 6
-"""Fewer show no noise to compare a fall with."""
 NUM_WINDOWS = 20
-"""A long series is looked at in windows of a twentieth, a short one in windows of three points."""
+"""A long series is looked at in windows of a twentieth of it."""
 MEDIAN_SPREAD = 1.25
 """Standard deviation of a median of n points, in that of their mean."""
 
@@ -27,11 +25,14 @@ class Collapse:
     """What a fall must exceed."""
 
 
-def collapse(points: Series, limits: Mapping[str, float]) -> Collapse | None:
-    """The running median at the end against the best one before it; None where it is no lower than noise explains."""
-    if len(points) < MIN_POINTS:
+def collapse(points: Series, limits: Mapping[str, float], *, least_width: int = 3) -> Collapse | None:
+    """The running median at the end against the best one before it; None where it is no lower than noise explains.
+
+    Medians are of at least `least_width` points.
+    """
+    width = max(least_width, len(points) // NUM_WINDOWS)
+    if len(points) < 2 * width:
         return None
-    width = max(3, len(points) // NUM_WINDOWS)
     medians = np.median(np.lib.stride_tricks.sliding_window_view(points.values, width), axis=1)
     best, last = float(medians.max()), float(medians[-1])
     by_noise = limits["collapse_sigma"] * MEDIAN_SPREAD * noise(points) / math.sqrt(width)

@@ -11,7 +11,7 @@ from trainer.report.run import Run
 from trainer.report.run_log import Series
 from trainer.report.statistics import finite
 from trainer.report.trends import direction
-from trainer.report.vocabulary import meaning
+from trainer.report.vocabulary import ROLES, meaning
 
 GROUPS = ("optimisation", "reward", "length", "state", "timing", "memory", "data", "other")
 TIED = 0.005
@@ -19,12 +19,13 @@ TIED = 0.005
 
 
 def inventory(run: Run, trends: tuple[Trend, ...], rate: LearningRate | None) -> tuple[MetricSummary, ...]:
-    """All metrics with at least one point, by group and name."""
+    """All metrics with at least one point, by group; those that rules look at come first, then by name."""
     by_key = {trend.key: trend for trend in trends}
     summaries = [
         _summary(run, key, series, by_key.get(key), rate) for key, series in run.log.series.items() if len(series)
     ]
-    return tuple(sorted(summaries, key=lambda summary: (GROUPS.index(summary.group), summary.key)))
+    rank = {key: place for place, key in enumerate(key for keys in ROLES.values() for key in keys)}
+    return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), rank.get(s.key, len(rank)), s.key)))
 
 
 def _summary(run: Run, key: str, series: Series, trend: Trend | None, rate: LearningRate | None) -> MetricSummary:

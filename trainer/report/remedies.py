@@ -157,5 +157,13 @@ def memory(run: Run) -> str:
     return f"Use {option(run, 'memory')}, or a smaller micro-batch."
 
 
+def checkpoint(run: Run, step: int) -> str:
+    """The newest complete one up to a step, as far as they lie beside the log."""
+    steps = [state.step for state in run.log.checkpoints if state.is_complete and state.step <= step]
+    return (
+        f"the checkpoint of step {max(steps)}" if steps else f"a checkpoint of step {step} or before, if one was kept"
+    )
+
+
 def _written(found: Any) -> str:
     return number(float(found)) if isinstance(found, int | float) and not isinstance(found, bool) else str(found)

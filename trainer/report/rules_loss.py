@@ -117,7 +117,7 @@ def _diverging(run: Run) -> Iterator[Finding]:
             value=ratio,
             threshold=run.limits["diverging_ratio"],
             cause="The updates are too large: learning rate too high, gradient not clipped, or bad data from there on.",
-            remedy=f"Go back to a checkpoint before step {series.steps[onset]}. {remedies.lower_rate(run)} "
+            remedy=f"Go back to {remedies.checkpoint(run, int(series.steps[onset]))}. {remedies.lower_rate(run)} "
             + remedies.clip(run),
         )
     yield from _rising_epochs(run)
@@ -140,7 +140,10 @@ def _divergence(run: Run, series: Series) -> tuple[int, int, float] | None:
         return None
     is_to_the_end = stop == len(recent)
     ratio = float((recent[start:stop] / best_before[start:stop]).max())
-    return int(ends[start]) - 1, len(series) if is_to_the_end else int(ends[stop - 1]), ratio
+    # the last window at the best level: a rise is certain only long after it has begun
+    at_best = np.flatnonzero(recent[: start + 1] <= best_before[start] + chance / NUM_SIGMA)
+    onset = int(ends[at_best[-1]]) - 32 if len(at_best) else int(ends[start]) - 32
+    return onset, len(series) if is_to_the_end else int(ends[stop - 1]), ratio
 
 
 def _rolling_median(values: np.ndarray, width: int, stride: int) -> np.ndarray:
@@ -168,7 +171,7 @@ def _rising_epochs(run: Run) -> Iterator[Finding]:
             value=rise,
             threshold=run.limits["rising_epochs"],
             cause="Training diverges.",
-            remedy=f"Stop, go back to a checkpoint before step {last.steps[0]}. {remedies.lower_rate(run)}",
+            remedy=f"Stop, go back to {remedies.checkpoint(run, int(last.steps[0]))}. {remedies.lower_rate(run)}",
             suffix="epochs",
         )
 

@@ -39,7 +39,7 @@ def collapsed(run: Run, role: str) -> Iterator[Finding]:
             value=fall.before - fall.after,
             threshold=fall.least,
             cause="Training diverges, or the policy has found a dead end.",
-            remedy=f"Stop, take the last checkpoint up to step {last_good}. {remedies.lower_rate(run)}",
+            remedy=f"Stop, go back to {remedies.checkpoint(run, last_good)}. {remedies.lower_rate(run)}",
             suffix=f"collapse:{run.name(role)}",
         )
 
@@ -63,7 +63,7 @@ def _rewards(run: Run) -> Iterator[Finding]:
             value=recent.change,
             threshold=run.limits["rising_epochs"],
             cause="Training diverges, or the policy has found a dead end.",
-            remedy=f"Stop or go back to the checkpoint of step {means.steps[int(np.argmax(means.values))]}. "
+            remedy=f"Stop or go back to {remedies.checkpoint(run, int(means.steps[int(np.argmax(means.values))]))}. "
             + remedies.lower_rate(run),
             suffix="falling",
         )

@@ -20,10 +20,13 @@ def missing_checkpoints(run: Run) -> list[int]:
     expected = list(range(int(every), run.last_step + 1, int(every)))
     if run.last_step >= run.total_steps and run.last_step not in expected:
         expected.append(run.last_step)
-    keep = run.config("trainer.max_ckpt_to_keep", "save_total_limit", "max_ckpt_to_keep")
+    limits = ("max_ckpt_to_keep", "save_total_limit")
+    keep = run.config(*limits)
     existing = sorted(c.step for c in run.log.checkpoints)
     is_rotated = isinstance(keep, int | float) and 1 <= keep <= len(existing)
     oldest_kept = existing[-int(keep)] if is_rotated else 0  # saves at a stop count too, and move others out
+    if existing and not any(key.rpartition(".")[2] in limits for key in run.log.config):
+        oldest_kept = existing[0]  # how many are kept is not told: older ones may have been rotated away
     return [step for step in expected if step > oldest_kept and step not in existing and run.was_trained(step)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.collapse import collapse
 from trainer.report.phrases import counted, listed, number, percent
 from trainer.report.result import Finding
 from trainer.report.rules import Rule, found
@@ -16,6 +17,8 @@ from trainer.report.throughput import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_step
 
 MIN_POINTS = 20
 MIN_PERIODS = 3
+LASTING = 32
+"""Points that a slowdown must last: a shared machine is slower for a moment now and then."""
 SPIKE_OF_BUSY_STEP = 1.5
 """A saving step this many times as long as the median shows the period."""
 _CRASH = re.compile(r"nccl|out of memory|\boom\b|gloo|timed? ?out", re.IGNORECASE)
@@ -29,7 +32,36 @@ def _times(run: Run) -> Series:
     return times
 
 
+def _slowdown(run: Run) -> Finding | None:
+    """A lasting fall of the tokens per second, or rise of the step time, with its onset."""
+    for role, sign in (("tokens_per_s", 1.0), ("time", -1.0)):
+        if run.find(role) is None:
+            continue
+        points = _times(run) if role == "time" else run.get(role)
+        fall = collapse(Series(points.steps, sign * points.values), run.limits, least_width=LASTING)
+        if fall is None or not fall.before or not fall.after:
+            continue
+        factor = (fall.before / fall.after) ** sign
+        if factor > 1 + run.limits["slowdown"]:
+            return found(
+                "warn",
+                f"Training gets {number(factor)} times slower after step {fall.steps[0]}: {run.name(role)} goes from "
+                f"{number(abs(fall.before))} to {number(abs(fall.after))}.",
+                metric=run.name(role),
+                steps=fall.steps,
+                value=factor,
+                threshold=1 + run.limits["slowdown"],
+                cause="A slower or hotter device, another process on it, a slow disk or network, or longer samples.",
+                remedy=f"Compare sequence lengths, memory and device clocks before and after step {fall.steps[0]}.",
+                suffix="slowdown",
+            )
+    return None
+
+
 def _growth(run: Run) -> Iterator[Finding]:
+    if slowdown := _slowdown(run):
+        yield slowdown
+        return
     times = _times(run)
     trend = slope(times)
     growth = trend.relative_change
@@ -238,7 +270,7 @@ def _relative_rise(values: Floats) -> float:
 
 
 RULES = (
-    Rule("V19", "time_growth", _growth, ("time",)),
+    Rule("V19", "time_growth", _growth),
     Rule("V20", "time_high", _slow, ("time",)),
     Rule("V21", "time_periodic", _periodic, ("time",)),
     Rule("V22", "data_bound", _data_bound, ("time", "data_time")),

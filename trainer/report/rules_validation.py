@@ -47,7 +47,7 @@ def _rising(run: Run) -> Iterator[Finding]:
             value=float(num_rises),
             threshold=run.limits["val_rises_fail" if is_fail else "val_rises"],
             cause="The model learns its samples by heart, or training has become unstable.",
-            remedy=f"Stop training and take the checkpoint of step {val.steps[int(np.argmin(val.values))]}.",
+            remedy=f"Stop training and take {remedies.checkpoint(run, int(val.steps[int(np.argmin(val.values))]))}.",
         )
     run.require_pretrained()
     low, high = run.limits["val_final_low"], run.limits["val_final_high"]
@@ -86,7 +86,7 @@ def _overfit(run: Run) -> Iterator[Finding]:
         evidence=(*list(verdicts)[:10], result.reason),
         cause="More passes over the samples than they can teach."
         + (" The checkpoint of the best step no longer exists." if is_lost else ""),
-        remedy=f"Use the checkpoint of step {result.recommended_step}; next time stop there, with "
+        remedy=f"Use {remedies.checkpoint(run, result.recommended_step or best_step)}; next time stop there, with "
         f"{remedies.option(run, 'epochs')} lower or more data.",
     )
 

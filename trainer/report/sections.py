@@ -102,10 +102,12 @@ def _validation(report: Report) -> Section | None:
     lead = f"{clean(found.metric)}: best {best}, last {number(found.last_value)}{above}."
     notes = []
     if found.recommended_step is not None:
-        where = f" ({clean(str(found.recommended_path))})" if found.recommended_path else ""
+        at = step(found.recommended_step)
+        where = f"Use the checkpoint of step {at} ({clean(str(found.recommended_path))})"
+        lead_in = where if found.recommended_path else f"Step {at} was best"
         gain = f" It gains {number(found.expected_gain)} over the last." if found.expected_gain > 0 else ""
         reason = clean(found.reason).rstrip(".")
-        notes.append(f"Use the checkpoint of step {step(found.recommended_step)}{where}. {reason}.{gain}")
+        notes.append(f"{lead_in}. {reason}.{gain}")
     header, words = f"step, {clean(found.metric)}, verdict, mark", "verdict, mark"
     return Section(
         "validation", "Generalisation", lead[0].upper() + lead[1:], table(header, rows, words=words), tuple(notes)

@@ -16,7 +16,7 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
     found = []
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         match = _STEP_DIR.fullmatch(path.name)
-        if match and path.is_dir():
+        if match and path.is_dir() and not _is_log_alone(path):
             faults = _own_faults(path) if path.name.startswith("global_step_") else _transformers_faults(path)
             found.append(CheckpointState(int(match[1]), path, _size_bytes(path), not faults, tuple(faults)))
     return tuple(sorted(found, key=lambda state: state.step))
@@ -47,6 +47,11 @@ def _own_faults(path: Path) -> list[str]:
         for rank in range(min(world_size, 65536))
         if not (path / name.format(rank)).exists()
     ]
+
+
+def _is_log_alone(path: Path) -> bool:
+    """A `trainer_state.json` copied with its directory to be read: no checkpoint, and none that is damaged."""
+    return [entry.name for entry in path.iterdir()] == ["trainer_state.json"]
 
 
 def _listed_fault(path: Path, item: object) -> str | None:

@@ -1,0 +1,108 @@
+"""Where a trouble began, what to go back to, and what a log alone in its directory does not prove."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_curves import checkpoints
+from report_faults import healthy
+
+from trainer.report.analyse import analyse
+from trainer.report.readers import read_run
+from trainer.report.result import Finding, Report
+from trainer.report.run_log import RunLog, Series
+
+STEPS = np.arange(1, 601)
+
+
+def log_of(**columns: Any) -> RunLog:
+    """600 steps of `columns` (`__` for `/`), and a checkpoint every 20."""
+    series = {key.replace("__", "/"): Series(STEPS, np.asarray(values)) for key, values in columns.items()}
+    return RunLog(Path("run"), "transformers", series, 600, checkpoints=checkpoints(range(20, 601, 20)))
+
+
+def falling_loss(rng: np.random.Generator) -> np.ndarray:
+    return np.asarray(1.2 + 1.0 * np.exp(-STEPS / 60) + rng.normal(0, 0.05, 600))
+
+
+def of_rule(report: Report, rule: str) -> Finding:
+    return next(finding for finding in report.findings if finding.rule == rule)
+
+
+@pytest.mark.parametrize("onset", [200, 260, 300, 400])
+@pytest.mark.parametrize("slope", [0.004, 0.01])
+def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(onset: int, slope: float) -> None:
+    for seed in range(5):
+        losses = falling_loss(np.random.default_rng(seed)) + slope * (STEPS - onset).clip(0)
+        report = analyse(log_of(train__loss=losses), profile="sft")
+        finding = of_rule(report, "V05")
+        assert finding.steps is not None and onset - 60 <= finding.steps[0] <= onset, (seed, finding.title)
+        step = int(finding.remedy.split("checkpoint of step ")[1].split(".")[0])
+        assert step <= finding.steps[0] <= step + 20, finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "factor"), [("throughput/train/tokens_per_s", 0.42), ("train/time(s)", 2.4)], ids=["tokens", "time"]
+)
+def test_a_throughput_that_is_halved_is_told_with_its_onset(key: str, factor: float) -> None:
+    rng = np.random.default_rng(1)
+    speed = rng.normal(1.0, 0.06, 600)
+    calm = analyse(log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft")
+    assert calm.verdict == "OK", calm.findings
+    speed = np.where(STEPS > 350, factor, 1.0) * speed
+    report = analyse(log_of(train__loss=falling_loss(rng), **{key.replace("/", "__"): speed}), profile="sft")
+    finding = of_rule(report, "V19")
+    assert report.verdict == "ATTENTION" and finding.metric == key
+    assert finding.steps is not None and abs(finding.steps[0] - 350) <= 20, finding.title
+
+
+def state(directory: Path, **facts: Any) -> Path:
+    """A healthy `trainer_state.json` of 600 steps, saved every 100, validated every 50."""
+    directory.mkdir(parents=True)
+    losses = falling_loss(np.random.default_rng(2))
+    rows: list[dict[str, Any]] = [
+        {"step": int(step), "loss": float(loss), "learning_rate": 1e-5 * (1 - step / 601), "grad_norm": 1.0}
+        for step, loss in zip(STEPS, losses, strict=True)
+    ]
+    rows += [{"step": step, "eval_loss": 1.3 + 0.5 * float(np.exp(-step / 60))} for step in range(50, 601, 50)]
+    content = {"max_steps": 600, "save_steps": 100, "eval_steps": 50, "log_history": rows} | facts
+    (directory / "trainer_state.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["logs", "checkpoint-600"])
+def test_a_lone_trainer_state_is_a_log_and_no_damaged_checkpoint(tmp_path: Path, name: str) -> None:
+    report = analyse(read_run(state(tmp_path / name)))
+    assert report.verdict == "OK" and "ckpt_complete" not in str(report.findings), report.findings
+    assert report.generalisation is not None and report.generalisation.recommended_path is None
+
+
+def test_checkpoints_that_a_limit_may_have_removed_are_not_missed(tmp_path: Path) -> None:
+    run_dir = state(tmp_path / "run")
+    for step in (500, 600):
+        saved = state(run_dir / f"checkpoint-{step}")
+        (saved / "model.safetensors").write_bytes(b"weights")
+    assert "V27" not in {finding.rule for finding in analyse(read_run(run_dir)).findings}
+    (run_dir / "checkpoint-400").mkdir()
+    assert "V27" in {finding.rule for finding in analyse(read_run(run_dir)).findings}, "an empty one is damaged"
+
+
+def test_no_checkpoint_is_named_where_none_is_known() -> None:
+    log = healthy("sft")
+    values = np.concatenate([np.linspace(1.6, 1.0, 14), np.linspace(1.05, 1.4, 6)])
+    rising = {**log.series, "val/loss": Series(log.series["val/loss"].steps, values)}
+    report = analyse(replace(log, series=rising, checkpoints=(), tracker_step=None))
+    assert "a checkpoint of step 1400 or before, if one was kept" in of_rule(report, "V16").remedy
+    kept = analyse(replace(log, series=rising, checkpoints=checkpoints([1000, 1300, 1900])))
+    assert "the checkpoint of step 1300" in of_rule(kept, "V16").remedy
+
+
+def test_the_metrics_that_are_judged_come_first() -> None:
+    keys = [metric.key for metric in analyse(healthy("sft")).metrics]
+    assert keys[:3] == ["train/loss", "val/loss", "train/grad_norm"]
+    log = healthy("sft")
+    guarded = {"guard/grad_z": log.series["train/loss"], **log.series}
+    assert [metric.key for metric in analyse(replace(log, series=guarded)).metrics][:2] == ["train/loss", "val/loss"]
