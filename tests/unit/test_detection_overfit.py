@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from curves import val_curve
 
-from trainer.detection.overfit import EpochTrend, OverfitJudge, OverfitSettings, Verdict, judge
+from trainer.detection.overfit import OverfitJudge, OverfitSettings, Verdict, judge
 
 OK, NOTE, OVERFIT = Verdict.OK, Verdict.NOTE, Verdict.OVERFIT
 NUM_RUNS = 300
@@ -92,31 +92,3 @@ def test_a_restored_judge_goes_on_alike() -> None:
         assert restored.state_dict() == straight.state_dict()
         assert restored.is_exhausted == straight.is_exhausted
     assert straight.overfit_step is not None
-
-
-def first_alarm(means: list[float]) -> int | None:
-    """Epoch, from 1; the trend is restored from its state before each epoch."""
-    state = EpochTrend().state_dict()
-    for epoch, mean in enumerate(means, start=1):
-        trend = EpochTrend()
-        trend.load_state_dict(json.loads(json.dumps(state)))
-        if trend.observe(mean):
-            return epoch
-        state = trend.state_dict()
-    return None
-
-
-@pytest.mark.covers("S1.34", "S1.24")
-def test_a_loss_that_rises_for_more_than_ten_epochs_is_told() -> None:
-    falling, rising = [2.0 - 0.1 * epoch for epoch in range(10)], [1.1 + 0.05 * epoch for epoch in range(1, 20)]
-    assert first_alarm(falling + rising) in (20, 21), "11 rises after the lowest at epoch 10"
-    assert first_alarm(falling + rising[:9] + [1.1, 1.0, 0.9, 0.8]) is None, "nine epochs"
-    jitter = np.random.default_rng(0).normal(0, 0.03, len(falling + rising))
-    assert first_alarm((np.array(falling + rising) + jitter).tolist()) in range(19, 27), "seed 0; rises with jitter"
-
-
-@pytest.mark.covers("S1.22")
-def test_jitter_without_a_trend_is_no_rise() -> None:
-    rng = np.random.default_rng(4)
-    alarms = [first_alarm(rng.normal(1, 0.2, 50).tolist()) for _ in range(NUM_RUNS)]
-    assert sum(alarm is not None for alarm in alarms) <= 0.01 * NUM_RUNS, "seed 4"

@@ -89,7 +89,8 @@ def _state(status: Status, now_s: float) -> str:
 def _facts(status: Status) -> Iterator[tuple[str, str]]:
     if status.rows:
         last = status.rows[-1]
-        done = f" ({percent(last['progress/pct'])})" if "progress/pct" in last else ""
+        share = last.get("progress/pct", 0.0)
+        done = f" of {step(round(100 * last['step'] / share))} ({percent(share)})" if share > 0 else ""
         yield "step", f"{step(last['step'])}{done}"
         yield "loss", number(last.get("train/loss"))
         if status.exit_code is None and "progress/eta_s" in last:

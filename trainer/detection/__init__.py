@@ -1,4 +1,4 @@
-"""What is abnormal in a training (floor 1): step by step for the guard, over whole curves for the report. No torch."""
+"""What is abnormal in a training (floor 1), step by step, for the guard. No torch."""
 
 from trainer.detection.detector import Detector, Settings
 from trainer.detection.events import Event, Level

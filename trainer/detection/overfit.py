@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations
 from statistics import median
 from typing import Any
 
@@ -139,26 +138,3 @@ def judge(
         for step, val_loss, train_loss in zip(steps, val_losses, train_losses, strict=True)
     }
     return Overfitting(verdicts, judge.best_step, judge.overfit_step)
-
-
-class EpochTrend:
-    """Whether epoch means have been rising for more than `num_epochs` epochs; of a falling metric give the negative.
-
-    Epoch means jitter: rising means that nine in ten pairs of the last epochs rose, which chance alone
-    does less than once in a thousand windows.
-    """
-
-    def __init__(self, num_epochs: int = 10) -> None:
-        self._num_points = num_epochs + 2  # more than ten rises are eleven, between twelve means
-        self._means: list[float] = []
-
-    def observe(self, mean: float) -> bool:
-        self._means = [*self._means, mean][-self._num_points :]
-        pairs = [later > earlier for earlier, later in combinations(self._means, 2)]
-        return len(self._means) == self._num_points and sum(pairs) >= 0.9 * len(pairs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"means": list(self._means)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._means = [float(mean) for mean in state_dict["means"]]
