@@ -68,7 +68,7 @@ def test_watch_says_where_the_run_stands(run_dir: Path, call: Call) -> None:
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert (code, err) == (0, "") and "last row 0:00:30 ago" in lines[0] + lines[1]
     for line in (
-        "step 30 (50.0 %)",
+        "step 30 of 60 (50.0 %)",
         "loss 1.5",
         "time left 1:02:05",
         "validation 1.5 at step 30; best 1.3 at step 20",
