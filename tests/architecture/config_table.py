@@ -1,4 +1,4 @@
-"""The configuration table of README.md, made from the comments of conf/sft.yaml.
+"""The configuration table of docs/config.md, made from the comments of conf/sft.yaml.
 
 `python tests/architecture/config_table.py` rewrites it; test_config_keys.py fails while the two differ.
 """
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs/config.md"
 START, END = "<!-- configuration: start -->", "<!-- configuration: end -->"
 _LINE = re.compile(r"^(?P<indent> *)(?P<name>[a-z_]+):(?: +(?P<value>[^#\n]*?))?(?: *# (?P<comment>.*))?$")
-_NAMED = re.compile(r"(?<![\w/.])(?<!-m )(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
+_NAMED = re.compile(r"(?<![\w/.])(?<!-m )(?<!from )(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
 _CONTINUED = re.compile(r"^ +# (?P<comment>.*)$")
 
 
@@ -39,8 +40,14 @@ def read_keys(text: str) -> list[Key]:
 
 
 def keys_named_in(markdown: str) -> set[str]:
-    """Every `section.key` a text mentions; `data.pt` is a file, and what follows `-m` a module."""
+    """Every `section.key` a text mentions; `data.pt` is a file, and what follows `-m` or `from` a module."""
     return set(_NAMED.findall(markdown)) - {"data.pt"}
+
+
+def dead_links(markdown: str, directory: Path) -> list[str]:
+    """Files that a page beside them leads to and that do not exist."""
+    targets = re.findall(r"\]\((?![a-z]+:|#)([^)#]+)", markdown)
+    return [target for target in targets if not (directory / target).exists()]
 
 
 def table(text: str) -> str:
@@ -49,12 +56,11 @@ def table(text: str) -> str:
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 
 
-def replace_table(readme: str, text: str) -> str:
-    """The README with the table between its two marks made anew."""
-    before, after = readme.split(START)[0], readme.split(END)[1]
+def replace_table(page: str, text: str) -> str:
+    """The page with the table between its two marks made anew."""
+    before, after = page.split(START)[0], page.split(END)[1]
     return f"{before}{START}\n{table(text)}\n{END}{after}"
 
 
 if __name__ == "__main__":
-    path = REPOSITORY / "README.md"
-    path.write_text(replace_table(path.read_text(), (REPOSITORY / "conf/sft.yaml").read_text()))
+    PAGE.write_text(replace_table(PAGE.read_text(), (REPOSITORY / "conf/sft.yaml").read_text()))

@@ -1,15 +1,15 @@
-"""conf/sft.yaml, the schema, the code and the README's table name the same keys."""
+"""conf/sft.yaml, the schema, the code and the documentation name the same keys."""
 
 from pathlib import Path
 
 import pytest
 import source_rules as rules
-from config_table import keys_named_in, read_keys, replace_table
+from config_table import PAGE, REPOSITORY, dead_links, keys_named_in, read_keys, replace_table
 from test_floors import python_files
 
 from trainer.config import known_keys
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+README = REPOSITORY / "README.md"
 OWNER_NAMES = {"fsdp_config": ("fsdp",)}
 """Names that code gives to a section besides its own."""
 
@@ -61,15 +61,27 @@ def test_a_key_without_comment_is_caught() -> None:
     ]
 
 
-def test_the_table_of_the_readme_is_up_to_date(yaml_text: str) -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert replace_table(readme, yaml_text) == readme, "run: python tests/architecture/config_table.py"
-    assert replace_table(readme, yaml_text.replace("train_batch_size: 32", "train_batch_size: 33")) != readme
+def test_the_table_of_the_documentation_is_up_to_date(yaml_text: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert replace_table(page, yaml_text) == page, "run: python tests/architecture/config_table.py"
+    assert replace_table(page, yaml_text.replace("train_batch_size: 32", "train_batch_size: 33")) != page
+    assert len(keys_named_in(page)) >= len(known_keys())
 
 
-def test_the_readme_names_only_keys_that_exist() -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    named = keys_named_in(readme)
-    assert len(named) >= len(known_keys())
-    assert sorted(named - set(known_keys())) == []
+@pytest.mark.parametrize("path", [README, *sorted(PAGE.parent.glob("*.md"))], ids=lambda path: path.name)
+def test_a_page_names_only_keys_that_exist(path: Path) -> None:
+    assert sorted(keys_named_in(path.read_text(encoding="utf-8")) - set(known_keys())) == []
+
+
+def test_a_key_that_does_not_exist_is_caught() -> None:
     assert keys_named_in("set `data.train_batchsize=8`, see data.pt and `optim.*`") == {"data.train_batchsize"}
+
+
+@pytest.mark.parametrize("path", [README, *sorted(PAGE.parent.glob("*.md"))], ids=lambda path: path.name)
+def test_a_page_leads_only_to_files_that_exist(path: Path) -> None:
+    assert dead_links(path.read_text(encoding="utf-8"), path.parent) == []
+
+
+def test_a_dead_link_is_caught() -> None:
+    text = "[a](docs/config.md) [b](docs/none.md#part) ![c](none.png) [d](https://x.y) [e](#part)"
+    assert dead_links(text, REPOSITORY) == ["docs/none.md", "none.png"]

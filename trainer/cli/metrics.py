@@ -35,7 +35,8 @@ Made from `trainer/catalogue/metrics.txt` by `python -m trainer.cli.metrics --wr
 
 Keys in *italics* are only declared: names that reinforcement learning or other trainers use, for whoever logs them
 through `Tracking` and for the report on their logs. All others this trainer computes. `eval/` is read as `val/`. A
-suffix such as `@sum` on a logged key names its reducer and is taken off.
+suffix such as `@sum` on a logged key names its reducer and is taken off. ROLL is Alibaba's trainer for reinforcement
+learning; some keys have the names of its logs.
 """
 
 
