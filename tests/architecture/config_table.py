@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs/config.md"
 START, END = "<!-- configuration: start -->", "<!-- configuration: end -->"
 _LINE = re.compile(r"^(?P<indent> *)(?P<name>[a-z_]+):(?: +(?P<value>[^#\n]*?))?(?: *# (?P<comment>.*))?$")
-_NAMED = re.compile(r"(?<![\w/.])(?<!-m )(?<!from )(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
+_NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
 _CONTINUED = re.compile(r"^ +# (?P<comment>.*)$")
 
 
@@ -40,8 +40,13 @@ def read_keys(text: str) -> list[Key]:
 
 
 def keys_named_in(markdown: str) -> set[str]:
-    """Every `section.key` a text mentions; `data.pt` is a file, and what follows `-m` or `from` a module."""
-    return set(_NAMED.findall(markdown)) - {"data.pt"}
+    """Every `section.key` a text mentions, but for what is the name of a module; `data.pt` is a file."""
+    return {name for name in _NAMED.findall(markdown) if not _is_module(name)} - {"data.pt"}
+
+
+def _is_module(name: str) -> bool:
+    path = REPOSITORY / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def dead_links(markdown: str, directory: Path) -> list[str]:

@@ -74,7 +74,8 @@ def test_a_page_names_only_keys_that_exist(path: Path) -> None:
 
 
 def test_a_key_that_does_not_exist_is_caught() -> None:
-    assert keys_named_in("set `data.train_batchsize=8`, see data.pt and `optim.*`") == {"data.train_batchsize"}
+    text = "set `data.train_batchsize=8`, see data.pt, `optim.*`, `python -m trainer.cli.plan` and trainer.tracking"
+    assert keys_named_in(text) == {"data.train_batchsize"}
 
 
 @pytest.mark.parametrize("path", [README, *sorted(PAGE.parent.glob("*.md"))], ids=lambda path: path.name)
