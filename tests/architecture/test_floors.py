@@ -12,6 +12,7 @@ FREE_OF_TORCH = (
     "trainer.runtime.environment",
     "trainer.runtime.signals",
     "trainer.checkpoint.layout",
+    "trainer.data.rows",
     "trainer.cli.checkpoint",
     "trainer.cli.launch",
     "trainer.cli.listing",

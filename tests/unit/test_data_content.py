@@ -16,6 +16,7 @@ from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
 from trainer.data.rows import BadRow, Row
 from trainer.data.sample_writer import PrepareOptions
+from trainer.data.template import ChatTemplate
 from trainer.protocols import DataError
 
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be kind"}
@@ -185,6 +186,23 @@ def test_tokens_that_belong_into_texts_stay_what_they_are(template: str) -> None
     encoded, _ = encode(tokenizer, USER, {**ONE, "content": content})
     assert isinstance(encoded, Encoded)
     assert {tokenizer.convert_tokens_to_ids(t) for t in fixtures.ADDED_TOKENS} <= set(encoded.input_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("template", "around"),
+    [
+        (fixtures.CHATML, {"<|im_start|>", "<|im_end|>"}),
+        (fixtures.QWEN3, {"<|im_start|>", "<|im_end|>"}),
+        (fixtures.LLAMA3, {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}),
+        (fixtures.LLAMA2, set()),
+        (fixtures.GEMMA, {"<start_of_turn>", "<end_of_turn>"}),
+        (fixtures.QWEN3.replace("<tool_call>", "<|begin_of_text|>").replace("user\\n<tool_response>", "<|eot_id|>"),
+         {"<|im_start|>", "<|im_end|>", "<|eot_id|>"}),
+    ],
+)  # fmt: skip
+def test_tokens_around_turns_and_results_are_told_from_those_inside(template: str, around: set[str]) -> None:
+    found = ChatTemplate(template, make_tokenizer(template), {}).structural_tokens
+    assert found == around | {"<s>", "<|im_end|>"}  # beginning and end of the tokenizer
 
 
 def in_vocabulary(template: str) -> PreTrainedTokenizerBase:

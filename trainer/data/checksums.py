@@ -19,7 +19,7 @@ def find_damage(directory: Path) -> str | None:
     """What is wrong with the files: one that is missing, left over or changed; None when nothing is."""
     try:
         lines = (directory / CHECKSUMS).read_text().splitlines()
-        names = sorted(path.name for path in directory.iterdir() if path.name != CHECKSUMS)
+        names = sorted(path.name for path in directory.iterdir() if path.name != CHECKSUMS and path.name[0] != ".")
         found = [f"{digest}  {name}" for name, digest in _digests(directory, names).items()]
     except (OSError, UnicodeDecodeError) as error:
         return f"{CHECKSUMS} or a file it lists cannot be read: {error}"

@@ -1,0 +1,37 @@
+"""What the log says of a run's data before its first step."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import tokenizer_fixtures as fixtures
+from prepared import run, write_rows
+
+from trainer.data.announce import announce
+from trainer.data.conversation import RowKeys
+from trainer.data.loader import RankPlan, View
+from trainer.data.plan import Limits, Schedule
+from trainer.data.sample_writer import PrepareOptions
+
+
+@pytest.mark.parametrize("reasoning", [True, False])
+def test_left_out_reasoning_and_unread_keys_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reasoning: bool
+) -> None:
+    extra = {"reasoning_content": "hm", "rating": 5} if reasoning else {}
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", **extra}]}
+    path = write_rows(tmp_path / "rows.jsonl", row, row)
+    view = View.whole(run(path, PrepareOptions(RowKeys(), max_length=64), cache=tmp_path / "cache"))
+    caplog.set_level(logging.INFO)
+    announce(
+        view,
+        None,
+        schedule=Schedule(num_samples=2, batch_size=2, seed=1),
+        plan=RankPlan(rank=0, world_size=1, limits=Limits(None, None), quadratic_cost=0.0),
+        total_steps=1,
+        tokenizer=fixtures.make_tokenizer(),
+        lr="",
+    )
+    plan, *others = caplog.messages
+    assert ("; the template leaves out the reasoning of 2 assistant turns; " in plan) == reasoning
+    assert ("nothing reads these keys of messages: 'rating' 2" in others) == reasoning
