@@ -93,11 +93,11 @@ def test_large_gradients_of_the_start_are_not_said_to_be_clipped_throughout(shar
     assert ("grad_unclipped:clipped" in {f.id for f in report.findings}) == is_told
 
 
-@pytest.mark.parametrize(("model", "level"), [("quickstart", "note"), ("/models/pretrained", "warn")])
-def test_a_high_first_loss_is_a_fault_of_weights_that_should_be_pretrained(model: str, level: str) -> None:
+@pytest.mark.parametrize(("model", "levels"), [("quickstart", []), ("/models/pretrained", ["warn"])])
+def test_a_high_first_loss_is_a_fault_of_weights_that_should_be_pretrained(model: str, levels: list[str]) -> None:
     series = {"train/loss": Series(STEPS, np.linspace(8, 1, 400))}
     log = RunLog(Path("run"), "fsdp-sft", series, 400, config={"model.partial_pretrain": model})
-    assert next(f for f in analyse(log).findings if f.rule == "V03").level == level
+    assert [f.level for f in analyse(log).findings if f.rule == "V03"] == levels
 
 
 def test_a_rate_that_jumps_all_the_time_was_lifted_off_no_schedule() -> None:

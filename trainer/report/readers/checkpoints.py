@@ -16,9 +16,11 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
     found = []
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         match = _STEP_DIR.fullmatch(path.name)
-        if match and path.is_dir() and not _is_log_alone(path):
+        if match and path.is_dir():
             faults = _own_faults(path) if path.name.startswith("global_step_") else _transformers_faults(path)
             found.append(CheckpointState(int(match[1]), path, _size_bytes(path), not faults, tuple(faults)))
+    if all(_is_log_alone(state.path) for state in found):
+        return ()
     return tuple(sorted(found, key=lambda state: state.step))
 
 
@@ -50,7 +52,7 @@ def _own_faults(path: Path) -> list[str]:
 
 
 def _is_log_alone(path: Path) -> bool:
-    """A `trainer_state.json` copied with its directory to be read: no checkpoint, and none that is damaged."""
+    """A `trainer_state.json` copied to be read, in a directory of the same name: no checkpoint, none that is damaged."""
     return [entry.name for entry in path.iterdir()] == ["trainer_state.json"]
 
 
