@@ -52,8 +52,8 @@ def _own_faults(path: Path) -> list[str]:
 
 
 def _is_log_alone(path: Path) -> bool:
-    """A `trainer_state.json` copied to be read, in a directory of the same name: no checkpoint, none that is damaged."""
-    return [entry.name for entry in path.iterdir()] == ["trainer_state.json"]
+    """A `trainer_state.json` copied to be read, with the name of its directory: neither a checkpoint nor a damaged one."""
+    return [entry.name for entry in path.glob("*")] == ["trainer_state.json"]
 
 
 def _listed_fault(path: Path, item: object) -> str | None:
