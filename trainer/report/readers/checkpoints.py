@@ -52,7 +52,7 @@ def _own_faults(path: Path) -> list[str]:
 
 
 def _is_log_alone(path: Path) -> bool:
-    """A `trainer_state.json` copied to be read, with the name of its directory: neither a checkpoint nor a damaged one."""
+    """A `trainer_state.json` copied with its directory to be read: neither a checkpoint nor a damaged one."""
     return [entry.name for entry in path.glob("*")] == ["trainer_state.json"]
 
 
