@@ -238,7 +238,7 @@ def threads_without_device(sources: Sources) -> list[str]:
     """Threads that come to use CUDA before they chose a device: each begins on device 0, whatever its process uses.
 
     Calls are followed by name into the files that a file imports, so one name may stand for several functions. A choice
-    counts at the head of the function that uses CUDA, or of the one that the thread begins with.
+    counts at the head of the function that uses CUDA, or of one on the way to it.
     """
     trees = {module: ast.parse(source) for module, source in sources.items()}
     found = []
@@ -294,6 +294,8 @@ def _reached(begin: list[tuple[str, Any]], near: list[tuple[str, Any]]) -> list[
         owner, node = waiting.pop()
         if id(node) not in found:
             found[id(node)] = owner, node
+            if _first_use_of_cuda(node) == "choice":
+                continue  # what it calls finds the device chosen
             called = {_leaf(inner.func) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
             waiting += [function for function in near if function[1].name in called]
     return list(found.values())
