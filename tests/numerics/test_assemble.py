@@ -145,7 +145,8 @@ def test_no_advice_is_given_where_there_is_none(tmp_path: Path, model_type: str,
 @pytest.mark.parametrize("words", [["t5"], ["gpt_oss", "model.attention=packed"]])
 def test_a_model_is_refused_before_any_data_is_read(tmp_path: Path, words: list[str]) -> None:
     AutoConfig.for_model(words[0]).save_pretrained(tmp_path)
-    found = [f"model.partial_pretrain={tmp_path}", "model.random_weights=true", "data.train_files=/no/such/file.jsonl"]
+    (rows := tmp_path / "rows.jsonl").write_text("{}\n")
+    found = [f"model.partial_pretrain={tmp_path}", "model.random_weights=true", f"data.train_files={rows}"]
     with (
         patch.object(inputs, "_prepare", side_effect=AssertionError("data is prepared")),
         patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
