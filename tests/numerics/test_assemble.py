@@ -152,7 +152,7 @@ def test_a_model_is_refused_before_any_data_is_read(tmp_path: Path, words: list[
         patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
         pytest.raises(ConfigError, match=r"model\.(partial_pretrain|attention)="),
     ):
-        inputs.prepare_inputs(load_config([*found, *words[1:]]))
+        inputs.prepare_inputs(load_config([*found, *words[1:]]), progress=lambda: None)
 
 
 @pytest.mark.parametrize(
