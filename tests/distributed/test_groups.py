@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from trainer.config import ConfigError
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
@@ -20,3 +21,17 @@ def limits_s(world: World) -> list[float]:
 def test_every_group_of_the_mesh_has_the_configured_limit(fsdp_size: int, num_groups: int, num_replicas: int) -> None:
     expected = [TIMEOUT_S + distributed.LATE_S] * num_groups
     assert run_ranks(limits_s, 2, fsdp_size=fsdp_size) == [[*expected, num_replicas, True]] * 2
+
+
+def refused(world: World, cards: list[str]) -> str:
+    try:
+        distributed._require_all(world.device, world.size, card=cards[world.rank])
+    except ConfigError as error:
+        return str(error)
+    return "met"
+
+
+def test_two_ranks_on_one_card_are_refused() -> None:
+    shared, own = run_ranks(refused, 2, ["GPU-7", "GPU-7"]), run_ranks(refused, 2, ["GPU-7", "GPU-8"])
+    assert all("2 ranks use the same card of" in text and "GPU-7" in text for text in shared)
+    assert own == ["met", "met"]

@@ -81,14 +81,15 @@ def start(device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: He
         raise ConfigError(f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run")
     if "RANK" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
-    backend = "gloo"
+    backend, card = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
+        card = str(torch.cuda.get_device_properties(device).uuid)
     timeout = timedelta(seconds=timeout_s + LATE_S)
     heartbeat.enter("meet", limit_s=timeout_s)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
-    _require_all(device, size)
+    _require_all(device, size, card=card)
     if fsdp_size == size:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
     else:
@@ -98,14 +99,14 @@ def start(device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: He
     return World(rank=rank, size=size, device=device, mesh=mesh)
 
 
-def _require_all(device: torch.device, size: int) -> None:
+def _require_all(device: torch.device, size: int, *, card: str | None) -> None:
     """A first sum over all ranks on the device; no two of them may share a card. Raises `ConfigError`. Collective."""
-    if device.type == "cuda":
+    if card is not None:
         cards: list[Any] = [None] * size
-        dist.all_gather_object(cards, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-        (host, card), count = Counter(cards).most_common(1)[0]
+        dist.all_gather_object(cards, (socket.gethostname(), card))
+        (host, shared), count = Counter(cards).most_common(1)[0]
         if count > 1:
-            raise ConfigError(f"{count} ranks use the same card of {host}, {card}: start at most one rank a card")
+            raise ConfigError(f"{count} ranks use the same card of {host}, {shared}: start at most one rank a card")
     total = torch.ones((), device=device)
     dist.all_reduce(total)
     if int(total) != size:
