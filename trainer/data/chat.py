@@ -150,7 +150,7 @@ class ChatEncoder:
 
     def _count_unread(self, messages: list[Message], template: ChatTemplate) -> None:
         for message in messages:
-            if len(message) > len(READ_KEYS & message.keys()):
+            if not READ_KEYS.issuperset(message):
                 self.unread_keys.update(message.keys() - READ_KEYS - template.words)
 
     def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[Encoded | BadRow | str]:

@@ -28,7 +28,7 @@ class StructuralTokens:
 
     def check_none(self, messages: list[Message], tools: Tools) -> None:
         """Raises `UnusableError` naming message and token."""
-        if self.first_in(messages) or self.first_in(tools):
+        if _search(self._any_token, messages) or _search(self._any_token, tools):
             places = ((f"message {i} ({message['role']})", message) for i, message in enumerate(messages, start=1))
             where, token = next(
                 (where, token)

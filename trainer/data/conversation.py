@@ -18,7 +18,7 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FLAGS = ("weight", "train", "trainable", "loss_mask")
+FLAGS = frozenset(("weight", "train", "trainable", "loss_mask"))
 """Keys of a message that decide whether an assistant turn is supervised: 0 and false leave it out of the loss."""
 SHAREGPT_KEY, ALPACA_KEYS, SYSTEM_KEY = "conversations", ("instruction", "input", "output", "history"), "system"
 PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user")
@@ -63,11 +63,11 @@ def to_conversation(row: Row, keys: RowKeys) -> Conversation | BadRow:
     try:
         messages = [_checked_message(message, index) for index, message in enumerate(_messages(row, keys))]
         trained = [_take_flags(message, index) for index, message in enumerate(messages)]
-        turns = (index for index, message in enumerate(messages) if message["role"] == "assistant")
-        if not any(message["role"] == "assistant" for message in messages):
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
             raise _UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
         tools = _tools(_lookup(row.record, keys.tools_key), keys.tools_key)
-        return Conversation(messages, tools, frozenset(index for index in turns if not trained[index]))
+        return Conversation(messages, tools, frozenset([index for index in turns if not trained[index]]))
     except _UnusableError as error:
         return BadRow(row.file, row.line, str(error), excerpt(row.record))
 
@@ -206,9 +206,9 @@ def _checked_message(message: Any, index: int) -> Message:
 
 def _take_flags(message: Message, index: int) -> bool:
     """Whether a message may be trained; the flags that say so are taken out of it, so that no template sees them."""
-    flags = {name: message.pop(name) for name in FLAGS if name in message}
-    if not flags:
+    if FLAGS.isdisjoint(message):
         return True
+    flags = {name: message.pop(name) for name in sorted(FLAGS & message.keys(), reverse=True)}
     where = f"message {index + 1} ({message['role']})"
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
