@@ -5,18 +5,27 @@ Nothing here imports torch before the configuration is known to be right.
 
 import logging
 import math
-import re
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, known_keys, parse_config, parse_duration_s, unknown_key_error
+from trainer.config import (
+    Config,
+    ConfigError,
+    find_foreign,
+    known_keys,
+    own_words,
+    parse_config,
+    parse_duration_s,
+    unknown_key_error,
+)
 from trainer.protocols import (
     EXIT_BAD_DATA,
     EXIT_CANNOT_WRITE,
@@ -51,16 +60,18 @@ def main(argv: list[str]) -> int:
         return EXIT_USAGE
 
 
-def load_config(overrides: list[str]) -> Config:
+def load_config(words: list[str]) -> Config:
     """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what the user got wrong."""
-    if flags := [word for word in overrides if word.startswith("-")]:
-        raise ConfigError(f"unknown flag '{flags[0]}'\n{USAGE}")
-    _check_keys(overrides)
+    words = own_words(words)
+    _check_keys(words)
     # a dictionary with keys of the user's choice: hydra wants to be told that these may be new
-    overrides = [f"++{word}" if word.startswith(_FREE_KEY) else word for word in overrides]
+    words = [f"++{word}" if word.startswith(_FREE_KEY) else word for word in words]
     try:
+        for override in OverridesParser.create().parse_overrides(words):
+            if override.is_sweep_override():
+                raise _several_values(override.input_line)
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            composed = compose("sft", overrides=overrides)
+            composed = compose("sft", overrides=words)
         tree: Any = OmegaConf.to_container(composed, resolve=True)
     except OverrideParseException as error:
         raise ConfigError(f"cannot read '{error.override}': quote its value, key='\"value\"'") from error
@@ -69,22 +80,39 @@ def load_config(overrides: list[str]) -> Config:
     return parse_config(tree)
 
 
-def _check_keys(overrides: list[str]) -> None:
-    """Name a mistyped key with the nearest known one; hydra would only say that it is not in the struct."""
-    groups = {key.rsplit(".", depth)[0] for key in known_keys() for depth in range(1, key.count(".") + 1)}
-    experiments = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
-    for override in overrides:
-        if override.startswith("experiment=") and override.partition("=")[2] not in (*experiments, "null"):
-            raise ConfigError(
-                f"no recipe '{override.partition('=')[2]}' in conf/experiment: known are {', '.join(experiments)}"
-            )
-        match = re.match(r"^[+~]{0,2}([^=]+)(=|$)", override)
-        key = match[1].split("@")[0] if match else override
-        if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"'{override}' is not of the form key=value\n{USAGE}")
-        is_free = key.startswith(f"{_FREE_KEY}.")
-        if key not in known_keys() and key not in groups and key != "experiment" and not is_free:
-            raise unknown_key_error(key)
+def _several_values(word: str | None) -> ConfigError:
+    key, _, value = (word or "").lstrip("+").partition("=")
+    return ConfigError(
+        f"'{key}={value}' has several values, and one run takes one: start a run for each, with its own "
+        f"trainer.experiment_name; a list is written {key}=[A,B], a text with a comma {key}='\"A,B\"'"
+    )
+
+
+def _check_keys(words: list[str]) -> None:
+    """Name what is no key, each with what to write instead; hydra would only say that it is not in the struct."""
+    problems = [problem for word in words if (problem := _problem_with(word)) is not None]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problem_with(word: str) -> str | None:
+    key, equals, value = word.lstrip("+~-").partition("=")
+    key = key.split("@")[0]
+    if word.startswith("-"):
+        key = key.replace("-", "_")
+        is_foreign = find_foreign(key) is not None
+        return str(unknown_key_error(key, value or None)) if is_foreign else f"unknown flag '{word}'\n{USAGE}"
+    if word.startswith("~"):
+        return f"'{word}' would remove a key, and each needs a value: leave the word out for the default"
+    if not equals:
+        return f"'{word}' is not of the form key=value\n{USAGE}"
+    if key == "experiment":
+        experiments = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
+        known = f"no recipe '{value}' in conf/experiment: known are {', '.join(experiments)}"
+        return None if value in (*experiments, "null") else known
+    groups = {own.rsplit(".", depth)[0] for own in known_keys() for depth in range(1, own.count(".") + 1)}
+    is_known = key in known_keys() or key in groups or key.startswith(f"{_FREE_KEY}.")
+    return None if is_known else str(unknown_key_error(key, value))
 
 
 def _plain(error: Exception) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.build.preflight import read_chat_template
+from trainer.config import QUICKSTART, Config
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.loader import View
@@ -43,12 +44,8 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     # what config.json alone refuses is refused before anything is tokenised
     per_document_reason(config.model, source, max_length=config.data.max_length)
     tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    chat_template = None
-    if config.data.chat_template is not None:
-        try:
-            chat_template = Path(config.data.chat_template).read_text()
-        except OSError as error:
-            raise ConfigError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from error
+    chat_template = read_chat_template(config.data)
+    if chat_template is not None:
         tokenizer.chat_template = chat_template
     digest = tokenizer_digest(tokenizer)  # half a second for a large vocabulary
     dataset = _prepare(config, train_files, config.data.train_max_samples, tokenizer, digest, progress)

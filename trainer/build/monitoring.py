@@ -8,14 +8,14 @@ from pathlib import Path
 
 from trainer.build.inputs import Inputs
 from trainer.checkpoint.rollback import Rollbacks
-from trainer.config import ConfigError, TrainerConfig
+from trainer.config import TrainerConfig
 from trainer.data.facts import length_facts
-from trainer.detection import Rule, RuleError, parse_rule
 from trainer.monitor.evidence import EvidenceKeeper
-from trainer.monitor.guard import Guard, GuardSettings, require_known_keys, skip_limits
+from trainer.monitor.guard import Guard, GuardSettings
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail
+from trainer.monitor.rules import parse_rules
 from trainer.monitor.trace import TraceFile
 from trainer.monitor.validation import Validation
 from trainer.protocols import StepCost
@@ -33,17 +33,6 @@ class Monitoring:
     evidence: EvidenceKeeper
     detail: RollDetail
     new_validation: Callable[[], Validation]
-
-
-def parse_rules(config: TrainerConfig) -> tuple[Rule, ...]:
-    """Raises `ConfigError` for a rule that cannot be read, or asks for what the guard cannot know or do."""
-    try:
-        rules = tuple(parse_rule(text) for text in config.guard.rules)
-        require_known_keys(rules)
-        skip_limits(rules)
-    except (RuleError, ValueError) as error:
-        raise ConfigError(f"'trainer.guard.rules': {error}") from error
-    return rules
 
 
 def build_monitoring(
@@ -105,7 +94,7 @@ def _guard_settings(config: TrainerConfig, inputs: Inputs) -> GuardSettings:
         on_nonfinite=config.guard.on_nonfinite,
         on_severe=config.guard.on_severe,
         on_diverging=config.guard.on_diverging,
-        rules=parse_rules(config),
+        rules=parse_rules(config.guard.rules),
         early_stop_patience=config.early_stop_patience,
         early_stop_min_delta=config.early_stop_min_delta,
         max_first_loss=inf if inputs.source.random_weights else MAX_FIRST_LOSS,

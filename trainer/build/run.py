@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from trainer.batch import StepBatch
 from trainer.build.final_report import write_final_report
 from trainer.build.inputs import Inputs, prepare_inputs
-from trainer.build.monitoring import Monitoring, build_monitoring, parse_rules
+from trainer.build.monitoring import Monitoring, build_monitoring
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
@@ -26,6 +26,7 @@ from trainer.data.loader import RankPlan, TrainLoader, validation_batches
 from trainer.data.plan import Limits, Schedule
 from trainer.model import flops
 from trainer.model.assemble import build_model
+from trainer.monitor.rules import parse_rules
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule as LrSchedule
@@ -78,7 +79,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     device = distributed.pick_device(config.trainer.device)
     if device.type == "cpu":
         keep_freed_memory()
-    parse_rules(config.trainer)  # what is wrong with them is known before anything slow
+    parse_rules(config.trainer.guard.rules)  # what is wrong with them is known before anything slow
     trainer = config.trainer
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)

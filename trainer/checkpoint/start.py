@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trainer.checkpoint import fsio, layout, lineage, rollback, verl
+from trainer.checkpoint.choice import candidates_of, cannot_use
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
@@ -19,7 +20,7 @@ from trainer.checkpoint.manifest import verify_files
 from trainer.checkpoint.resume import own_position
 from trainer.checkpoint.rollback import NO_ROLLBACKS, Rollbacks
 from trainer.config import ConfigError, TrainerConfig
-from trainer.protocols import CannotWriteError, Position
+from trainer.protocols import Position
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
@@ -58,14 +59,14 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     A run that already has all its steps is complete: nothing is written, not even the lock. Raises on every rank alike:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
     """
-    candidates, notes = _on_main(partial(_candidates, config), config, world)
+    candidates, notes = _on_main(partial(candidates_of, config), config, world)
     if candidates and _is_complete(candidates[0], config, shape, world):
         _say(notes)
         return Start(candidates[0], _position(candidates[0], config, shape), is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir))
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
-    candidates, notes = _on_main(partial(_candidates, config), config, world)
+    candidates, notes = _on_main(partial(candidates_of, config), config, world)
     _say(notes)
     checkpoint = _first_proven(candidates, config, world)
     position = Position()
@@ -78,7 +79,7 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
 
 
 def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
-    return distributed.on_main(action, world, describe=partial(_cannot_use, Path(config.default_local_dir)))
+    return distributed.on_main(action, world, describe=partial(cannot_use, Path(config.default_local_dir)))
 
 
 def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World) -> bool:
@@ -172,36 +173,6 @@ def _write_probe(path: Path) -> str:
     fsio.write_file(path, b"", root=path.parent)
     fsio.fsync_dir(path.parent)
     return path.name
-
-
-def _cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:
-    reason = error.strerror or error
-    return CannotWriteError(f"cannot write to trainer.default_local_dir={run_dir}: {reason}; choose another directory")
-
-
-def _candidates(config: TrainerConfig) -> tuple[tuple[CheckpointInfo, ...], tuple[str, ...]]:
-    """What the run may continue from, the first choice first, with notes on the choice."""
-    run_dir = Path(config.default_local_dir)
-    if config.resume_mode == "disable":
-        if found := layout.checkpoints(run_dir):
-            raise ConfigError(
-                f"trainer.resume_mode=disable, but '{run_dir}' holds checkpoints up to step {found[-1].step}; they are "
-                f"not overwritten: use resume_mode=auto to continue, or another trainer.experiment_name"
-            )
-        return (), ()
-    if config.resume_mode == "resume_path":
-        assert config.resume_from_path is not None
-        path = Path(config.resume_from_path)
-        own = layout.select(run_dir)
-        if own.candidates and path.resolve().parent != run_dir.resolve():
-            note = f"this run already has checkpoints of its own: continuing from them, not from {path}"
-            return own.candidates, (*own.notes, note)
-        info = layout.inspect(path)
-        if info.status == "incomplete":
-            raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason or info.status}")
-        return (info,), ()
-    selection = layout.select(run_dir)
-    return selection.candidates, selection.notes
 
 
 def _say(notes: tuple[str, ...]) -> None:

@@ -17,8 +17,15 @@ from pathlib import Path
 from trainer.cli.interface import gloo_interface
 from trainer.cli.supervise import run_agent, status_directory, supervise
 from trainer.cli.watchdog import Watchdog
-from trainer.config import ConfigError
-from trainer.protocols import EXIT_RESUMABLE, EXIT_USAGE
+from trainer.config import ConfigError, own_words
+from trainer.protocols import (
+    EXIT_BAD_DATA,
+    EXIT_CANNOT_WRITE,
+    EXIT_RESUMABLE,
+    EXIT_USAGE,
+    CannotWriteError,
+    DataError,
+)
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
 
@@ -72,16 +79,18 @@ def main(argv: list[str]) -> int:
         arguments = parse_arguments(argv)
         from trainer.__main__ import load_config
         from trainer.__main__ import main as run_here
+        from trainer.build.preflight import require_ready
 
         if {"--help", "-h", "--cfg"} & set(arguments.overrides):
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
+        require_ready(config)
         layout = node_layout(os.environ)
         num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
-    except (ConfigError, UsageError) as error:
+    except (ConfigError, UsageError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return {DataError: EXIT_BAD_DATA, CannotWriteError: EXIT_CANNOT_WRITE}.get(type(error), EXIT_USAGE)
     warn_of_few_cores(num_ranks, num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
     if layout.num_nodes > 1:
         print(
@@ -100,17 +109,17 @@ def main(argv: list[str]) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """The number of ranks, if given, and the words for hydra. Raises `UsageError`."""
+    """The number of ranks, if given, and the words for hydra, in our own keys. Raises `UsageError`."""
     if not argv:
         return Arguments(None, [])
     first = argv[0]
     if re.fullmatch(r"[+-]?\d+", first):
         if int(first) < 1:
             raise UsageError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
-        return Arguments(int(first), list(argv[1:]))
+        return Arguments(int(first), own_words(argv[1:]))
     if "=" not in first and not first.startswith(("-", "~")):
         raise UsageError(f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}")
-    return Arguments(None, list(argv))
+    return Arguments(None, own_words(argv))
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:

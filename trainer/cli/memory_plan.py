@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from trainer.cli.live_storage import (
 from trainer.config import AUTO, QUICKSTART, Config, DataConfig
 from trainer.model import assemble
 from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.model.source import find_architecture
 from trainer.runtime.distributed import compute_dtype
 
 SAVE_COPY = "copy of an asynchronous save"
@@ -138,12 +138,8 @@ def _source(config: Config) -> ModelSource:
     model = config.model
     if model.partial_pretrain == QUICKSTART:
         return resolve_source(config)
-    path = Path(model.partial_pretrain).expanduser()
-    return ModelSource(
-        str(path) if path.is_dir() else model.partial_pretrain,
-        random_weights=True,
-        trust_remote_code=model.trust_remote_code,
-    )
+    path = find_architecture(model.partial_pretrain)
+    return ModelSource(path, random_weights=True, trust_remote_code=model.trust_remote_code)
 
 
 def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from trainer.config.checks import check, parse_duration_s
+from trainer.config.foreign import find_foreign, own_words
 from trainer.config.parse import build, known_keys, nearest_key, unknown_key_error
 from trainer.config.schema import (
     AUTO,
@@ -44,8 +45,10 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "TrainerConfig",
+    "find_foreign",
     "known_keys",
     "nearest_key",
+    "own_words",
     "parse_config",
     "parse_duration_s",
     "unknown_key_error",

@@ -7,7 +7,11 @@ import types
 import typing
 from typing import Any
 
+from trainer.config.foreign import find_foreign
 from trainer.config.schema import Config, ConfigError
+
+MIN_ALIKE, SAME_GROUP = 0.7, 0.1
+"""How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in another, by so much more."""
 
 
 def known_keys(cls: Any = Config, prefix: str = "") -> list[str]:
@@ -22,19 +26,27 @@ def known_keys(cls: Any = Config, prefix: str = "") -> list[str]:
 
 
 def nearest_key(dotted: str) -> str | None:
-    """The known key closest to a mistyped one, judged by its last part first, then as a whole."""
-    keys = known_keys()
-    by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
-    leaf = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.6)
-    if leaf:
-        return by_leaf[leaf[0]]
-    whole = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.5)
-    return whole[0] if whole else None
+    """The known key that a mistyped one is near to by its last part, more so one of the same group; else None."""
+    group, _, leaf = dotted.rpartition(".")
+
+    def nearness(key: str) -> float:
+        own_group, _, own_leaf = key.rpartition(".")
+        alike = difflib.SequenceMatcher(None, leaf, own_leaf).ratio()
+        return alike + SAME_GROUP * (group == own_group) if alike >= MIN_ALIKE else 0.0
+
+    nearest = max(known_keys(), key=nearness)
+    return nearest if nearness(nearest) >= MIN_ALIKE + SAME_GROUP else None
 
 
-def unknown_key_error(dotted: str) -> ConfigError:
+def unknown_key_error(dotted: str, value: str | None = None) -> ConfigError:
+    """What the key is here if it is another trainer's, else the nearest of ours, if any is near."""
+    foreign = find_foreign(dotted)
+    if foreign is not None:
+        named = dotted if value is None else f"{dotted}={value}"
+        instead = foreign.own_key or foreign.advice(value)
+        return ConfigError(f"unknown configuration key '{named}' (of {foreign.origin}); here: {instead}")
     nearest = nearest_key(dotted)
-    hint = f"did you mean '{nearest}'?" if nearest else "see conf/sft.yaml for all keys"
+    hint = f"did you mean '{nearest}'?" if nearest else "there is no key like it; bash run_sft.sh --help lists all"
     return ConfigError(f"unknown configuration key '{dotted}': {hint}")
 
 
@@ -44,7 +56,7 @@ def build(cls: Any, tree: Any, *, prefix: str, skip: tuple[str, ...] = ()) -> An
     hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name not in skip}
     for name in tree:
         if name not in hints:
-            raise unknown_key_error(f"{prefix}{name}")
+            raise unknown_key_error(f"{prefix}{name}", None if isinstance(tree[name], dict) else str(tree[name]))
     values = {}
     for name, hint in hints.items():
         dotted = f"{prefix}{name}"
@@ -72,6 +84,8 @@ def _coerce(value: Any, hint: Any, dotted: str) -> Any:
     elif origin is list:
         if isinstance(value, list | tuple):
             return [_coerce(item, typing.get_args(hint)[0], dotted) for item in value]
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return [_coerce(value, typing.get_args(hint)[0], dotted)]
     elif origin is dict:
         if isinstance(value, dict):
             return value

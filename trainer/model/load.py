@@ -1,7 +1,6 @@
 """Weights into a sharded model on meta: every rank reads only its own slices, or makes them from a keyed seed."""
 
 import copy
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.config import ConfigError
 from trainer.model.packed_lm import ModelSource
+from trainer.model.source import INDEX, read_index
 from trainer.runtime import seeding
 
 logger = logging.getLogger(__name__)
 _SINGLE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -84,14 +83,8 @@ def _index(path: Path) -> dict[str, Path]:
                 return dict.fromkeys(reader.keys(), path / _SINGLE_FILE)
         except SafetensorError as error:
             raise ConfigError(f"{path / _SINGLE_FILE} cannot be read: {error}") from error
-    if (path / _INDEX).exists():
-        try:
-            weight_map: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"{path / _INDEX} is no index of weights: {error!r}") from error
-        if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):
-            raise ConfigError(f"{path / _INDEX} names files that are not there: {', '.join(missing)}")
-        return {name: path / file for name, file in weight_map.items()}
+    if (path / INDEX).exists():
+        return {name: path / file for name, file in read_index(path).items()}
     return {}
 
 

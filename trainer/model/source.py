@@ -1,47 +1,155 @@
-"""Where a model comes from: a local directory, or the Hub once."""
+"""Where a model comes from: a local directory, or the Hub once. What is wrong with it is said before torch is there."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.utils import tqdm
+from typing import Any
 
 from trainer.config import ConfigError
 
-_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.py"]
+INDEX = "model.safetensors.index.json"
+HUB_TIMEOUT_S = 10.0
+_ARCHITECTURE = ["*.json", "*.py"]
+_FILES = [*_ARCHITECTURE, "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken", "vocab.*")
 
 
 def find_model(name: str, *, random_weights: bool, progress: Callable[[], None] = lambda: None) -> str:
     """The local directory of `model.partial_pretrain`, downloaded if it is a Hub id that is not cached yet.
 
-    `progress` is called as bytes arrive. Raises `ConfigError` when there is none, or when it lacks weights that are
-    asked for.
+    `progress` is called as bytes arrive. Raises `ConfigError` when there is none, or when it lacks what a run needs.
     """
+    return str(_find(name, _FILES, partial(_problem, random_weights=random_weights), progress))
+
+
+def find_architecture(name: str) -> str:
+    """The same for config.json alone."""
+    return str(_find(name, _ARCHITECTURE, _config_problem, lambda: None))
+
+
+def require_model(name: str, *, random_weights: bool) -> None:
+    """Raises the `ConfigError` of `find_model` as far as it is known without a download."""
+    problem_of = partial(_problem, random_weights=random_weights)
+    path = _local(name) or _cached(name, _FILES, problem_of)
+    if path is None:
+        _ask_hub(name)
+    else:
+        _require(name, problem_of(path))
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of them is not there."""
+    try:
+        weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / INDEX} is no index of weights: {error!r}") from error
+    if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):
+        raise ConfigError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
+    return weight_map
+
+
+def _local(name: str) -> Path | None:
+    """The directory of that name; None for what may be a Hub id."""
     path = Path(name).expanduser()
-    if not path.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"model.partial_pretrain={name}: there is no such directory")
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model.partial_pretrain={name} is a file; give the directory it lies in")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model.partial_pretrain={name}: there is no such directory")
+    return None
+
+
+def _problem(path: Path, *, random_weights: bool) -> str | None:
+    """What a directory lacks to be trained from."""
+    if problem := _config_problem(path):
+        return problem
+    if not any(True for pattern in _TOKENIZER for _ in path.glob(pattern)):
+        return "has no tokenizer (tokenizer.json, or the files it is made from); copy it there"
+    if random_weights:
+        return None
+    if (path / INDEX).exists() and not (path / "model.safetensors").exists():
         try:
-            path = Path(snapshot_download(name, allow_patterns=_FILES, tqdm_class=_telling(progress)))
-        except Exception as error:  # the Hub client raises many kinds
-            raise ConfigError(
-                f"model.partial_pretrain={name} is no local directory and could not be had from the Hub: {error}"
-            ) from error
-    has_weights = any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
-    if not random_weights and not has_weights:
-        raise ConfigError(
-            f"model.partial_pretrain={name} has no weights (*.safetensors); "
-            f"model.random_weights=true starts from random ones"
-        )
-    return str(path)
+            read_index(path)
+        except ConfigError as error:
+            return f"lacks weights: {error}"
+    elif not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+        return "has no weights (*.safetensors); model.random_weights=true starts from random ones"
+    return None
 
 
-def _telling(progress: Callable[[], None]) -> type[tqdm]:
-    """A progress bar that passes on that something has arrived."""
+def _config_problem(path: Path) -> str | None:
+    try:
+        config: Any = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "has no config.json: it is no model of transformers"
+    except (OSError, ValueError) as error:
+        return f"has no usable config.json: {error}"
+    if not isinstance(config, dict) or not {"model_type", "auto_map"} & config.keys():
+        return "has no usable config.json: it names no model_type"
+    return None
 
-    class Telling(tqdm):
+
+def _find(
+    name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None], progress: Callable[[], None]
+) -> Path:
+    path = _local(name) or _cached(name, patterns, problem_of) or _download(name, patterns, progress)
+    _require(name, problem_of(path))
+    return path
+
+
+def _require(name: str, problem: str | None) -> None:
+    if problem is not None:
+        raise ConfigError(f"model.partial_pretrain={name} {problem}")
+
+
+def _cached(name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None]) -> Path | None:
+    """The copy of an earlier download, if it is whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return path if problem_of(path) is None else None
+
+
+def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Telling(tqdm):  # type: ignore[misc]
+        """A progress bar that passes on that something has arrived."""
+
         def update(self, n: float | None = 1) -> bool | None:
             progress()
             return super().update(n)
 
-    return Telling
+    _ask_hub(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), tqdm_class=Telling))
+    except Exception as error:  # the Hub client raises many kinds
+        raise _not_from_hub(name, error) from error
+
+
+def _ask_hub(name: str) -> None:
+    """One short question: without a network, or for a mistyped id, the client would try for half a minute."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the Hub client raises many kinds
+        raise _not_from_hub(name, error) from error
+
+
+def _not_from_hub(name: str, error: Exception) -> ConfigError:
+    from huggingface_hub import constants
+
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ConfigError(
+        f"model.partial_pretrain={name} is no directory here, not whole in the Hub's cache ({constants.HF_HUB_CACHE}), "
+        f"and could not be had from the Hub: {reason}; without a network, run 'hf download {name}' where there is one "
+        f"and copy that cache here, or give a local directory"
+    )

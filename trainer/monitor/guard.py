@@ -4,7 +4,6 @@ It sees only values that are equal on all ranks, so every rank decides alike; th
 step's packet, and a rank that decided otherwise is found at once.
 """
 
-import difflib
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,7 @@ from typing import Any, Protocol
 
 from trainer.detection import Detector, Event, Level, Limits, Rule, Settings
 from trainer.detection.overfit import OverfitJudge, OverfitSettings, Verdict
-from trainer.detection.rules import Comparison
-from trainer.monitor.meter import SIGNALS
+from trainer.monitor.rules import skip_limits
 from trainer.protocols import Decision
 
 logger = logging.getLogger(__name__)
@@ -217,44 +215,6 @@ class Guard:
         self.num_decisions = int(state_dict["num_decisions"])
         self._last_evidence = int(state_dict["last_evidence"])
         self.episodes = [(int(first), int(last)) for first, last in state_dict["episodes"]]
-
-
-def require_known_keys(rules: Sequence[Rule]) -> None:
-    """Raises `ValueError` for a rule about a metric the guard does not see: ranks could not agree on it."""
-    for rule in rules:
-        if unknown := [key for key in rule.keys if key not in SIGNALS]:
-            near = difflib.get_close_matches(unknown[0], SIGNALS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"it sees {', '.join(SIGNALS)}"
-            raise ValueError(f"rule '{rule.text}': the guard does not see '{unknown[0]}'; {hint}")
-
-
-def skip_limits(rules: Sequence[Rule]) -> Limits:
-    """What rules with the action `skip` ask of the device, which knows nothing but loss and gradient norm.
-
-    Raises `ValueError` for such a rule that is more than `train/loss > x` or `train/grad_norm > x`.
-    """
-    found = {"train/loss": inf, "train/grad_norm": inf}
-    for rule in rules:
-        if "skip" not in rule.actions:
-            continue
-        key, limit = _threshold(rule)
-        if key not in found or rule.num_steps != 1:
-            raise ValueError(
-                f"rule '{rule.text}': an update is left out before its other metrics are known; skip goes with "
-                f"'train/loss > number' or 'train/grad_norm > number' alone"
-            )
-        found[key] = min(found[key], limit)
-    return Limits(loss_alone=found["train/loss"], grad_alone=found["train/grad_norm"])
-
-
-def _threshold(rule: Rule) -> tuple[str, float]:
-    """(metric, number) of a rule that is `metric > number`; an empty name for any other."""
-    condition = rule.condition
-    if not isinstance(condition, Comparison) or condition.comparison != ">":
-        return "", inf
-    if not isinstance(condition.left, str) or not isinstance(condition.right, float):
-        return "", inf
-    return condition.left, condition.right
 
 
 def _decision(action: str, event: Event, onset: int, *, wants_evidence: bool) -> Decision:

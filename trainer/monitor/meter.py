@@ -28,39 +28,6 @@ RARE_EVERY = 50
 EMA_DECAY = 0.98
 MAX_PPL_LOSS = 50.0
 """Perplexity is capped at exp of this: a number, not an infinity."""
-_LENGTHS = [f"train/seq_{kind}_len_{of}" for kind in ("prompt", "completion", "total") for of in ("mean", "max", "p95")]
-SIGNALS = (
-    "train/loss",
-    "train/lr(1e-3)",
-    "train/lr",
-    "train/grad_norm",
-    "train/ppl",
-    "train/loss_max_rank",
-    "train/nonfinite",
-    *_LENGTHS,
-    "train/total_token_count",
-    "train/total_valid_token_count",
-    "data/valid_token_frac",
-    "data/pad_frac",
-    "data/token_imbalance",
-    "data/empty_label",
-    "data/packing_efficiency",
-    "optim/clip_coef",
-    "memory/cpu/rss_gib",
-    "memory/allocated_gib",
-    "memory/reserved_gib",
-    "memory/max_allocated_gib",
-    "memory/max_reserved_gib",
-    "memory/allocated_frac",
-    "memory/reserved_frac",
-    "memory/max_allocated_frac",
-    "memory/max_reserved_frac",
-    "memory/alloc_retries",
-    "memory/ooms",
-    "memory/fragmentation",
-    "time/train/data_s_max",
-)
-"""What `Meter.signals` may give: values that all ranks agree on bit by bit."""
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "logging", "guard", "other")
 DEVICE_MEMORY = ("allocated", "reserved", "max_allocated", "max_reserved")
 

@@ -1,6 +1,7 @@
 """The one object the loop logs to: writes rows and events to files and hands them to the chosen backends."""
 
 import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -37,8 +38,9 @@ class BackendSpec:
     close_timeout_s: float = 15.0
     inline: bool = False
     modules: tuple[str, ...] = ()
-    """What it imports, and what to install for that."""
+    """What it imports."""
     install: str = ""
+    """The words for pip that bring them, as in pyproject.toml."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Defaults set before the import: no library reports on its users."""
     where: Callable[[RunInfo], str] | None = None
@@ -49,15 +51,15 @@ BACKENDS: dict[str, BackendSpec] = {
     "console": BackendSpec(ConsoleBackend, inline=True),
     "tensorboard": BackendSpec(
         TensorboardBackend,
-        modules=("torch.utils.tensorboard",),
-        install="'fsdp-sft[tensorboard]'",
+        modules=("tensorboard", "torch.utils.tensorboard"),
+        install="'tensorboard>=2.18'",
         where=tensorboard_backend.where,
     ),
     "mlflow": BackendSpec(
         MlflowBackend,
         close_timeout_s=30.0,
         modules=("mlflow", "sqlalchemy", "alembic"),
-        install="'fsdp-sft[mlflow]'",
+        install="'mlflow-skinny>=3.1' 'sqlalchemy>=2' 'alembic>=1.13'",
         environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
         where=mlflow_backend.where,
     ),
@@ -65,7 +67,7 @@ BACKENDS: dict[str, BackendSpec] = {
         WandbBackend,
         close_timeout_s=60.0,
         modules=("wandb",),
-        install="wandb",
+        install="'wandb>=0.31'",
         environment={"WANDB_ERROR_REPORTING": "false"},
         where=wandb_backend.where,
     ),
@@ -255,22 +257,39 @@ def _where_logs_are(info: RunInfo, specs: Mapping[str, BackendSpec]) -> str:
     return "\n".join(lines)
 
 
+def require_installed(names: Sequence[str]) -> None:
+    """The packages of all backends chosen are there, asked without importing them. Raises `ConfigError`."""
+    for name in _with_environment(list(names)):
+        spec = _spec(name)
+        for module in spec.modules:
+            if importlib.util.find_spec(module.partition(".")[0]) is None:
+                raise _cannot_import(name, spec, f"there is no module '{module}'")
+
+
 def importable(name: str) -> BackendSpec:
     """The spec of a backend whose packages import; in the caller's thread, as imports from two threads can clash."""
-    if name not in BACKENDS:
-        raise ConfigError(f"'trainer.logger' must be any of {', '.join(BACKENDS)}; got '{name}'")
-    spec = BACKENDS[name]
+    spec = _spec(name)
     for key, value in spec.environment.items():
         os.environ.setdefault(key, value)
     for module in spec.modules:
         try:
             importlib.import_module(module)
         except Exception as error:  # a broken package raises anything
-            raise ConfigError(
-                f"'trainer.logger' has '{name}', but its package cannot be imported ({type(error).__name__}: {error}): "
-                f"pip install {spec.install}, or remove '{name}' from 'trainer.logger'"
-            ) from error
+            raise _cannot_import(name, spec, f"{type(error).__name__}: {error}") from error
     return spec
+
+
+def _spec(name: str) -> BackendSpec:
+    if name not in BACKENDS:
+        raise ConfigError(f"'trainer.logger' must be any of {', '.join(BACKENDS)}; got '{name}'")
+    return BACKENDS[name]
+
+
+def _cannot_import(name: str, spec: BackendSpec, reason: str) -> ConfigError:
+    return ConfigError(
+        f"'trainer.logger' has '{name}', but its package cannot be imported ({reason}): pip install {spec.install}, or "
+        f"remove '{name}' from 'trainer.logger'"
+    )
 
 
 def _sink(name: str, spec: BackendSpec, info: RunInfo) -> Sink:

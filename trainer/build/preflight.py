@@ -1,0 +1,39 @@
+"""What is wrong with a run as far as it can be known without torch: the launcher asks before it starts a rank."""
+
+from pathlib import Path
+
+from trainer.checkpoint.choice import candidates_of, cannot_use
+from trainer.config import QUICKSTART, Config, ConfigError, DataConfig
+from trainer.data.rows import resolve_files
+from trainer.model.source import require_model
+from trainer.monitor.rules import parse_rules
+from trainer.tracking.facade import require_installed
+
+
+def require_ready(config: Config) -> None:
+    """Raises what the run itself would raise seconds or, once data is prepared, hours later: `ConfigError`,
+    `DataError`, `CannotWriteError`.
+    """
+    parse_rules(config.trainer.guard.rules)
+    require_installed(config.trainer.logger)
+    read_chat_template(config.data)
+    if config.model.partial_pretrain != QUICKSTART:
+        require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
+    for files in (config.data.train_files, config.data.val_files):
+        if files is not None and files != QUICKSTART:
+            resolve_files(files)
+    try:
+        candidates_of(config.trainer)
+    except OSError as error:
+        raise cannot_use(Path(config.trainer.default_local_dir), error) from error
+
+
+def read_chat_template(data: DataConfig) -> str | None:
+    """The text of `data.chat_template`. Raises `ConfigError`."""
+    if data.chat_template is None:
+        return None
+    try:
+        return Path(data.chat_template).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"data.chat_template={data.chat_template}: {reason}") from error

@@ -1,0 +1,92 @@
+"""The user's rules (`trainer.guard.rules`) against what the guard knows and can do; no torch."""
+
+import difflib
+from collections.abc import Sequence
+from math import inf
+
+from trainer.config import ConfigError
+from trainer.detection import Limits, Rule, RuleError, parse_rule
+from trainer.detection.rules import Comparison
+
+_LENGTHS = [f"train/seq_{kind}_len_{of}" for kind in ("prompt", "completion", "total") for of in ("mean", "max", "p95")]
+SIGNALS = (
+    "train/loss",
+    "train/lr(1e-3)",
+    "train/lr",
+    "train/grad_norm",
+    "train/ppl",
+    "train/loss_max_rank",
+    "train/nonfinite",
+    *_LENGTHS,
+    "train/total_token_count",
+    "train/total_valid_token_count",
+    "data/valid_token_frac",
+    "data/pad_frac",
+    "data/token_imbalance",
+    "data/empty_label",
+    "data/packing_efficiency",
+    "optim/clip_coef",
+    "memory/cpu/rss_gib",
+    "memory/allocated_gib",
+    "memory/reserved_gib",
+    "memory/max_allocated_gib",
+    "memory/max_reserved_gib",
+    "memory/allocated_frac",
+    "memory/reserved_frac",
+    "memory/max_allocated_frac",
+    "memory/max_reserved_frac",
+    "memory/alloc_retries",
+    "memory/ooms",
+    "memory/fragmentation",
+    "time/train/data_s_max",
+)
+"""What `Meter.signals` may give: values that all ranks agree on bit by bit."""
+
+
+def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
+    """Raises `ConfigError` for a rule that cannot be read, or asks for what the guard cannot know or do."""
+    try:
+        rules = tuple(parse_rule(text) for text in texts)
+        require_known_keys(rules)
+        skip_limits(rules)
+    except (RuleError, ValueError) as error:
+        raise ConfigError(f"'trainer.guard.rules': {error}") from error
+    return rules
+
+
+def require_known_keys(rules: Sequence[Rule]) -> None:
+    """Raises `ValueError` for a rule about a metric the guard does not see: ranks could not agree on it."""
+    for rule in rules:
+        if unknown := [key for key in rule.keys if key not in SIGNALS]:
+            near = difflib.get_close_matches(unknown[0], SIGNALS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"it sees {', '.join(SIGNALS)}"
+            raise ValueError(f"rule '{rule.text}': the guard does not see '{unknown[0]}'; {hint}")
+
+
+def skip_limits(rules: Sequence[Rule]) -> Limits:
+    """What rules with the action `skip` ask of the device, which knows nothing but loss and gradient norm.
+
+    Raises `ValueError` for such a rule that is more than `train/loss > x` or `train/grad_norm > x`.
+    """
+    found = {"train/loss": inf, "train/grad_norm": inf}
+    for rule in rules:
+        if "skip" not in rule.actions:
+            continue
+        key, limit = _threshold(rule)
+        if key not in found or rule.num_steps != 1:
+            raise ValueError(
+                f"rule '{rule.text}': an update is left out before its other metrics are known; skip goes with "
+                f"'train/loss > number' or 'train/grad_norm > number' alone"
+            )
+        found[key] = min(found[key], limit)
+    return Limits(loss_alone=found["train/loss"], grad_alone=found["train/grad_norm"])
+
+
+def _threshold(rule: Rule) -> tuple[str, float]:
+    """(metric, number) of a rule that is `metric > number`; an empty name for any other."""
+    condition = rule.condition
+    if not isinstance(condition, Comparison) or condition.comparison != ">":
+        return "", inf
+    if not isinstance(condition.left, str) or not isinstance(condition.right, float):
+        return "", inf
+    return condition.left, condition.right
