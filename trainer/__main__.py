@@ -16,6 +16,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.cli.__main__ import listing
 from trainer.config import (
     Config,
     ConfigError,
@@ -42,12 +43,12 @@ _FREE_KEY = "data.apply_chat_template_kwargs"
 USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
   experiment=NAME        load conf/experiment/NAME.yaml over the defaults
   --cfg job              print the resolved configuration and exit
-  --help                 print this and all keys with their defaults and meaning"""
+  --help                 print this, the tools, and all keys with their defaults and meaning"""
 
 
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
-        print(f"{USAGE}\n\n{(CONF_DIR / 'sft.yaml').read_text()}")
+        print(f"{USAGE}\n\n{listing()}\n\n{(CONF_DIR / 'sft.yaml').read_text()}")
         return 0
     try:
         if "--cfg" in argv:

@@ -13,6 +13,7 @@ FREE_OF_TORCH = (
     "trainer.runtime.signals",
     "trainer.checkpoint.layout",
     "trainer.data.rows",
+    "trainer.cli.__main__",
     "trainer.cli.checkpoint",
     "trainer.cli.launch",
     "trainer.cli.listing",

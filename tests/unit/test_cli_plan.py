@@ -259,7 +259,7 @@ def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_model_config(tmp_path)
     words = ["2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32), OFFLOAD]
     code, lines, errors = run(capsys, *words, "--memory-gib", "3")
-    assert (code, errors) == (0, "")
+    assert (code, errors) == (0, "planning 2 ranks ...\n")
     assert lines[-1] == "fits: 2.0 of 3.0 GiB"
     start = next(index for index, line in enumerate(lines) if line.startswith("GiB per rank"))
     assert len(lines) < 20
@@ -310,7 +310,7 @@ def test_what_fits_nowhere_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         (["8", "--memory-gib", "much"], "invalid float value: 'much'"),
         (["8", "--memory"], "--memory"),
         (["8", "data.max_length=9000"], "raise the first or lower the second"),
-        (["8", "model.partial_pretrain=/no/such/model"], "model.partial_pretrain=/no/such/model has no usable config"),
+        (["8", "model.partial_pretrain=/no/such/model"], "model.partial_pretrain=/no/such/model: there is no such"),
         (["8", "MODEL", "model.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 8 ranks"),
     ],
 )

@@ -237,9 +237,12 @@ def test_moments_are_drawn_by_seed_and_spread_over_the_run() -> None:
         (["++trainer.total_training_steps=9"], "give --steps K instead"),
         (["trainer.resume_mode=disable"], "trainer.resume_mode=disable cannot be verified: add"),
         (["data.train_batchsize=8"], "unknown configuration key 'data.train_batchsize': did you mean"),
-        (["eight"], "'eight' is neither a number of ranks nor of the form key=value\nusage: python -m trainer.cli.ver"),
-        (["0"], "the number of ranks must be at least 1, got 0\nusage: python -m trainer.cli.verify_resume [N]"),
-        (["2", "3"], "'3' is not of the form key=value\nusage: python -m trainer.cli.verify_resume [N]"),
+        (["eight"], "'eight' is neither a number of ranks nor of the form key=value\nusage: python -m trainer.cli.che"),
+        (
+            ["0"],
+            "the number of ranks must be at least 1, got 0\nusage: python -m trainer.cli.checkpoint verify-resume [N]",
+        ),
+        (["2", "3"], "'3' is not of the form key=value\nusage: python -m trainer.cli.checkpoint verify-resume [N]"),
     ],
 )
 def test_mistakes_are_2_before_anything_starts(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,9 +288,29 @@ def test_unknown_backend_and_missing_package_are_configuration_errors(
     with pytest.raises(ConfigError, match="swanlab"):
         track(tmp_path / "run", "swanlab")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fsdp-sft\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tensorboard>=2\.18', or remove 'tensorboard'"):
         track(tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
+    """A name on an index that nobody registered could be anyone's."""
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for name in ("tensorboard", "mlflow"):
+        assert facade.BACKENDS[name].install == " ".join(f"'{text}'" for text in extras[name])
+    assert facade.BACKENDS["wandb"].install.strip("'") in project["dependencies"]
+
+
+def test_a_missing_package_is_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    facade.require_installed(["console", "tensorboard", "mlflow", "wandb"])
+    monkeypatch.setitem(sys.modules, "alembic", None)
+    with pytest.raises(ConfigError, match=r"'mlflow'.*no module 'alembic'.*pip install 'mlflow-skinny>=3\.1' 'sqlalc"):
+        facade.require_installed(["mlflow"])
+    monkeypatch.setenv("USE_WANDB", "true")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"'wandb'"):
+        facade.require_installed(["console"])
 
 
 def test_run_ids_come_from_run_json_then_from_the_checkpoint_of_the_same_run(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import psutil
 from trainer.__main__ import load_config
 from trainer.cli.arguments import Parser
 from trainer.cli.launch import UsageError, choose_num_ranks, count_gpus, parse_arguments
-from trainer.config import Config, ConfigError
+from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.model.source import find_architecture
 from trainer.protocols import EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def main(argv: list[str]) -> int:
         words, memory_gib = _parse(argv)
         asked = parse_arguments(words)
         config = load_config(asked.overrides)
+        if config.model.partial_pretrain != QUICKSTART:
+            find_architecture(config.model.partial_pretrain)
         num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
         num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
         memory_gib = memory_gib or default_memory_gib(config, num_ranks)
@@ -137,6 +140,7 @@ def forecaster(overrides: list[str], memory_gib: float) -> Callable[[Change], Fo
 
     def forecast(change: Change) -> Forecast:
         if change not in known:
+            print(f"planning {' '.join(_words(change))} ...", file=sys.stderr, flush=True)
             config = load_config([*overrides, *change.overrides])
             try:
                 plan = plan_memory(config, change.num_ranks)
@@ -229,6 +233,10 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
     if is_cuda:
         num_ranks = forecast.num_ranks_per_machine
         yield f"host memory on a machine with {num_ranks} of these ranks: {num_ranks * forecast.host_gib:.2f} GiB"
+
+
+def _words(change: Change) -> list[str]:
+    return [f"{change.num_ranks} ranks", *change.overrides]
 
 
 def _advice(change: Change | None, num_ranks: int, forecast: Callable[[Change], Forecast]) -> str:

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    usage = "python -m trainer.cli.verify_resume [N] [--steps K] [--kills M] [--seed S] [key=value ...]"
+    usage = "python -m trainer.cli.checkpoint verify-resume [N] [--steps K] [--kills M] [--seed S] [key=value ...]"
     text = "Prove that a recipe, killed and started again, gives the same numbers as in one piece."
     parser = Parser(usage=usage, description=text)
     parser.add_argument("--steps", metavar="K", type=_at_least(MIN_STEPS), default=12, help="of each run; default 12")

@@ -1,0 +1,123 @@
+"""What the launcher finds before it starts a rank: within seconds, without torch, with the run's own exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.model.source import find_architecture, find_model, require_model
+
+TRY_ALL = """
+import sys
+from trainer.cli import launch
+
+launch.supervise = lambda *args, **kwargs: 99  # a run that would start
+for line in sys.stdin.read().splitlines():
+    code = launch.main(["2", *line.split("\\t")])
+    print(code, flush=True)
+    print(f"-- {code}", file=sys.stderr, flush=True)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+MODEL = {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "model.safetensors": ""}
+
+
+def write_model(directory: Path, **changes: str | None) -> Path:
+    """Files named like a model's; `config_json=None` leaves that one out."""
+    directory.mkdir(exist_ok=True)
+    for name, text in {**MODEL, **{key.replace("_", "."): text for key, text in changes.items()}}.items():
+        if text is not None:
+            (directory / name).write_text(text)
+    return directory
+
+
+MISTAKES = {
+    "data.train_files=nope.jsonl": (65, "no such file: 'nope.jsonl'"),
+    "data.train_files=rows.csv": (65, "'rows.csv' has an unsupported format '.csv'"),
+    "data.train_files=tatsu-lab/alpaca": (65, "tatsu-lab/alpaca"),
+    "data.val_files=nope.jsonl": (65, "no such file: 'nope.jsonl'"),
+    "data.chat_template=nope.jinja": (2, "data.chat_template=nope.jinja: No such file"),
+    "model.partial_pretrain=./nope": (2, "model.partial_pretrain=./nope: there is no such directory"),
+    "model.partial_pretrain=rows.csv": (2, "rows.csv is a file; give the directory"),
+    "model.partial_pretrain=no-config": (2, "no-config has no config.json"),
+    "model.partial_pretrain=no-tokenizer": (2, "no-tokenizer has no tokenizer"),
+    "model.partial_pretrain=no-weights": (2, "no-weights has no weights (*.safetensors); model.random_weights=true"),
+    "model.partial_pretrain=half": (2, "names files that are not there: b.safetensors"),
+    "model.partial_pretrain=some/model": (2, "run 'hf download some/model' where there is one"),
+    "experiment=nope": (2, "no recipe 'nope'"),
+    "trainer.logger=comet": (2, "'trainer.logger' must be one of"),
+    "trainer.guard.rules=['train/loss >']": (2, "'trainer.guard.rules': rule 'train/loss >'"),
+    "trainer.guard.rules=['kl > 10: stop']": (2, "the guard does not see 'kl'"),
+    "trainer.resume_mode=resume_path\ttrainer.resume_from_path=gone/global_step_4": (2, "is no usable checkpoint"),
+    "trainer.resume_mode=disable\ttrainer.default_local_dir=old": (2, "holds checkpoints up to step 3"),
+    "data.train_files=rows.jsonl\tmodel.partial_pretrain=whole": (99, ""),
+    "model.partial_pretrain=no-weights\tmodel.random_weights=true": (99, ""),
+}
+
+
+def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "old" / "global_step_3").mkdir(parents=True)
+    write_model(tmp_path / "whole")
+    write_model(tmp_path / "no-config", config_json=None)
+    write_model(tmp_path / "no-tokenizer", tokenizer_json=None)
+    write_model(tmp_path / "no-weights", model_safetensors=None)
+    half = write_model(tmp_path / "half", model_safetensors=None)
+    (half / "a.safetensors").touch()
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (half / "model.safetensors.index.json").write_text(json.dumps(index))
+    env = {**os.environ, "PYTHONPATH": str(repository), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", TRY_ALL]
+    done = subprocess.run(
+        command, input="\n".join(MISTAKES), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    messages = done.stderr.split("-- ")
+    found = [(int(line), message) for line, message in zip(done.stdout.splitlines(), messages, strict=False)]
+    wrong = {
+        word: message
+        for (word, (code, part)), (found_code, message) in zip(MISTAKES.items(), found, strict=True)
+        if (found_code, part in message) != (code, True)
+    }
+    assert wrong == {}
+
+
+def test_a_model_of_the_hub_is_taken_from_the_cache_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    snapshot = write_model(cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *args, **kwargs: pytest.fail("asked"))
+    require_model("some/model", random_weights=False)
+    assert find_model("some/model", random_weights=False) == str(snapshot)
+    assert find_architecture("some/model") == str(snapshot)
+
+
+def test_a_copy_that_is_not_whole_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, shortly: without a network the client would try for half a minute."""
+    asked = []
+
+    def model_info(self: object, name: str, *, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError("no route\nmore words")
+
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    write_model(cached / "snapshots" / ("0" * 40), model_safetensors=None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    for find in (find_model, require_model):
+        with pytest.raises(ValueError, match="could not be had from the Hub: no route; without a network"):
+            find("some/model", random_weights=False)
+    assert [name for name, _ in asked] == ["some/model", "some/model"]
+    assert max(timeout for _, timeout in asked) <= 10
+    require_model("some/model", random_weights=True)
