@@ -79,11 +79,12 @@ def main(argv: list[str]) -> int:
         arguments = parse_arguments(argv)
         from trainer.__main__ import load_config
         from trainer.__main__ import main as run_here
-        from trainer.build.preflight import require_ready
 
         if {"--help", "-h", "--cfg"} & set(arguments.overrides):
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
+        from trainer.build.preflight import require_ready
+
         require_ready(config)
         layout = node_layout(os.environ)
         num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
