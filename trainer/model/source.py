@@ -120,7 +120,7 @@ def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) 
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
-    class Telling(tqdm):  # type: ignore[misc]
+    class Telling(tqdm):
         """A progress bar that passes on that something has arrived."""
 
         def update(self, n: float | None = 1) -> bool | None:
