@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from trainer.__main__ import load_config
-from trainer.build.inputs import prepare_inputs
 from trainer.model.source import find_architecture, find_model, require_model
 
 TRY_ALL = """
@@ -125,18 +123,3 @@ def test_a_copy_that_is_not_whole_is_asked_for_again(tmp_path: Path, monkeypatch
     assert [name for name, _ in asked] == ["some/model", "some/model"]
     assert max(timeout for _, timeout in asked) <= 10
     require_model("some/model", random_weights=True)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "qwen2", "quantization_config": {"quant_method": "fp8"}}, "is quantized"),
-        ({"model_type": "t5"}, "of several parts"),
-    ],
-)
-def test_a_model_that_cannot_be_trained_is_refused_before_rows_are_read(
-    tmp_path: Path, config: dict[str, object], message: str
-) -> None:
-    model = write_model(tmp_path / "model", config_json=json.dumps(config))
-    with pytest.raises(ValueError, match=message):
-        prepare_inputs(load_config([f"model.partial_pretrain={model}", f"data.train_files={tmp_path}/nope.jsonl"]))
