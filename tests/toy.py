@@ -20,11 +20,11 @@ from trainer.monitor.validation import Validation
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule as LrSchedule
-from trainer.protocols import Position
+from trainer.protocols import LoopState, Position
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence, LoopState, Parts, SFTTrainer
+from trainer.sft_trainer import Cadence, Parts, SFTTrainer
 
 VOCAB = 160
 
@@ -120,7 +120,7 @@ class Recorder:
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
 
-    def log(self, data: dict[str, float], step: int) -> None:
+    def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
         self.rows.append((step, dict(data)))
 
     def column(self, key: str) -> list[float]:
@@ -139,6 +139,9 @@ class NoCheckpoints:
         return False
 
     def finish(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def take_metrics(self) -> dict[str, float]:

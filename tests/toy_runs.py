@@ -188,8 +188,10 @@ class Tracer(Recorder):
         self._schedule = Schedule(24, recipe.batch_size, seed=3)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def log(self, data: dict[str, float], step: int) -> None:
+    def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
         super().log(data, step)
+        if "train/loss" not in data:
+            return
         line = {
             "step": step,
             "loss": float(data["train/loss"]).hex(),

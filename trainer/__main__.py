@@ -6,7 +6,6 @@ Nothing here imports torch before the configuration is known to be right.
 import logging
 import math
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,7 @@ from trainer.config import (
     parse_duration_s,
     unknown_key_error,
 )
-from trainer.protocols import (
-    EXIT_BAD_DATA,
-    EXIT_CANNOT_WRITE,
-    EXIT_CRASH,
-    EXIT_RESUMABLE,
-    EXIT_USAGE,
-    CannotWriteError,
-    DataError,
-    ResumableError,
-)
+from trainer.protocols import EXIT_USAGE
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 _FREE_KEY = "data.apply_chat_template_kwargs"
@@ -129,6 +119,7 @@ def _plain(error: Exception) -> str:
 def _run(config: Config) -> int:
     from trainer.runtime import log, signals
     from trainer.runtime.environment import grow_cuda_segments, let_waiting_threads_sleep, rank_and_size, uncollected
+    from trainer.runtime.exit_codes import explain
     from trainer.runtime.heartbeat import Heartbeat
 
     grow_cuda_segments()
@@ -146,23 +137,8 @@ def _run(config: Config) -> int:
             from trainer.build.run import run
 
         return run(config, stop, heartbeat)
-    except ConfigError as error:
-        code, message = EXIT_USAGE, str(error)
-    except DataError as error:
-        code, message = EXIT_BAD_DATA, str(error)
-    except CannotWriteError as error:
-        code, message = EXIT_CANNOT_WRITE, str(error)
-    except ResumableError as error:
-        code, message = EXIT_RESUMABLE, str(error)
     except Exception as error:
-        # stopped: another rank left at once on the same signal, and this one missed it in a collective
-        code = EXIT_RESUMABLE if stop.is_set else EXIT_CRASH
-        if lost := signals.lost_ranks():  # torchrun stops those that are left; what became of it the agent says
-            message = f"rank {lost[0]} of this machine is gone, and the others cannot go on without it: {error}"
-        elif stop.is_set:
-            message = f"stopped by {stop.reason} before the next step boundary: {error}"
-        else:
-            message = traceback.format_exc()
+        code, message = explain(error, stop)
     if signals.report_exit_code(code):
         logger.error("%s", message)
     return code

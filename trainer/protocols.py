@@ -47,6 +47,23 @@ class Decision:
     reason: str = ""
 
 
+@dataclass
+class LoopState:
+    """What the loop itself remembers over a restart."""
+
+    owes_validation: bool = False
+    """A stop request cut or put off the validation of the saved step: it is made up for before anything else."""
+    has_stopped_early: bool = False
+    """The run ended before its last step because the validation loss no longer fell."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"owes_validation": self.owes_validation, "has_stopped_early": self.has_stopped_early}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.owes_validation = bool(state_dict["owes_validation"])
+        self.has_stopped_early = bool(state_dict.get("has_stopped_early", False))
+
+
 class StepCost(Protocol):
     """Floating-point operations of a global batch."""
 

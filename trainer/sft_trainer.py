@@ -1,8 +1,8 @@
 """The story of a run (floor 3): fit, training_step, validate. The parts arrive ready-made from build/."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.batch import PackedBatch, StepBatch
 from trainer.detection import Limits
-from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, Decision
+from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, Decision, LoopState
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
@@ -46,19 +46,21 @@ class Checkpoints(Protocol):
 
     def finish(self) -> None: ...
 
+    def settle(self) -> None: ...
+
     def take_metrics(self) -> dict[str, float]: ...
 
     def roll_back(self, *, onset: int, reason: str) -> bool: ...
 
 
 class Tracker(Protocol):
-    def log(self, data: dict[str, float], step: int) -> None: ...
+    def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None: ...
 
 
 class TrainBatches(Protocol):
     next_step: int
 
-    def __iter__(self) -> Iterator[StepBatch]: ...
+    def __iter__(self) -> Generator[StepBatch]: ...
 
 
 class Clock(Protocol):
@@ -86,6 +88,7 @@ class Meter(Protocol):
     def signals(self, batch: StepBatch, totals: Any, *, lr: float) -> dict[str, float]: ...
     def row(self, batch: StepBatch, signals: Mapping[str, float], totals: Any) -> dict[str, float]: ...
     def note_duration(self, what: str, seconds: float) -> None: ...
+    def take_late(self) -> dict[str, float]: ...
 
 
 class Validation(Protocol):
@@ -120,23 +123,6 @@ class Cadence:
 
     def is_validation(self, step: int) -> bool:
         return self.test_freq > 0 and step % self.test_freq == 0
-
-
-@dataclass
-class LoopState:
-    """What the loop itself remembers over a restart."""
-
-    owes_validation: bool = False
-    """A stop request cut the validation of the saved step short: it is made up for before the next step."""
-    has_stopped_early: bool = False
-    """The run ended before its last step because the validation loss no longer fell."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"owes_validation": self.owes_validation, "has_stopped_early": self.has_stopped_early}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.owes_validation = bool(state_dict["owes_validation"])
-        self.has_stopped_early = bool(state_dict.get("has_stopped_early", False))
 
 
 @dataclass(frozen=True)
@@ -178,49 +164,76 @@ class SFTTrainer:
 
     def fit(self) -> int:
         """Run all remaining steps. Step numbers shown and saved count finished optimizer steps, from 1."""
-        parts = self.parts
-        if parts.loop.has_stopped_early:
-            logger.info("this run has ended early, at step %d: nothing to do", parts.train_batches.next_step)
-            return EXIT_DONE
         with self.stop.deferred():
-            if parts.loop.owes_validation and self.validate(parts.train_batches.next_step).is_stop:
-                return EXIT_DONE
             while (exit_code := self._train()) is None:
-                logger.info("going on at step %d", parts.train_batches.next_step + 1)
+                logger.info("going on at step %d", self.parts.train_batches.next_step + 1)
+            self._log_rest()
         return exit_code
 
     def _train(self) -> int | None:
         """Steps until the run ends, with its exit code, or is rolled back (None)."""
         parts, clock = self.parts, self.parts.meter.clock
+        clock.begin()
+        if (exit_code := self._settle_debts()) is not None:
+            return exit_code
         self._begin_step()
         clock.begin()
-        for batch in parts.train_batches:
-            step = self.heartbeat.step = batch.step + 1
-            with parts.detail.phase("sft/train_step"):
-                metrics, decision = self.training_step(batch)
-            metrics |= parts.detail.take_metrics()
-            parts.evidence.note(metrics)
-            parts.tracker.log(metrics, step)
-            clock.mark("logging")
-            is_last = step >= parts.cadence.total_steps
-            if decision.rollback_onset is not None and self._roll_back(decision.rollback_onset, decision.reason):
-                return None
-            if decision.is_stop:
-                logger.error("stopped at step %d: %s", step, decision.reason)
-                parts.checkpoints.finish()
-                return EXIT_DIVERGED
-            if not self._is_stopping and (is_last or parts.cadence.is_validation(step)):
-                is_last |= self.validate(step).is_stop
-            is_ending = self._is_stopping or is_last
-            if is_ending or self._is_save_requested or parts.cadence.is_save(step):
-                self.save(metrics, is_required=is_ending)
-            if self._is_stopping and not is_last:
-                logger.info("stopped at step %d on %s: saved, resumable", step, self.stop.reason or "a signal")
-                return EXIT_RESUMABLE
-            if is_last:
-                break
-            self._begin_step()
+        with closing(iter(parts.train_batches)) as batches:
+            for batch in batches:
+                step = self.heartbeat.step = batch.step + 1
+                with parts.detail.phase("sft/train_step"):
+                    metrics, decision = self.training_step(batch)
+                metrics |= parts.detail.take_metrics()
+                parts.evidence.note(metrics)
+                parts.tracker.log(metrics, step)
+                clock.mark("logging")
+                if decision.rollback_onset is not None and self._roll_back(decision.rollback_onset, decision.reason):
+                    return None
+                if decision.is_stop:
+                    logger.error("stopped at step %d: %s", step, decision.reason)
+                    parts.checkpoints.finish()
+                    return EXIT_DIVERGED
+                if (exit_code := self._end_step(step, metrics)) is not None:
+                    return exit_code
+                self._begin_step()
         return EXIT_DONE
+
+    def _settle_debts(self) -> int | None:
+        """Make up for a validation that the loaded checkpoint owes; the exit code if the run ends here."""
+        parts, step = self.parts, self.parts.train_batches.next_step
+        if parts.loop.owes_validation:
+            self.validate(step)
+            if parts.loop.owes_validation:
+                return self._stopped(step)
+            parts.checkpoints.settle()  # which step is the best one may have changed
+        if parts.loop.has_stopped_early:
+            logger.info("this run has ended early, at step %d", step)
+            return EXIT_DONE
+        return None
+
+    def _end_step(self, step: int, metrics: dict[str, float]) -> int | None:
+        """Validate and save where that is due; the exit code if the run ends here."""
+        parts = self.parts
+        is_last = step >= parts.cadence.total_steps
+        if is_last or parts.cadence.is_validation(step):
+            is_last |= self.validate(step).is_stop
+        is_ending = self._is_stopping or is_last
+        if is_ending or self._is_save_requested or parts.cadence.is_save(step):
+            self.save(metrics, is_required=is_ending)
+        if self._is_stopping and (not is_last or parts.loop.owes_validation):
+            return self._stopped(step)
+        return EXIT_DONE if is_last else None
+
+    def _stopped(self, step: int) -> int:
+        logger.info("stopped at step %d on %s: saved, resumable", step, self.stop.reason or "a signal")
+        return EXIT_RESUMABLE
+
+    def _log_rest(self) -> None:
+        """What became known after the last row: of the save and the validation that the run ended with."""
+        parts = self.parts
+        rest = {**parts.meter.take_late(), **parts.detail.take_metrics(), **parts.checkpoints.take_metrics()}
+        if rest:
+            parts.tracker.log(rest, parts.train_batches.next_step, kind="end")
 
     def _roll_back(self, onset: int, reason: str) -> bool:
         self.heartbeat.enter("rollback", limit_s=self.parts.save_timeout_s + self.parts.hang_timeout_s)
@@ -299,14 +312,14 @@ class SFTTrainer:
         return loss_sum, num_nonfinite, losses
 
     def validate(self, step: int) -> Decision:
-        """Token-weighted mean loss over every validation sample; put off when a stop is requested meanwhile."""
+        """Token-weighted mean loss over every validation sample; owed when a stop is requested before its end."""
         parts = self.parts
-        if parts.validation_batches is None:
+        parts.loop.owes_validation = parts.validation_batches is not None
+        if parts.validation_batches is None or self._is_stopping:
             return Decision()
         with parts.detail.phase("sft/eval"):
             metrics = self._validate(parts.validation_batches())
         if metrics is None:
-            parts.loop.owes_validation = True
             return Decision()
         parts.loop.owes_validation = False
         decision = parts.guard.observe_validation(step, metrics["val/loss"], train_loss=parts.meter.loss_ema)

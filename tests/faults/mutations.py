@@ -133,8 +133,8 @@ MUTATIONS = (
     Mutation(
         "the lock is not checked before the commit",
         SAVE,
-        "not self._settings.lock.is_held()",
-        "False",
+        "        self._require_lock()\n        layout.commit",
+        "        layout.commit",
         ("distributed/test_save_guards.py",),
     ),
     Mutation(

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
 
 from trainer.batch import StepBatch
-from trainer.build.final_report import write_final_report
 from trainer.build.inputs import Inputs, prepare_inputs
 from trainer.build.monitoring import Monitoring, build_monitoring
+from trainer.build.run_end import Held, giving_back, unfinished
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import RunState
@@ -30,14 +30,14 @@ from trainer.monitor.rules import parse_rules
 from trainer.optim import clip
 from trainer.optim.adamw import build_adamw
 from trainer.optim.schedule import Schedule as LrSchedule
-from trainer.protocols import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, Position
+from trainer.protocols import EXIT_DONE, LoopState, Position
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence, LoopState, Parts, SFTTrainer
-from trainer.tracking import Tracking
+from trainer.sft_trainer import Cadence, Parts, SFTTrainer
+from trainer.tracking import Tracking, metrics_file
 
 logger = logging.getLogger(__name__)
 DEFAULT_LR = {False: 1e-5, True: 2e-3}
@@ -95,15 +95,21 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     def total_steps(position: Position) -> int:
         return trainer.total_training_steps or schedule_from(position).steps_until(trainer.total_epochs)
 
+    def lacking_at_end(position: Position, loop: LoopState) -> list[str]:
+        owes_validation = loop.owes_validation and inputs.validation is not None
+        return unfinished(Path(config.trainer.default_local_dir), position.step, owes_validation=owes_validation)
+
     lineage = _lineage(config, inputs)
-    shape = RunShape(len(inputs.train.lengths), config.data.train_batch_size, total_steps, lineage)
+    shape = RunShape(len(inputs.train.lengths), config.data.train_batch_size, total_steps, lineage, lacking_at_end)
     start = decide_start(config.trainer, shape, world)
     schedule, num_steps = schedule_from(start.position), total_steps(start.position)
     setup = Setup(config, inputs, schedule, num_steps, lineage, world, start)
     exit_code = EXIT_DONE
     if start.is_complete:
         assert start.checkpoint is not None
-        logger.info(f"already complete: {start.checkpoint.path} has all {setup.total_steps} steps; nothing to do")
+        is_whole = start.position.step >= num_steps
+        what = f"has all {num_steps} steps" if is_whole else f"ended the run early, at step {start.position.step}"
+        logger.info(f"already complete: {start.checkpoint.path} {what}; nothing to do")
     else:
         exit_code = train(setup, stop, heartbeat)
     distributed.stop()
@@ -111,11 +117,12 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
 
 
 def train(setup: Setup, stop: StopRequest, heartbeat: Heartbeat) -> int:
-    """Build, resume, fit; the trackers and the run directory's lock are given back however it ends."""
-    tracking = _tracking(setup) if setup.world.is_main else None
+    """Build, resume, fit, end; the exit code."""
     heartbeat.report_to(setup.run_dir, rank=setup.world.rank)
-    exit_code = EXIT_CRASH
-    try:
+    held = Held(setup.run_dir, setup.world, setup.start.lock)
+    with giving_back(held, stop, timeout_s=setup.config.trainer.dist_timeout_s):
+        if setup.world.is_main:
+            held.tracking = _tracking(setup)
         model = build_model(
             setup.config.model,
             setup.inputs.source,
@@ -124,27 +131,32 @@ def train(setup: Setup, stop: StopRequest, heartbeat: Heartbeat) -> int:
             max_length=setup.config.data.max_length,
         )
         plan = _rank_plan(setup, model)
-        state = _live(setup, model, plan, tracking)
-        checkpoints = _checkpoints(setup, state)
-        checkpoints.require_space()
-        if (found := setup.start.checkpoint) is not None:
-            checkpoints.load(found)
-            next_step = setup.start.position.step + 1
-            logger.info("Found checkpoint: %s, continuing at step %d of %d", found.path, next_step, setup.total_steps)
-        _announce(setup, plan, state.schedule)
-        if tracking is not None:
-            tracking.start(setup.start.position.step)
-        exit_code = SFTTrainer(_parts(setup, state, checkpoints, plan), stop, heartbeat).fit()
-    finally:
-        if tracking is not None:
-            tracking.finish(exit_code)
-        if setup.start.lock is not None:
-            setup.start.lock.release()
-    if exit_code in (EXIT_DONE, EXIT_DIVERGED):
-        if setup.world.is_main:
-            write_final_report(setup.run_dir)
-        dist.barrier()  # the first rank that leaves with another code than 0 ends the others
-    return exit_code
+        state = _live(setup, model, plan, held.tracking)
+        held.checkpoints = _checkpoints(setup, state)
+        if setup.start.checkpoint is not None:
+            _resume(setup, held.checkpoints, setup.start.checkpoint, held.tracking)
+        held.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept
+        if setup.start.position.step < setup.total_steps:
+            _announce(setup, plan, state.schedule)
+        if held.tracking is not None:
+            held.tracking.start(setup.start.position.step)
+        held.exit_code = SFTTrainer(_parts(setup, state, held.checkpoints, plan), stop, heartbeat).fit()
+    return held.exit_code
+
+
+def _resume(setup: Setup, checkpoints: CheckpointManager, found: CheckpointInfo, tracking: Tracking | None) -> None:
+    checkpoints.load(found)
+    step = setup.start.position.step
+    if step < setup.total_steps:
+        logger.info("Found checkpoint: %s, continuing at step %d of %d", found.path, step + 1, setup.total_steps)
+    is_own = found.manifest is not None and found.path.resolve().parent == setup.run_dir.resolve()
+    if tracking is not None and is_own and tracking.past.last_step < step:
+        logger.warning(
+            "%s ends at step %d, the checkpoint is of step %d: histories and report lack the rows between them",
+            setup.run_dir / metrics_file.FILE_NAME,
+            tracking.past.last_step,
+            step,
+        )
 
 
 def _tracking(setup: Setup) -> Tracking:
@@ -278,7 +290,7 @@ def _parts(setup: Setup, state: Live, checkpoints: CheckpointManager, plan: Rank
 class _Silent:
     """Other ranks than 0 report nowhere."""
 
-    def log(self, data: dict[str, float], step: int) -> None:
+    def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
         pass
 
 

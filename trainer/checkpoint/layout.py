@@ -273,6 +273,11 @@ def publish(run_dir: Path, step: int) -> None:
         _mark_published(step_dir)
 
 
+def is_published(run_dir: Path, info: CheckpointInfo) -> bool:
+    """Whether `publish` has nothing left to do for a checkpoint of this run."""
+    return (info.published or info.manifest is None) and read_pointer(run_dir).step == info.step
+
+
 def _mark_published(step_dir: Path) -> None:
     fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
     fsio.fsync_dir(step_dir)

@@ -85,6 +85,13 @@ class RunLock:
             logger.warning("cannot tell whether this run still holds %s: %s", self._path, error)
             return False
 
+    def why_lost(self) -> str:
+        """In words, where `is_held` said no."""
+        run_dir = self._path.parent
+        if self._path.exists():
+            return f"another run has taken over {run_dir} ({_holder(self._content())})"
+        return f"{run_dir} was deleted or renamed while this run was training in it"
+
     def release(self) -> None:
         """Give it back and empty the file, so that the next run need not wait; one taken over is left as it is."""
         if self._renewer is not None:
@@ -248,6 +255,14 @@ class RunLock:
             f"'{self._path.parent}' is in use by another run ({_holder(self._content())}): wait for it or stop it, or "
             "train into another directory (trainer.default_local_dir or trainer.experiment_name)"
         )
+
+
+def is_given_back(run_dir: Path) -> bool:
+    """Whether no run has the lock, and none left it behind; nothing is written to find out."""
+    try:
+        return (run_dir / LOCK).stat().st_size == 0
+    except FileNotFoundError:
+        return True
 
 
 def _holder(content: bytes) -> str:

@@ -35,6 +35,7 @@ RETRY_AFTER_S = (60.0, 300.0)
 """Training goes on for so long after the first and the second failed save in a row; the third ends the run."""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
 """The same for a save that the run ends with: nothing goes on meanwhile."""
+CLOSE_TIMEOUT_S = 10.0
 
 
 class CheckpointManager:
@@ -126,7 +127,8 @@ class CheckpointManager:
         """Wait for a save in flight and take note of its outcome, which all ranks share."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._note(pending.step, pending.join(), stall_s=0.0, total_s=pending.duration_s)
+            pending.join()
+            self._note(pending.step, pending.outcome, stall_s=0.0, total_s=pending.duration_s)
 
     def take_metrics(self) -> dict[str, float]:
         """What became known since the last call, in seconds: training stood still, and writing went on behind it."""
@@ -236,10 +238,7 @@ class CheckpointManager:
         load_state(checkpoint, self._state, contents=self._config.load_contents, world=self._world)
         if "extra" in self._config.load_contents:
             self._committed_step = checkpoint.step
-        if self._world.is_main and checkpoint.path.resolve().parent == self.run_dir.resolve():
-            guard = self._state.guard
-            worth = rollback.worth_keeping(self.run_dir, best_step=guard.best_step, episodes=guard.episodes)
-            layout.settle(self.run_dir, checkpoint.step, keep=self._keep, protect={checkpoint.step, *worth})
+        self._settle(checkpoint.step)
 
     def roll_back(self, *, onset: int, reason: str) -> bool:
         """Go back to the newest good checkpoint well before step `onset`, and pass over the batches around it.
@@ -273,6 +272,23 @@ class CheckpointManager:
         self._committed_step = info.step
         return True
 
+    def settle(self) -> None:
+        """Point to the newest checkpoint, and delete those that are no longer to be kept."""
+        if self._committed_step is not None:
+            self._settle(self._committed_step)
+
+    def _settle(self, step: int) -> None:
+        is_own = (self.run_dir / layout.step_dir_name(step)).is_dir()  # else a run branches from that of another
+        if self._world.is_main and is_own:
+            guard = self._state.guard
+            worth = rollback.worth_keeping(self.run_dir, best_step=guard.best_step, episodes=guard.episodes)
+            layout.settle(self.run_dir, step, keep=self._keep, protect={step, *worth})
+
+    def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """However the run ends: give a save in flight a moment to end. After that nothing may be committed."""
+        if self._pending is not None:
+            self._pending.join(timeout_s)
+
     def _on_main(self, action: Callable[[], T]) -> T:
         def describe(error: OSError) -> CannotWriteError:
             return CannotWriteError(f"'{self.run_dir}': {error.strerror or error}")
@@ -294,10 +310,13 @@ class _Pending:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def join(self) -> int | BaseException:
-        self._thread.join()
+    @property
+    def outcome(self) -> int | BaseException:
         assert self._outcome is not None
         return self._outcome
+
+    def join(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         self._buffers.wait_until_ready()
@@ -309,5 +328,7 @@ def _outcome(save: Save) -> int | BaseException:
     """The size of the committed checkpoint in bytes, or what went wrong."""
     try:
         return save.run()
+    except SaveFailedError as error:
+        return error.with_traceback(None)  # its message says all, and its frames would keep all that the run holds
     except BaseException as error:
         return error

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from trainer.checkpoint import layout, shards, verl
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rollback import Rollbacks
-from trainer.protocols import Position, Stateful
+from trainer.protocols import LoopState, Position, Stateful
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 
@@ -86,6 +87,16 @@ def load_state(checkpoint: CheckpointInfo, state: RunState, *, contents: list[st
         shards.load_optimizer(state.model, state.optimizer, parts, checkpoint.path)
     if "extra" in contents:
         _load_extra(checkpoint, manifest, state, world)
+
+
+def saved_loop(checkpoint: CheckpointInfo) -> LoopState:
+    """What the loop remembered; as at the start of a run where a checkpoint has nothing of it or is damaged."""
+    loop = LoopState()
+    if checkpoint.manifest is not None:
+        with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
+            extra = shards.read_torch(checkpoint.path / layout.extra_file(checkpoint.manifest.world_size, 0))
+            loop.load_state_dict(extra.get("loop", loop.state_dict()))
+    return loop
 
 
 def _load_extra(checkpoint: CheckpointInfo, manifest: Manifest, state: RunState, world: World) -> None:

@@ -88,6 +88,7 @@ class Save:
         if not self._world.is_main:
             return None
         run_dir = self._settings.run_dir
+        self._require_lock()
         layout.clean_leftovers(run_dir)
         space.require_space(run_dir, self._size_estimate_bytes())
         staging = layout.staging_dir(run_dir, self._snapshot.position.step)
@@ -149,8 +150,7 @@ class Save:
         fsio.fsync_tree(staging)
         if time.monotonic() > self._deadline:
             raise TimeoutError("the save took longer than trainer.checkpoint.save_timeout_s")
-        if self._settings.lock is not None and not self._settings.lock.is_held():
-            raise RuntimeError(f"another run has taken over {self._settings.run_dir}")
+        self._require_lock()
         layout.commit(staging, step, nonce=manifest.nonce)
         run_dir, snapshot = self._settings.run_dir, self._snapshot
         worth = rollback.worth_keeping(run_dir, best_step=snapshot.best_step, episodes=snapshot.episodes)
@@ -180,6 +180,12 @@ class Save:
             loss=snapshot.loss,
             grad_norm=snapshot.grad_norm,
         )
+
+    def _require_lock(self) -> None:
+        """Raise `RuntimeError` unless this run still owns its directory."""
+        lock = self._settings.lock
+        if lock is not None and not lock.is_held():
+            raise RuntimeError(lock.why_lost())
 
     def _require_staging(self) -> Path:
         assert self._staging is not None

@@ -16,10 +16,11 @@ def require_space(run_dir: Path, needed_bytes: int) -> None:
     """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with a little to spare."""
     free_bytes = fsio.free_bytes(run_dir)
     if free_bytes < needed_bytes * SPARE:
+        num_kept = sum(info.status == "committed" for info in layout.checkpoints(run_dir))
+        fewer = f", or keep fewer than the {num_kept} here (a lower trainer.max_ckpt_to_keep)" if num_kept > 1 else ""
         raise OSError(
             errno.ENOSPC,
-            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space, or "
-            f"keep fewer checkpoints (trainer.max_ckpt_to_keep)",
+            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space{fewer}",
             str(run_dir),
         )
 

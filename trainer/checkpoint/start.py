@@ -15,12 +15,12 @@ from trainer.checkpoint import fsio, layout, lineage, rollback, verl
 from trainer.checkpoint.choice import candidates_of, cannot_use
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
-from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.resume import own_position
+from trainer.checkpoint.resume import own_position, saved_loop
 from trainer.checkpoint.rollback import NO_ROLLBACKS, Rollbacks
 from trainer.config import ConfigError, TrainerConfig
-from trainer.protocols import Position
+from trainer.protocols import LoopState, Position
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """`checkpoint`: what to continue from, its contents proven; None for a fresh run. `lock`: held by the main rank."""
+    """`checkpoint`: what to continue from, its contents proven; None for a fresh run. `lock`: held by the main rank.
+
+    `is_complete`: the run has ended, and nothing of its end is left to do.
+    """
 
     checkpoint: CheckpointInfo | None
     position: Position
@@ -44,26 +47,38 @@ class Start:
 class RunShape:
     """What is known of a run before its model: the size of its epoch and batch, how long it is, what it descends from.
 
-    `total_steps` tells from a position how many steps the whole run has.
+    `total_steps` tells from a position how many steps the whole run has, `unfinished` of a run whose last step is saved
+    what its end still lacks beside checkpoints.
     """
 
     num_samples: int
     batch_size: int
     total_steps: Callable[[Position], int]
     lineage: Lineage
+    unfinished: Callable[[Position, LoopState], list[str]] = lambda position, loop: []
 
 
 def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     """Where to begin. Collective.
 
-    A run that already has all its steps is complete: nothing is written, not even the lock. Raises on every rank alike:
-    `ConfigError` for a run that cannot be continued as configured, `CannotWriteError`.
+    A run that has ended is complete: nothing is written, not even the lock. One that was killed at its end is not:
+    it goes on with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run that cannot be
+    continued as configured, `CannotWriteError`.
     """
     candidates, notes = _on_main(partial(candidates_of, config), config, world)
     if candidates and _is_complete(candidates[0], config, shape, world):
         _say(notes)
         return Start(candidates[0], _position(candidates[0], config, shape), is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir))
+    try:
+        return _begin(lock, config, shape, world)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) -> Start:
+    """Under the lock: the main rank takes it first."""
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
     candidates, notes = _on_main(partial(candidates_of, config), config, world)
@@ -83,11 +98,33 @@ def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
 
 
 def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World) -> bool:
-    """Whether a whole checkpoint has all steps. What has a manifest is asked before it is proven, which takes long."""
+    """Whether a run has ended and left all that it should. A manifest is asked before it is proven: that takes long."""
     if candidate.manifest is None and verify(candidate, world):
         return False
     position = _position(candidate, config, shape)
-    return position.step >= shape.total_steps(position) and not verify(candidate, world)
+    loop = _on_main(partial(saved_loop, candidate), config, world)
+    has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
+    if not has_ended or verify(candidate, world):
+        return False
+    lacking = _on_main(partial(_unfinished, candidate, position, loop, config, shape), config, world)
+    if lacking:
+        logger.info("%s was the last step, but the run did not end: %s", candidate.path, ", ".join(lacking))
+    return not lacking
+
+
+def _unfinished(
+    candidate: CheckpointInfo, position: Position, loop: LoopState, config: TrainerConfig, shape: RunShape
+) -> list[str]:
+    """What the end of a run in its own directory still lacks."""
+    run_dir = Path(config.default_local_dir)
+    if candidate.path.resolve().parent != run_dir.resolve():
+        return []
+    lacking = shape.unfinished(position, loop)
+    if not layout.is_published(run_dir, candidate):
+        lacking.append(f"{layout.POINTER} names another step")
+    if not is_given_back(run_dir):
+        lacking.append("its lock is not given back")
+    return lacking
 
 
 def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape) -> Position:

@@ -6,8 +6,10 @@ The position of a run is one integer, the step; torchdata's own state is stored 
 import dataclasses
 import hashlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from multiprocessing import context, popen_fork
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,6 +140,21 @@ class _StepSampler(Sampler[int]):
         return len(self.steps)
 
 
+class _WorkerHandle(popen_fork.Popen):
+    def terminate(self) -> None:
+        self.kill()  # a worker ignores SIGTERM, and a process that is about to exit waits for those it has terminated
+
+
+class _Worker(context.ForkProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> _WorkerHandle:  # noqa: N802  a name of multiprocessing
+        return _WorkerHandle(process_obj)
+
+
+class _WorkerContext(context.ForkContext):
+    Process = _Worker
+
+
 def _ignore_signals(worker_id: int) -> None:
     """Stop signals are the training process's business; workers live until it no longer needs them."""
     for number in STOP_SIGNALS:
@@ -166,7 +183,8 @@ class TrainLoader:
         self.next_step = schedule.start.step
         self._loader: StatefulDataLoader[StepBatch] | None = None
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Generator[StepBatch]:
+        """Its workers are gone when the generator is closed."""
         steps = [step for step in range(self.next_step, self.last_step) if step + 1 not in self._skipped_steps]
         self._loader = StatefulDataLoader(
             _StepDataset(self._samples, self._plan, self._schedule),
@@ -175,13 +193,18 @@ class TrainLoader:
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             worker_init_fn=_ignore_signals,
-            multiprocessing_context="fork" if self._num_workers else None,
+            multiprocessing_context=_WorkerContext() if self._num_workers else None,
         )
-        for step, batch in zip(steps, self._loader, strict=True):
-            if batch.step != step:
-                raise RuntimeError(f"loader returned step {batch.step} where step {step} was due")
-            self.next_step = step + 1
-            yield batch
+        batches = iter(self._loader)
+        try:
+            for step, batch in zip(steps, batches, strict=True):
+                if batch.step != step:
+                    raise RuntimeError(f"loader returned step {batch.step} where step {step} was due")
+                self.next_step = step + 1
+                yield batch
+        finally:
+            if self._num_workers:  # the frames of an error may keep the iterator, which would stop them when it goes
+                batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
         """Go on from an earlier position the next time this is iterated."""

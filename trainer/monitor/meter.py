@@ -162,9 +162,12 @@ class Meter:
         if self._plan.has_roll_names:
             row |= _roll_names(batch, signals)
         self._is_first = False
-        row |= self._late
-        self._late = {}
-        return row
+        return row | self.take_late()
+
+    def take_late(self) -> dict[str, float]:
+        """What is known of a step only after its row: it goes into the next one."""
+        late, self._late = self._late, {}
+        return late
 
     def note_duration(self, what: str, seconds: float) -> None:
         """Remember what a validation or a save kept training waiting, for the time left."""

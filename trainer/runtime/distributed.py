@@ -1,5 +1,6 @@
 """Process group, device and mesh of one rank (floor 1)."""
 
+import contextlib
 import functools
 import os
 import socket
@@ -128,6 +129,19 @@ def on_main(action: Callable[[], T], world: World, *, describe: Callable[[OSErro
         raise outcome[1]
     result: T = outcome[0]
     return result
+
+
+def await_main(world: World, event: str, *, timeout_s: float) -> None:
+    """The main rank says that it has come so far; the others wait for that, no longer than `timeout_s`.
+
+    No collective: it works between ranks of which some may be gone.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if world.is_main:
+        store.set(event, "")
+    else:
+        with contextlib.suppress(dist.DistError):  # too late, or the main rank is gone
+            store.wait([event], timedelta(seconds=timeout_s))
 
 
 def stop() -> None:

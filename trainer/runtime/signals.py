@@ -139,6 +139,14 @@ def report_exit_code(code: int) -> bool:
     return True
 
 
+def reported_exit_code() -> int | None:
+    """What the first rank of this machine to fail has told the launcher; None if none has."""
+    try:
+        return int(Path(os.environ["SFT_STATUS_DIR"], "exit_code").read_text())
+    except (KeyError, OSError, ValueError):
+        return None
+
+
 def leave(code: int) -> None:
     """End this process with the run's exit code.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.protocols import EXIT_CRASH
 from trainer.tracking.files import AppendFile, read_objects
 
 FILE_NAME = "events.jsonl"
@@ -58,6 +59,14 @@ class EventsFile:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """In the order written; none without the file. Torn or foreign lines are passed over."""
     return [event for _, event in read_objects(path) if event.keys() >= COLUMNS] if path.exists() else []
+
+
+def last_exit_code(path: Path) -> int | None:
+    """Of the last attempt: that of a crash if it was killed or is still under way; None without any attempt."""
+    ends = [event for event in read_events(path) if event["kind"] in ("start", "end")]
+    if not ends:
+        return None
+    return int(ends[-1]["exit_code"]) if ends[-1]["kind"] == "end" else EXIT_CRASH
 
 
 def _strict(value: Any) -> Any:

@@ -79,7 +79,7 @@ HISTORIES = BackendSpec(HistoryBackend)
 class Tracking:
     """Metrics and events of one attempt of a run; rank 0 builds it, and its owner calls `finish` in a `finally`.
 
-    `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends, which open with the first row.
+    `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends, which open with the attempt.
     `USE_WANDB=true` in the environment adds "wandb" to the backends and `USE_WANDB=false` takes it away;
     `WANDB_PROJECT` replaces the project name there, so that training and evaluation runs share one. Calls may come
     from any thread.
@@ -147,6 +147,8 @@ class Tracking:
             self._info.run_file.describe(self._info.description())
             self.event("start", step, f"attempt {self.attempt} goes on from step {step}")
             logger.info("%s", _where_logs_are(self._info, self._specs))
+            for sink in self._sinks:
+                sink.open()
 
     def log(self, data: Mapping[str, float], step: int, kind: str | None = None) -> None:
         """Record the metrics of a step. Values are plain int or float; a suffix such as `@sum` of a key is dropped.
@@ -195,21 +197,24 @@ class Tracking:
         self._events_file.sync_soon()
 
     def finish(self, exit_code: int = EXIT_DONE) -> None:
-        """Close all backends at once, waiting for each at most its `close_timeout_s`; a second call does nothing."""
+        """Close all backends at once, waiting for each at most its `close_timeout_s`, then record the attempt's end.
+
+        A second call does nothing.
+        """
         with self._lock:
             if self._has_finished:
                 return
             self._has_finished = True
-            if self._has_started or exit_code != EXIT_DONE:
-                level = "info" if exit_code == EXIT_DONE else "warn"
-                message = f"attempt {self.attempt} ended after step {self._last_step} with exit code {exit_code}"
-                self._events_file.append(Event("end", self._last_step, message, level, {"exit_code": exit_code}))
         self._metrics_file.close()
-        self._events_file.close()
         for sink in self._sinks:
             sink.finish(exit_code)
         for sink in self._sinks:
             sink.wait()
+        if self._has_started or exit_code != EXIT_DONE:
+            level = "info" if exit_code == EXIT_DONE else "warn"
+            message = f"attempt {self.attempt} ended after step {self._last_step} with exit code {exit_code}"
+            self._events_file.append(Event("end", self._last_step, message, level, {"exit_code": exit_code}))
+        self._events_file.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Names of the run and the ids under which trackers know it."""

@@ -38,12 +38,6 @@ def replay(run_dir: Path, *, target: str, output: Path) -> str:
     )
     backend = spec.build(info)
     backend.open()  # sends all rows, as those of earlier attempts
-    backend.close(_exit_code(run_dir))
+    exit_code = events_file.last_exit_code(run_dir / events_file.FILE_NAME)
+    backend.close(EXIT_CRASH if exit_code is None else exit_code)
     return spec.where(info) if spec.where is not None else str(output)
-
-
-def _exit_code(run_dir: Path) -> int:
-    """Of the last attempt; a crash where it was killed or is still under way."""
-    events = events_file.read_events(run_dir / events_file.FILE_NAME)
-    ends = [event for event in events if event["kind"] in ("start", "end")]
-    return int(ends[-1]["exit_code"]) if ends and ends[-1]["kind"] == "end" else EXIT_CRASH

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Hands calls on to a backend, which opens with the first one.
+    """Hands calls on to a backend, after `open`.
 
     `send` never raises; `finish` asks for the end, `wait` returns when it came or its time is over.
     """
@@ -24,6 +24,8 @@ class Sink(Protocol):
 
     @property
     def is_dropped(self) -> bool: ...
+
+    def open(self) -> None: ...
 
     def send(self, call: str, *args: Any) -> None: ...
 
@@ -68,10 +70,11 @@ class InlineSink:
     def is_dropped(self) -> bool:
         return self._breaker.tripped
 
+    def open(self) -> None:
+        self._opened = True
+        self._call("open")
+
     def send(self, call: str, *args: Any) -> None:
-        if not self._opened:
-            self._opened = True
-            self._call("open")
         self._call(call, *args)
 
     def finish(self, exit_code: int) -> None:
@@ -91,7 +94,7 @@ class InlineSink:
 
 
 class ThreadSink:
-    """Calls the backend in a daemon thread behind a bounded queue; the thread starts with the first call.
+    """Calls the backend in a daemon thread behind a bounded queue; the thread starts with `open`.
 
     The backend is dropped when a call raises, when one lasts longer than `stall_timeout_s`, when `capacity` calls wait,
     or when it has not closed within `close_timeout_s` of `finish`.
@@ -123,9 +126,10 @@ class ThreadSink:
     def is_dropped(self) -> bool:
         return self._breaker.tripped
 
+    def open(self) -> None:
+        self._thread.start()
+
     def send(self, call: str, *args: Any) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
         if time.monotonic() - self._call_began_s > self._stall_timeout_s:
             self._breaker.trip(f"{self._call_name}() has not returned for {self._stall_timeout_s:g} s")
         self._put(call, *args)

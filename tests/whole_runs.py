@@ -1,0 +1,159 @@
+"""Whole runs of the real command on forked ranks: what `run_sft.sh` does, without the seconds that importing torch takes.
+
+The ranks are children of a server that has imported torch once. What torchrun's agent does, this file does: a rank that
+leaves with another code than 0 ends the others.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from trainer.cli.launch import run_exit_code
+from trainer.quickstart.files import ensure_quickstart
+from trainer.runtime.distributed import free_port
+
+# the server imports before it is told the parent's sys.path
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["toy_runs", "trainer.build.run", "transformers.models.qwen2.modeling_qwen2"])
+AGENT_PATIENCE_S = 30.0
+POLL_S = 0.002
+
+
+def tiny_model(root: Path) -> tuple[str, ...]:
+    """Words for a run of the quickstart's samples with a model of one small layer; `root` holds it and the cache."""
+    files = ensure_quickstart(root / "cache")
+    if not (root / "model").exists():
+        shutil.copytree(files.model_dir, root / "model")
+        config = json.loads((root / "model" / "config.json").read_text())
+        small = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2}
+        small |= {"num_key_value_heads": 1, "head_dim": 16, "layer_types": ["full_attention"], "max_window_layers": 1}
+        config |= {key: value for key, value in small.items() if key in config or key == "head_dim"}
+        (root / "model" / "config.json").write_text(json.dumps(config))
+    return (
+        f"data.cache_dir={root}/cache",
+        f"model.partial_pretrain={root}/model",
+        "model.random_weights=true",
+        "model.fsdp_config.param_dtype=float32",
+        "trainer.device=cpu",
+        "data.train_max_samples=64",
+        "data.train_batch_size=4",
+        "data.val_ratio=0.1",
+    )
+
+
+@dataclass
+class Attempt:
+    """One start of a run."""
+
+    ranks: list[BaseProcess]
+    status_dir: Path
+    log: Path
+    was_signalled: bool = False
+    failed_at: float | None = None
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def send(self, number: int, *ranks: int) -> None:
+        """To some ranks, or to all as the launcher does."""
+        self.was_signalled = True
+        for rank in ranks or range(len(self.ranks)):
+            if self.ranks[rank].is_alive():
+                os.kill(self.ranks[rank].pid, number)  # type: ignore[arg-type]
+
+    def is_over(self) -> bool:
+        """Whether all ranks are gone; does the agent's part meanwhile."""
+        alive = [process for process in self.ranks if process.is_alive()]
+        now = time.monotonic()
+        if self.failed_at is None and any(process.exitcode for process in self.ranks):
+            self.failed_at = now
+            for process in alive:
+                process.terminate()
+        if self.failed_at is not None and now - self.failed_at > AGENT_PATIENCE_S:
+            for process in alive:
+                process.kill()
+        return not alive
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code of the run; None if it is not over in time."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_over():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_S)
+        path = self.status_dir / "exit_code"
+        reported = int(path.read_text()) if path.exists() else None
+        agent_code = int(any(process.exitcode for process in self.ranks))
+        return run_exit_code(reported, agent_code=agent_code, was_signalled=self.was_signalled)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+@contextmanager
+def started(num_ranks: int, *words: str, log: Path, before: Callable[[], None] | None = None) -> Iterator[Attempt]:
+    """Gone at the end of the block. `before` is called in every rank ahead of all else."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
+    with tempfile.TemporaryDirectory(prefix="sft-", ignore_cleanup_errors=True) as status_dir:
+        arguments = (num_ranks, free_port(), status_dir, words, log, before)
+        ranks = [_context.Process(target=_rank, args=(rank, *arguments)) for rank in range(num_ranks)]
+        for process in ranks:
+            process.start()
+        try:
+            yield Attempt(ranks, Path(status_dir), log)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _rank(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    status_dir: str,
+    words: tuple[str, ...],
+    log: Path,
+    before: Callable[[], None] | None,
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), SFT_STATUS_DIR=status_dir)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), HF_HUB_OFFLINE="1")
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import torch
+
+    from trainer.__main__ import main
+    from trainer.runtime.signals import leave
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    if before is not None:
+        before()
+    leave(main(list(words)))
+
+
+def run(num_ranks: int, *words: str, log: Path, timeout_s: float = 60.0) -> tuple[int | None, str]:
+    """(exit code, output) of an undisturbed start."""
+    with started(num_ranks, *words, log=log) as attempt:
+        return attempt.wait(timeout_s), attempt.output
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    base = (*tiny_model(root), "trainer.total_training_steps=10", "trainer.test_freq=3", "trainer.save_freq=4")
+    for number in range(4):
+        began = time.monotonic()
+        found = run(2 - number % 2, *base, f"trainer.default_local_dir={root}/run{number}", log=root / f"log{number}")
+        print(found[1] if number == 0 else "", found[0], time.monotonic() - began)

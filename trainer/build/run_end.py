@@ -1,0 +1,74 @@
+"""How a run ends: what it holds is given back, and what it leaves is on disk, whatever ended it (floor 4)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.build.final_report import write_final_report
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.protocols import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
+from trainer.runtime.distributed import World, await_main
+from trainer.runtime.exit_codes import explain
+from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
+from trainer.tracking import Tracking, events_file, metrics_file
+
+AWAIT_MAIN_S = 20.0
+"""After an error that all ranks share; the first that leaves has the others ended."""
+
+
+@dataclass
+class Held:
+    """What a run holds, and the exit code it ends with; `lock` and `tracking` are the main rank's."""
+
+    run_dir: Path
+    world: World
+    lock: RunLock | None
+    tracking: Tracking | None = None
+    checkpoints: CheckpointManager | None = None
+    exit_code: int = EXIT_CRASH
+
+    def give_back(self) -> None:
+        """The lock last: it is empty once all that a run leaves is there."""
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+            if self.tracking is not None:
+                self.tracking.finish(self.exit_code)
+            if self.world.is_main and self.exit_code in (EXIT_DONE, EXIT_DIVERGED):
+                write_final_report(self.run_dir)
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+
+@contextmanager
+def giving_back(held: Held, stop: StopRequest, *, timeout_s: float) -> Iterator[None]:
+    """However the block ends: the exit code is settled, then all is given back; the main rank is the first to leave.
+
+    `timeout_s`: how long the others wait for it after an orderly end.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_killed = bool(lost_ranks())  # another rank; the launcher takes that for a crash, whatever the others say
+        held.exit_code = reported_exit_code() or (EXIT_CRASH if is_killed else explain(error, stop)[0])
+        timeout_s = 0.0 if held.exit_code == EXIT_CRASH else AWAIT_MAIN_S  # the main rank may be waiting for this one
+        raise
+    finally:
+        with stop.deferred():  # what the launcher sends to the ranks of a failed one must not cut this short
+            held.give_back()
+            await_main(held.world, "ended", timeout_s=timeout_s)
+
+
+def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
+    """What the logs of a run lack whose last step, `step`, is saved; nothing of a run that never logged."""
+    lacking = []
+    metrics_path = run_dir / metrics_file.FILE_NAME
+    rows = metrics_file.read_metrics(metrics_path) if owes_validation and metrics_path.exists() else []
+    if owes_validation and not any(row["step"] == step and row["kind"] == "val" for row in rows):
+        lacking.append("its last validation was put off")
+    if events_file.last_exit_code(run_dir / events_file.FILE_NAME) not in (None, EXIT_DONE):
+        lacking.append("its log has no end")
+    return lacking
