@@ -115,13 +115,14 @@ def build_toy_model(world: World, source: packed_lm.ModelSource, *, is_packed: b
 
 
 class Recorder:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps the rows of training and validation."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
 
     def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
-        self.rows.append((step, dict(data)))
+        if kind is None:
+            self.rows.append((step, dict(data)))
 
     def column(self, key: str) -> list[float]:
         return [data[key] for _, data in self.rows if key in data]

@@ -189,7 +189,7 @@ class Tracer(Recorder):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
-        super().log(data, step)
+        super().log(data, step, kind)
         if "train/loss" not in data:
             return
         line = {

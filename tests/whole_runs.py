@@ -1,4 +1,4 @@
-"""Whole runs of the real command on forked ranks: what `run_sft.sh` does, without the seconds that importing torch takes.
+"""Whole runs of the real command on forked ranks: what `run_sft.sh` does, without the time to import torch.
 
 The ranks are children of a server that has imported torch once. What torchrun's agent does, this file does: a rank that
 leaves with another code than 0 ends the others.
@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -144,16 +143,9 @@ def _rank(
     leave(main(list(words)))
 
 
-def run(num_ranks: int, *words: str, log: Path, timeout_s: float = 60.0) -> tuple[int | None, str]:
-    """(exit code, output) of an undisturbed start."""
-    with started(num_ranks, *words, log=log) as attempt:
+def run(
+    num_ranks: int, *words: str, log: Path, before: Callable[[], None] | None = None, timeout_s: float = 90.0
+) -> tuple[int | None, str]:
+    """(exit code, output) of one start."""
+    with started(num_ranks, *words, log=log, before=before) as attempt:
         return attempt.wait(timeout_s), attempt.output
-
-
-if __name__ == "__main__":
-    root = Path(sys.argv[1])
-    base = (*tiny_model(root), "trainer.total_training_steps=10", "trainer.test_freq=3", "trainer.save_freq=4")
-    for number in range(4):
-        began = time.monotonic()
-        found = run(2 - number % 2, *base, f"trainer.default_local_dir={root}/run{number}", log=root / f"log{number}")
-        print(found[1] if number == 0 else "", found[0], time.monotonic() - began)

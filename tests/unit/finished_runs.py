@@ -62,7 +62,7 @@ def write_run(run_dir: Path) -> Path:
     metrics = MetricsFile(run_dir / FILE_NAME)
     for step in range(1, STEPS + 1):
         metrics.append(Row.of(row(step), step))
-    metrics.append(Row.of({"val/loss": float(torch.rand(()))}, STEPS))
+    metrics.append(Row.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS))
     metrics.close()
     with process_group():
         states = [rank_state(rank) for rank in range(WORLD_SIZE)]

@@ -296,7 +296,7 @@ def test_the_launcher_gets_the_recipe_and_what_this_command_changes() -> None:
 
 
 def test_the_verdict_names_the_causes_of_the_device() -> None:
-    control = Comparison("straight", "control", 12, 4, 0.5, tuple(f"step {step}: x" for step in range(3, 11)))
+    control = Comparison("straight", "control", 12, 4, 1, 0.5, tuple(f"step {step}: x" for step in range(3, 11)))
     for is_on_gpu, word in ((True, "CUBLAS_WORKSPACE_CONFIG"), (False, "On CPU")):
         code, lines = report(control, [], is_on_gpu=is_on_gpu)
         assert code == 1 and word in lines[-2] and lines[-1].endswith("two straight runs differ, first at step 3: x")

@@ -265,6 +265,7 @@ def test_full_queue_or_stalled_call_drops_the_backend(caplog: pytest.LogCaptureF
     release = threading.Event()
     backend = FakeBackend(log=release.wait)
     sink = ThreadSink(backend, name="hung", close_timeout_s=20.0, **limits)
+    sink.open()
     sink.send("log", Row(0, "train", 0.0, {}))
     while ("log", {}, 0) not in backend.calls:
         time.sleep(0.01)

@@ -1,9 +1,10 @@
-"""Are two finished runs of the same length and number of ranks equal, bit for bit? Reads files only (floor 5)."""
+"""Are two finished runs of the same length and number of ranks equal in all they left? Reads files only (floor 5)."""
 
+import csv
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import layout
+from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.shards import CorruptShardError, read_torch
+from trainer.tracking import events_file, histories
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
 LOADER = "loader"
 """In `data.pt`: the loader's own counters, which begin anew with every start. The position stands beside it."""
+TIMED = "seconds"
+"""The column of the histories that no two runs share."""
 UNREADABLE = ""
 DIGEST_LENGTH = 16
 NO_DIGEST = "none"
@@ -44,38 +49,44 @@ class Pair:
 class Comparison:
     """Of the runs called `left` and `right`.
 
-    `max_difference` is over all numbers compared, infinite where there is no number on one side. `differences` has a
-    line for each value or tensor that is not the same in every bit, by step first, then in the final checkpoint.
+    `num_validations`: those in both. `max_difference` is over all numbers compared, infinite where there is no number
+    on one side. `differences` has a line for each value or tensor that is not the same in every bit: by step, in the final
+    checkpoint, in what else there is.
     """
 
     left: str
     right: str
     num_steps: int
     num_tensors: int
+    num_validations: int
     max_difference: float
     differences: tuple[str, ...]
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
-    """Of each step the newest attempt; of the checkpoint of the last one the parameters, optimizer and position.
+    """Of each step and validation the newest attempt; the parameters, optimizer and position after the last step; and
+    what a user finds in the directory: histories, report, checkpoints, pointer, how the run ended, what is left over.
 
     `left` and `right` are run directories; they are named by their last part.
     """
-    num_steps = len(train_rows(left).keys() & train_rows(right).keys())
+    num_steps = len(_rows(left, "train").keys() & _rows(right, "train").keys())
+    num_validations = len(_rows(left, "val").keys() & _rows(right, "val").keys())
     num_tensors, max_difference, differences = 0, 0.0, []
-    for pair in itertools.chain(_pairs_of_steps(left, right, steps), _pairs_of_checkpoints(left, right, steps)):
+    pairs = _pairs_of_steps(left, right, steps), _pairs_of_checkpoints(left, right, steps), _pairs_of_ends(left, right)
+    for pair in itertools.chain(*pairs):
         is_equal, gap, text = _judge(pair, left.name, right.name)
         num_tensors += isinstance(pair.left, Tensor) and isinstance(pair.right, Tensor)
         max_difference = max(max_difference, gap)
         if not is_equal:
             differences.append(f"{pair.place}: {text}")
-    return Comparison(left.name, right.name, num_steps, num_tensors, max_difference, tuple(differences))
+    counts = {"num_steps": num_steps, "num_tensors": num_tensors, "num_validations": num_validations}
+    return Comparison(left.name, right.name, **counts, max_difference=max_difference, differences=tuple(differences))
 
 
-def train_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
     """{step: its row}, the newest attempt of each step; empty before the first."""
     path = run_dir / FILE_NAME
-    return {row["step"]: row for row in read_metrics(path) if row["kind"] == "train"} if path.exists() else {}
+    return {row["step"]: row for row in read_metrics(path) if row["kind"] == kind} if path.exists() else {}
 
 
 def digest_of_parameters(run_dir: Path, *, steps: int) -> str:
@@ -95,7 +106,7 @@ def digest_of_parameters(run_dir: Path, *, steps: int) -> str:
 
 
 def _pairs_of_steps(left: Path, right: Path, steps: int) -> Iterator[Pair]:
-    left_rows, right_rows = train_rows(left), train_rows(right)
+    left_rows, right_rows = _rows(left, "train"), _rows(right, "train")
     for step in sorted({*range(1, steps + 1), *left_rows, *right_rows}):
         if step not in left_rows or step not in right_rows:
             there = ["logged" if step in rows else MISSING for rows in (left_rows, right_rows)]
@@ -104,6 +115,33 @@ def _pairs_of_steps(left: Path, right: Path, steps: int) -> Iterator[Pair]:
         for key in KEYS:
             values = [rows[step].get(key, MISSING) for rows in (left_rows, right_rows)]
             yield Pair(f"step {step}, {key}", *values)
+
+
+def _pairs_of_ends(left: Path, right: Path) -> Iterator[Pair]:
+    left_rows, right_rows = _rows(left, "val"), _rows(right, "val")
+    for step in sorted({**left_rows, **right_rows}):
+        values = [rows[step].get("val/loss", MISSING) if step in rows else MISSING for rows in (left_rows, right_rows)]
+        yield Pair(f"validation of step {step}, val/loss", *values)
+    for name in histories.FILE_NAMES.values():
+        yield Pair(name, *(_history(run_dir / name) for run_dir in (left, right)))
+    for place, look in _ENDS.items():
+        yield Pair(place, look(left), look(right))
+
+
+def _history(path: Path) -> Any:
+    """Its lines, but for times; None without the file."""
+    if not path.exists():
+        return None
+    with path.open(newline="") as file:
+        return [{name: cell for name, cell in line.items() if name != TIMED} for line in csv.DictReader(file)]
+
+
+_ENDS: dict[str, Callable[[Path], Any]] = {
+    "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
+    "what the directory holds": lambda run_dir: ", ".join(sorted(path.name for path in run_dir.iterdir())),
+    "exit code in its log": lambda run_dir: events_file.last_exit_code(run_dir / events_file.FILE_NAME),
+    "lock given back": is_given_back,
+}
 
 
 def _pairs_of_checkpoints(left: Path, right: Path, steps: int) -> Iterator[Pair]:

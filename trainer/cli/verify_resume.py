@@ -2,8 +2,9 @@
 
 A recipe is trained for a few steps three times: straight, straight again as the control (if these two differ, training
 is not deterministic here, and resume is not to blame), and once killed at random moments and started again until it is
-complete. Then every step and the whole final state are compared bit for bit. Exit codes: 0 equal, 1 different or not
-judged, 2 wrong usage, 73 cannot write, 130 interrupted; that of the run when a run fails.
+complete. Then every step, every validation, the whole final state and what else a run leaves are compared bit for bit.
+Exit codes: 0 equal, 1 different or not judged, 2 wrong usage, 73 cannot write, 130 interrupted; that of the run when a
+run fails.
 """
 
 import argparse
@@ -59,6 +60,10 @@ class Plan:
     @property
     def save_freq(self) -> int:
         return max(1, self.steps // 4)
+
+    @property
+    def test_freq(self) -> int:
+        return max(2, self.steps // 3)
 
 
 def main(argv: list[str]) -> int:
@@ -178,7 +183,7 @@ def _announcement(plan: Plan, work: Path) -> str:
     return (
         f"three runs of {plan.steps} steps, ranks: {plan.num_ranks}: straight, the same again as the control, and one "
         f"that is killed and resumed; --kills {plan.kills} --seed {plan.seed}\n"
-        f"other than in the recipe: save_freq={plan.save_freq}, max_ckpt_to_keep=1, validation only at the end, no "
+        f"other than in the recipe: save_freq={plan.save_freq}, test_freq={plan.test_freq}, max_ckpt_to_keep=1, no "
         f"trackers, no max_time\n"
         f"logs and checkpoints: {work}"
     )
@@ -188,7 +193,8 @@ def report(comparison: "Comparison", kills: Sequence[Kill], *, is_on_gpu: bool) 
     """Exit code and lines: the evidence, and last the verdict. Without kills it is about the control."""
     lines = [
         f"compared {comparison.right} with {comparison.left}: {comparison.num_steps} steps, {comparison.num_tensors} "
-        f"tensors of parameters and optimizer, position in the data; largest difference {comparison.max_difference:g}"
+        f"tensors of parameters and optimizer, position in the data, {comparison.num_validations} validations, what "
+        f"else the directories hold; largest difference {comparison.max_difference:g}"
     ]
     lines += [f"  kill {number} {kill}" for number, kill in enumerate(kills, start=1)]
     found = [f"kill {number} {kill}" for number, kill in enumerate(kills, start=1) if kill.has_lost_checkpoint]
@@ -219,7 +225,7 @@ def launcher_words(plan: Plan, run_dir: Path) -> tuple[str, ...]:
         "trainer.default_local_dir": "'" + str(run_dir).replace("'", "\\'") + "'",
         "trainer.total_training_steps": plan.steps,
         "trainer.save_freq": plan.save_freq,
-        "trainer.test_freq": -1,
+        "trainer.test_freq": plan.test_freq,
         "trainer.max_ckpt_to_keep": 1,  # the least space, and a resume has nothing older to fall back on
         "trainer.max_time": "null",
         "trainer.logger": "[console]",
