@@ -24,7 +24,15 @@ from trainer.runtime.distributed import free_port
 # the server imports before it is told the parent's sys.path
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["toy_runs", "trainer.build.run", "transformers.models.qwen2.modeling_qwen2"])
+_context.set_forkserver_preload(
+    [
+        "toy_runs",
+        "trainer.build.run",
+        "trainer.report.page",
+        "trainer.report.readers",
+        "transformers.models.qwen2.modeling_qwen2",
+    ]
+)
 AGENT_PATIENCE_S = 30.0
 POLL_S = 0.002
 

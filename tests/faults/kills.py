@@ -1,17 +1,20 @@
 """Kill and preempt real training runs at random moments, as often as asked, and prove each time that nothing is lost.
 
-`python tests/faults/kills.py --kills 1000 --seed 1` writes benchmarks/results/kills.json. A trial is fixed by its seed
-up to the moment within the run, which is the machine's. Ranks are real processes with the project's own parts (gloo,
-toy model); what the launcher does when a rank is lost, this file does. A strike that meets no living rank is repeated.
+`python tests/faults/kills.py --kills 200 --preemptions 100 --seed 1` writes benchmarks/results/kills.json. A trial is
+fixed by its seed up to the moment within the run, which is the machine's. Each start is the real command with all its
+parts (loader workers in half of them, validation, trackers, report) on a small model; `tests/whole_runs.py` stands for
+the launcher. A run is struck until a start of it is left in peace and ends. It must then have left all that an
+undisturbed run leaves: losses, validations, final state, histories, report, checkpoints, pointer, end and lock.
+A strike that meets no living rank is repeated.
 """
 
 import argparse
 import collections
 import json
-import logging
 import os
 import platform
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -23,73 +26,72 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from ranks import run_ranks, started_ranks
-from toy import write_model_config
-from toy_runs import Recipe, read_trace, run
+import whole_runs
+from whole_runs import Attempt, tiny_model
 
 from trainer.checkpoint import layout
+from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.runtime.distributed import World
-from trainer.runtime.signals import StopRequest
+from trainer.cli.compare_runs import KEYS, compare_runs
+from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
+from trainer.tracking import events_file
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kills.json"
-ACKS = "acks.txt"
-WORLD_SIZES = (2, 2, 2, 2, 2, 1, 3, 4)
-TOTAL_STEPS = 20
+WORLD_SIZES = (1, 2, 2, 2, 3)
+RECIPES = ((1, 1), (2, 2), (3, 2))
+"""Steps between saves, checkpoints kept."""
+TOTAL_STEPS = 10
+BASE = (f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.test_freq=3", "trainer.hang_timeout_s=120")
 GONE_WITHIN_S = 30.0
+ENDED_WITHIN_S = 120.0
 NOT_STRUCK = "over before the strike"
-
-
-class Acks(logging.Handler):
-    """Remembers on disk which checkpoints were announced as saved, before anybody can be killed again."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__()
-        self._file = os.open(run_dir / ACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("saved "):
-            step = layout.parse_step(Path(str(record.args[0])).name)  # type: ignore[index]
-            os.write(self._file, f"{step}\n".encode())
-
-
-def train(world: World, run_dir: Path, source: Any, recipe: Recipe) -> int:
-    """One rank of one start of the run; its exit code."""
-    logger = logging.getLogger("trainer.checkpoint.manager")
-    logger.setLevel(logging.INFO)
-    if world.is_main:
-        logger.addHandler(Acks(run_dir))
-    stop = StopRequest()
-    stop.install()
-    return run(world, run_dir, source, recipe, stop=stop).exit_code
+COMPARED = {"train": KEYS, "val": ("val/loss",)}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done to one start of a run: strike `after` a share of an undisturbed run's time, or in the next save."""
+    """What is done to one start of a run: strike a while after a step, or within the next save, or at the run's end."""
 
     seed: int
-    world_size: int
-    recipe: Recipe
     how: str
+    where: str
     victims: tuple[int, ...]
-    after: float
-    in_save_after_s: float | None
+    steps: float
+    after_s: float
+    words: tuple[str, ...]
 
     @classmethod
     def draw(cls, seed: int, world_size: int, how: str) -> "Trial":
         rng = random.Random(seed)
-        recipe = Recipe(
-            total_steps=TOTAL_STEPS,
-            save_freq=rng.choice((1, 2, 3)),
-            keep=rng.choice((1, 2, 3)),
-            async_save=rng.random() < 0.6,
-            has_trace=True,
-        )
+        where = rng.choice(("after a step", "after a step", "in a save", "at the end"))
+        after_s = rng.uniform(0.0, {"after a step": 0.3, "in a save": 0.06, "at the end": 1.0}[where])
         everyone = tuple(range(world_size))
-        victims = everyone if rng.random() < 0.3 else (rng.randrange(world_size),)
-        in_save_after_s = rng.uniform(0.0, 0.06) if rng.random() < 0.5 else None
-        return cls(seed, world_size, recipe, how, victims, rng.uniform(0.0, 0.9), in_save_after_s)
+        victims = everyone if how == "preempt" or rng.random() < 0.3 else (rng.randrange(world_size),)
+        is_async = str(rng.random() < 0.6).lower()
+        words = (f"data.num_workers={rng.randrange(2)}", f"trainer.checkpoint.async_save={is_async}")
+        return cls(seed, how, where, victims, rng.random(), after_s, words)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run under way; `straight` is what an undisturbed one left."""
+
+    run_dir: Path
+    world_size: int
+    words: tuple[str, ...]
+    straight: Path
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir.with_suffix(".log")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of every attempt, also those that no longer count; the last line may be torn by a kill."""
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def last_step(self) -> int:
+        return max((row["step"] for row in self.rows() if row["kind"] == "train"), default=0)
 
 
 class Campaign:
@@ -97,117 +99,132 @@ class Campaign:
 
     def __init__(self, root: Path, *, seed: int) -> None:
         self._root, self._seed = root, seed
-        model_dir = root / "model"
-        model_dir.mkdir()
-        self._source = write_model_config(model_dir, vocab_size=163, intermediate_size=97)
-        self._straight: dict[int, dict[int, str]] = {}
-        self._duration_s: dict[int, float] = {}
+        self._base = (*tiny_model(root), *BASE)
+        self._straight: dict[tuple[int, int, int], Path] = {}
         self._num_runs = 0
-        self._current: tuple[Path, int] | None = None
+        self._current: Run | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         self.faults: list[str] = []
 
     def run_trial(self, number: int, how: str) -> bool:
         """Start the current run, disturb it, and check what it left. Findings go to `faults`; whether it was struck."""
-        run_dir, world_size = self._current or self._new_run(number)
-        self._current = (run_dir, world_size)
-        trial = Trial.draw(self._seed * 1_000_000 + number, world_size, how)
-        before = len(read_trace(run_dir))
-        moment = self._disturb(trial, run_dir)
+        current = self._current = self._current or self._new_run(number)
+        trial = Trial.draw(self._seed * 1_000_000 + number, current.world_size, how)
+        moment, code = self._disturb(trial, current)
         self.counts[f"{how}: {moment}"] += 1
-        for fault in self._check(trial, run_dir, before, moment):
-            self.faults.append(f"trial {number} ({trial.how}, seed {trial.seed}, {run_dir.name}): {fault}")
-        chosen = layout.select(run_dir).chosen
-        if chosen is not None and chosen.step >= TOTAL_STEPS:
+        found = self._check(current, code, trial.how if moment != NOT_STRUCK else "")
+        if code == EXIT_DONE:
+            found += compare_runs(current.straight, current.run_dir, steps=TOTAL_STEPS).differences
             self._current = None
             self.counts["runs completed"] += 1
+        self.faults += [f"trial {number} ({trial}, {moment}, {current.run_dir.name}): {fault}" for fault in found]
         return moment != NOT_STRUCK
 
-    def _new_run(self, number: int) -> tuple[Path, int]:
-        world_size = random.Random(self._seed * 7919 + number).choice(WORLD_SIZES)
-        if world_size not in self._straight:
-            for name in (f"warmup{world_size}", f"straight{world_size}"):
-                started = time.monotonic()
-                straight = self._root / name
-                straight.mkdir()
-                run_ranks(train, world_size, straight, self._source, Recipe(total_steps=TOTAL_STEPS, has_trace=True))
-            self._duration_s[world_size] = time.monotonic() - started
-            self._straight[world_size] = {row["step"]: json.dumps(row) for row in read_trace(straight)}
+    def _new_run(self, number: int) -> Run:
+        rng = random.Random(self._seed * 7919 + number)
+        world_size, (save_freq, keep) = rng.choice(WORLD_SIZES), rng.choice(RECIPES)
+        words = (*self._base, f"trainer.save_freq={save_freq}", f"trainer.max_ckpt_to_keep={keep}")
+        key = (world_size, save_freq, keep)
+        if key not in self._straight:
+            self._straight[key] = self._root / f"straight_{world_size}_{save_freq}_{keep}"
+            straight = Run(self._straight[key], world_size, words, self._straight[key])
+            code, output = whole_runs.run(world_size, *_words(straight), log=straight.log, timeout_s=ENDED_WITHIN_S)
+            assert code == EXIT_DONE, output
         self._num_runs += 1
-        run_dir = self._root / f"run{self._num_runs}"
-        run_dir.mkdir()
-        return run_dir, world_size
+        return Run(self._root / f"run{self._num_runs}", world_size, words, self._straight[key])
 
-    def _disturb(self, trial: Trial, run_dir: Path) -> str:
-        """Start all ranks, strike, and wait until they are gone; where the strike fell."""
+    def _disturb(self, trial: Trial, current: Run) -> tuple[str, int | None]:
+        """Start all ranks, strike, and wait until they are gone: where the strike fell, and the exit code."""
         number = signal.SIGKILL if trial.how == "kill" else signal.SIGTERM
-        with started_ranks(train, trial.world_size, run_dir, self._source, trial.recipe) as ranks:
-            processes = [process for process, _ in ranks]
-            deadline = time.monotonic() + trial.after * self._duration_s[trial.world_size]
+        begun_at = layout.read_pointer(current.run_dir).step or 0
+        due_step = (
+            TOTAL_STEPS if trial.where == "at the end" else begun_at + 1 + int(trial.steps * (TOTAL_STEPS - begun_at))
+        )
+        with whole_runs.started(current.world_size, *_words(current), *trial.words, log=current.log) as attempt:
             is_due = False
-            while not is_due and any(process.is_alive() for process in processes):
-                time.sleep(0.002)
-                is_due = time.monotonic() >= deadline
-                if is_due and trial.in_save_after_s is not None and self._moment(run_dir) == "elsewhere":
-                    is_due = False
-            time.sleep(trial.in_save_after_s or 0.0)
-            moment = self._moment(run_dir)
-            if not all(processes[victim].is_alive() for victim in trial.victims):
-                return NOT_STRUCK
-            for victim in trial.victims:
-                if processes[victim].pid is not None and processes[victim].is_alive():
-                    os.kill(processes[victim].pid, number)  # type: ignore[arg-type]
-            return moment if _are_gone(processes, random.Random(trial.seed + 1).uniform(0.0, 0.3)) else "hung"
+            while not is_due and not attempt.is_over():
+                time.sleep(0.005)
+                is_due = f"step {due_step}/" in attempt.output or begun_at >= TOTAL_STEPS
+            while trial.where == "in a save" and _moment(current.run_dir) == "elsewhere" and not attempt.is_over():
+                time.sleep(0.001)
+            time.sleep(trial.after_s)
+            moment = _moment(current.run_dir) if trial.where != "at the end" else trial.where
+            if not all(attempt.ranks[victim].is_alive() for victim in trial.victims):
+                return NOT_STRUCK, attempt.wait(ENDED_WITHIN_S)
+            attempt.send(number, *trial.victims)
+            attempt.was_signalled = trial.how == "preempt"
+            patience_s = random.Random(trial.seed + 1).uniform(0.0, 0.3) if trial.how == "kill" else None
+            return moment, _gone(attempt, patience_s)
 
-    def _moment(self, run_dir: Path) -> str:
-        names = os.listdir(run_dir)
-        if any(name.startswith(layout.STAGING_PREFIX) and "probe" not in name for name in names):
-            return "while saving"
-        if any(name.startswith(layout.TRASH_PREFIX) for name in names):
-            return "while rotating"
-        return "elsewhere"
-
-    def _check(self, trial: Trial, run_dir: Path, before: int, moment: str) -> list[str]:
-        trace, found = read_trace(run_dir), []
-        for row in trace[before:]:
-            if json.dumps(row) != self._straight[trial.world_size][row["step"]]:
-                found.append(f"step {row['step']} diverged: {row}")
-        acked = [int(line) for line in (run_dir / ACKS).read_text().split()] if (run_dir / ACKS).exists() else []
+    def _check(self, current: Run, code: int | None, how: str) -> list[str]:
+        """What is wrong with what a start left, which was struck by `how`, or not."""
+        run_dir = current.run_dir
+        if code is None:
+            return [f"not gone {GONE_WITHIN_S:.0f} s after the strike"]
+        found = list(_different_rows(current))
+        saved = [int(step) for step in re.findall(r"saved \S+/global_step_(\d+)\b", current.log.read_text())]
         try:
-            selection = layout.select(run_dir)
+            chosen = layout.select(run_dir).chosen
         except Exception as error:
             return [*found, f"selection failed: {error}"]
         for info in layout.checkpoints(run_dir):
             if info.manifest is None or verify_files(info.path, info.manifest):
                 found.append(f"{info.path.name} is not whole: {info.status} {info.reason}")
-        step = selection.chosen.step if selection.chosen else 0
-        if step < max(acked, default=0):
-            found.append(f"step {max(acked)} was announced as saved, {step} would be continued")
-        is_preempted = trial.how == "preempt" and moment != NOT_STRUCK and len(trace) > before
-        if is_preempted and trace[-1]["step"] - step > 1:
-            found.append(f"preempted after step {trace[-1]['step']}, {step} would be continued")
-        if moment == "hung":
-            found.append(f"not gone {GONE_WITHIN_S:.0f} s after the signal")
+        step = chosen.step if chosen else 0
+        if step < max(saved, default=0):
+            found.append(f"step {max(saved)} was announced as saved, {step} would be continued")
+        if how == "kill":
+            return found
+        if code not in ((EXIT_DONE, EXIT_RESUMABLE) if how else (EXIT_DONE,)):
+            found.append(f"exit code {code}: {current.log.read_text()[-2000:]}")
+        if "nothing was saved" in current.log.read_text():  # before the first step there is nothing to save
+            return found
+        if current.last_step() - step > 1:
+            found.append(f"preempted after step {current.last_step()}, {step} would be continued")
+        if not is_given_back(run_dir) or events_file.last_exit_code(run_dir / events_file.FILE_NAME) != code:
+            found.append(f"exit code {code}, but its log says otherwise or its lock is not given back")
         return found
 
 
-def _are_gone(processes: list[Any], patience_s: float) -> bool:
-    """As the launcher does: when a rank is lost the others are killed, a moment later; no rank lost, it waits."""
-    gone_by = time.monotonic() + GONE_WITHIN_S
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):
-            time.sleep(patience_s)
-            return True
-        if time.monotonic() > gone_by:
-            return False
-        time.sleep(0.002)
-    return True
+def _words(current: Run) -> tuple[str, ...]:
+    return (*current.words, f"trainer.default_local_dir={current.run_dir}")
+
+
+def _different_rows(current: Run) -> list[str]:
+    """Rows of any attempt that are not those of the undisturbed run, bit by bit."""
+    straight = Run(current.straight, current.world_size, (), current.straight)
+    expected = {(row["kind"], row["step"]): row for row in straight.rows()}
+    found = []
+    for row in current.rows():
+        other = expected.get((row["kind"], row["step"]), {})
+        for key in COMPARED.get(row["kind"], ()):
+            if row.get(key) != other.get(key):
+                found.append(f"step {row['step']} diverged: {key} {row.get(key)} instead of {other.get(key)}")
+    return found
+
+
+def _moment(run_dir: Path) -> str:
+    names = os.listdir(run_dir) if run_dir.exists() else []
+    if any(name.startswith(layout.STAGING_PREFIX) and "probe" not in name for name in names):
+        return "while saving"
+    if any(name.startswith(layout.TRASH_PREFIX) for name in names):
+        return "while rotating"
+    return "elsewhere"
+
+
+def _gone(attempt: Attempt, patience_s: float | None) -> int | None:
+    """The exit code. When a rank was killed the others are killed `patience_s` later, as the launcher does."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    if patience_s is not None:
+        time.sleep(patience_s)
+        attempt.send(signal.SIGKILL)
+    return attempt.wait(max(0.0, deadline - time.monotonic()))
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--preemptions", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--preemptions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)

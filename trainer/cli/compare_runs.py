@@ -50,8 +50,8 @@ class Comparison:
     """Of the runs called `left` and `right`.
 
     `num_validations`: those in both. `max_difference` is over all numbers compared, infinite where there is no number
-    on one side. `differences` has a line for each value or tensor that is not the same in every bit: by step, in the final
-    checkpoint, in what else there is.
+    on one side. `differences` has a line for each value or tensor that is not the same in every bit: by step, in the
+    final checkpoint, in what else there is.
     """
 
     left: str
@@ -138,7 +138,10 @@ def _history(path: Path) -> Any:
 
 _ENDS: dict[str, Callable[[Path], Any]] = {
     "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
-    "what the directory holds": lambda run_dir: ", ".join(sorted(path.name for path in run_dir.iterdir())),
+    "checkpoints kept": lambda run_dir: sum(info.status == "committed" for info in layout.checkpoints(run_dir)),
+    "what else the directory holds": lambda run_dir: ", ".join(
+        sorted(path.name for path in run_dir.iterdir() if layout.parse_step(path.name) is None)
+    ),
     "exit code in its log": lambda run_dir: events_file.last_exit_code(run_dir / events_file.FILE_NAME),
     "lock given back": is_given_back,
 }
