@@ -1,20 +1,30 @@
-"""The short form of kills.py: 60 kills and 10 preemptions at random moments of real runs; nothing lost or changed."""
+"""The short form of kills.py: kills and preemptions at random moments of real runs; nothing lost, changed or left."""
 
 import os
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kills import TOTAL_STEPS, Campaign, Trial
+from kills import TOTAL_STEPS, Campaign, Run
 
 from trainer.checkpoint import layout
+from trainer.checkpoint.lock import LOCK
+from trainer.cli.compare_runs import compare_runs
+from trainer.protocols import EXIT_DONE
 
 SEED = int(os.environ.get("KILLS_SEED", "7"))
+NUM_KILLS, NUM_PREEMPTIONS = 8, 4
 
 
-def test_nothing_is_lost_by_kills_and_preemptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = Campaign(tmp_path, seed=SEED)
-    plan = ["kill"] * 60 + ["preempt"] * 10
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED)
+
+
+def test_nothing_is_lost_by_kills_and_preemptions(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["kill"] * NUM_KILLS + ["preempt"] * NUM_PREEMPTIONS
     random.Random(SEED).shuffle(plan)
     number = 0
     for how in plan:
@@ -23,26 +33,58 @@ def test_nothing_is_lost_by_kills_and_preemptions(tmp_path: Path, capsys: pytest
         assert campaign.faults == [], f"seed {SEED}"
     with capsys.disabled():
         print(f"\nseed {SEED}: {dict(sorted(campaign.counts.items()))}")
-    struck = [name for name in campaign.counts if "while saving" in name or "elsewhere" in name]
-    assert len(struck) >= 3, "strikes fell into saves and elsewhere"
 
 
-@pytest.mark.parametrize("fault", ["diverged", "lost", "damaged"])
-def test_the_campaign_can_tell(tmp_path: Path, fault: str) -> None:
+def diverge(run_dir: Path) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"train/loss":8', '"train/loss":9', 1))
+
+
+def lose_validation(run_dir: Path) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if not ('"kind":"val"' in line and '"step":3,' in line)))
+
+
+def damage(run_dir: Path) -> None:
+    data = run_dir / layout.step_dir_name(TOTAL_STEPS) / layout.DATA
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+
+
+def shorten_history(run_dir: Path) -> None:
+    history = run_dir / "training_history.csv"
+    history.write_text(history.read_text().splitlines(keepends=True)[0])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "diverged": (diverge, "diverged: train/loss"),
+    "lost": (lambda run_dir: (run_dir / layout.step_dir_name(TOTAL_STEPS)).rename(run_dir / ".trash_x"), "announced"),
+    "damaged": (damage, "is not whole"),
+    "validation lost": (lose_validation, "validation of step 3, val/loss"),
+    "history ends early": (shorten_history, "training_history.csv"),
+    "pointer older": (lambda run_dir: (run_dir / layout.POINTER).write_text("3"), "step to continue from"),
+    "no report": (lambda run_dir: (run_dir / "report.html").unlink(), "what else the directory holds"),
+    "left over": (lambda run_dir: (run_dir / ".staging_x").mkdir(), "what else the directory holds"),
+    "no end": (lambda run_dir: (run_dir / "events.jsonl").write_text(""), "exit code in its log"),
+    "lock left": (lambda run_dir: (run_dir / LOCK).write_text("{}"), "lock given back"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_campaign_can_tell(campaign: Campaign, tmp_path: Path, fault: str) -> None:
     """A finished run with one thing wrong each: the checks of a trial name it."""
-    campaign = Campaign(tmp_path, seed=SEED)
-    _, world_size = campaign._new_run(1)
-    straight = tmp_path / f"straight{world_size}"
-    trial = Trial.draw(1, world_size, "kill")
-    assert campaign._check(trial, straight, 0, "elsewhere") == []
-    newest = straight / layout.step_dir_name(TOTAL_STEPS)
-    if fault == "diverged":
-        trace = straight / "trace.jsonl"
-        trace.write_text(trace.read_text().replace('"step": 3, "loss": "0x1', '"step": 3, "loss": "0x3'))
-    elif fault == "lost":
-        newest.rename(straight / ".trash_x")
-    else:
-        (newest / "data.pt").write_bytes((newest / "data.pt").read_bytes()[:-1] + b"?")
-    found = campaign._check(trial, straight, 0, "elsewhere")
-    named = {"diverged": "step 3 diverged", "lost": f"step {TOTAL_STEPS} was announced", "damaged": "is not whole"}
-    assert len(found) == 1 and named[fault] in found[0]
+    fresh = campaign._new_run(1)
+    run_dir = tmp_path / fresh.straight.name
+    shutil.copytree(fresh.straight, run_dir)
+    current = Run(run_dir, fresh.world_size, fresh.words, fresh.straight)
+    log = fresh.straight.with_suffix(".log").read_text().replace(str(fresh.straight), str(run_dir))
+    current.log.write_text(log)
+
+    def found() -> list[str]:
+        differences = compare_runs(current.straight, run_dir, steps=TOTAL_STEPS).differences
+        return [*campaign._check(current, EXIT_DONE, ""), *differences]
+
+    assert found() == []
+    harm, named = FAULTS[fault]
+    harm(run_dir)
+    assert any(named in text for text in found()), found()

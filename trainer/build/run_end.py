@@ -10,7 +10,7 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.protocols import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
 from trainer.runtime.distributed import World, await_main
-from trainer.runtime.exit_codes import explain
+from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.tracking import Tracking, events_file, metrics_file
 
@@ -52,14 +52,21 @@ def giving_back(held: Held, stop: StopRequest, *, timeout_s: float) -> Iterator[
     try:
         yield
     except Exception as error:
-        is_killed = bool(lost_ranks())  # another rank; the launcher takes that for a crash, whatever the others say
-        held.exit_code = reported_exit_code() or (EXIT_CRASH if is_killed else explain(error, stop)[0])
-        timeout_s = 0.0 if held.exit_code == EXIT_CRASH else AWAIT_MAIN_S  # the main rank may be waiting for this one
+        held.exit_code = reported_exit_code() or _code_of(error, stop)
+        # the main rank may be waiting for this one
+        timeout_s = AWAIT_MAIN_S if isinstance(error, tuple(DOCUMENTED)) else 0.0
         raise
     finally:
         with stop.deferred():  # what the launcher sends to the ranks of a failed one must not cut this short
             held.give_back()
             await_main(held.world, "ended", timeout_s=timeout_s)
+
+
+def _code_of(error: Exception, stop: StopRequest) -> int:
+    """As the launcher tells: a rank that was killed is a crash, although torchrun then stops the others."""
+    if not isinstance(error, tuple(DOCUMENTED)) and lost_ranks():
+        return EXIT_CRASH
+    return explain(error, stop)[0]
 
 
 def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
