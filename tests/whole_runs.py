@@ -77,6 +77,11 @@ class Attempt:
             if self.ranks[rank].is_alive():
                 os.kill(self.ranks[rank].pid, number)  # type: ignore[arg-type]
 
+    @property
+    def can_be_signalled(self) -> bool:
+        """Whether every rank has registered, which is when the launcher sends signals to them."""
+        return len(list(self.status_dir.glob("rank_*.pid"))) == len(self.ranks)
+
     def is_over(self) -> bool:
         """Whether all ranks are gone; does the agent's part meanwhile."""
         alive = [process for process in self.ranks if process.is_alive()]

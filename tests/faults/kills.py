@@ -145,6 +145,7 @@ class Campaign:
             while not is_due and not attempt.is_over():
                 time.sleep(0.005)
                 is_due = f"step {due_step}/" in attempt.output or begun_at >= TOTAL_STEPS
+                is_due &= attempt.can_be_signalled
             while trial.where == "in a save" and _moment(current.run_dir) == "elsewhere" and not attempt.is_over():
                 time.sleep(0.001)
             time.sleep(trial.after_s)

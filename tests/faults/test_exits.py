@@ -127,6 +127,12 @@ ENDINGS: dict[str, tuple[tuple[str, ...], Callable[[], None], Callable[[Path], N
     "three in a row, in the way of training": (("trainer.save_freq=1", SYNC), FULL_DISK, None, 75),
     "three in a row, behind training": (("trainer.save_freq=1", *SLOW[:1]), FULL_DISK, None, 75),
     "save on SIGTERM": ((*SLOW, SYNC), FULL_DISK, leave_it, 73),
+    "save on SIGTERM after one that failed behind training": (
+        (*SLOW, "trainer.save_freq=2"),
+        functools.partial(refuse, errno.ENOSPC, kind="write", name=".staging_global_step_2."),
+        leave_it,
+        75,
+    ),
     "run directory deleted": (SLOW, impatient, shutil.rmtree, 73),
     "run directory renamed": (SLOW, impatient, rename_away, 73),
 }

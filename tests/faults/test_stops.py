@@ -55,6 +55,20 @@ def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
     SFTTrainer.training_step = training_step  # type: ignore[method-assign]
 
 
+def expire_in_step(step: int) -> None:
+    """In this process: `trainer.max_time` is over within the step."""
+    from trainer.sft_trainer import SFTTrainer
+
+    whole = SFTTrainer.training_step
+
+    def training_step(self: SFTTrainer, batch: Any) -> Any:
+        if batch.step + 1 == step:
+            self.stop._ends_at = 0.0
+        return whole(self, batch)
+
+    SFTTrainer.training_step = training_step  # type: ignore[method-assign]
+
+
 def stop_in_validation(count: int) -> None:
     """In this process: the signal comes within its `count`-th validation."""
     from trainer.monitor.validation import Validation
@@ -72,6 +86,7 @@ def stop_in_validation(count: int) -> None:
 
 SCENARIOS: dict[str, list[Callable[[], None]]] = {
     "in a step with a validation": [functools.partial(stop_in_step, 4)],
+    "by max_time in a step with a validation": [functools.partial(expire_in_step, 4)],
     "in the last step": [functools.partial(stop_in_step, 8)],
     "in a validation": [functools.partial(stop_in_validation, 1)],
     "in the last validation": [functools.partial(stop_in_validation, 2)],
