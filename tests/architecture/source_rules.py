@@ -234,31 +234,49 @@ CUDA_METHODS = ("synchronize", "elapsed_time", "pin_memory")
 DEVICE_CHOICES = ("torch.cuda.set_device", "torch.accelerator.set_device_index")
 
 
+@dataclass(frozen=True)
+class Function:
+    module: str
+    node: Any
+    is_method: bool
+
+    def may_be(self, mention: ast.AST) -> bool:
+        """Whether a name or an attribute may stand for this: `x.f` for a method of any class, or for a function of
+        module x; `f` for a function.
+        """
+        if isinstance(mention, ast.Attribute):
+            is_own = self.module.rpartition(".")[2] == _leaf(mention.value)
+            return mention.attr == self.node.name and (self.is_method or is_own)
+        return isinstance(mention, ast.Name) and mention.id == self.node.name and not self.is_method
+
+
 def threads_without_device(sources: Sources) -> list[str]:
     """Threads that come to use CUDA before they chose a device: each begins on device 0, whatever its process uses.
 
-    Calls are followed by name into the files that a file imports, so one name may stand for several functions. A choice
-    counts at the head of the function that uses CUDA, or of one on the way to it.
+    What a function calls or hands on is followed by name into the files that are imported, so one name may stand for
+    several functions: better a choice too many. It counts at the head of the function that uses CUDA, or of one on the
+    way to it.
     """
     trees = {module: ast.parse(source) for module, source in sources.items()}
     found = []
     for module, tree in trees.items():
         for target in _thread_targets(tree):
-            near = [(owner, node) for owner in _imported(module, sources) for node in _functions(trees[owner])]
-            own = [(owner, node) for owner, node in near if owner == module and node.name == _leaf(target)]
-            begin: list[tuple[str, Any]] = own or [(module, target)]
-            if any(_first_use_of_cuda(node) == "choice" for _, node in begin):
-                continue
+            near = [function for owner in _imported(module, sources) for function in _functions(owner, trees[owner])]
+            own = [function for function in near if function.module == module and function.may_be(target)]
+            begin = own or [Function(module, target, is_method=False)]
             found += [
-                f"{module}:{target.lineno}: this thread runs {owner}:{node.lineno}, which uses CUDA without set_device"
-                for owner, node in _reached(begin, near)
-                if _first_use_of_cuda(node) == "use"
+                f"{module}:{target.lineno}: this thread runs {late.module}:{late.node.lineno}, which uses CUDA "
+                f"without set_device"
+                for late in _reached(begin, near)
+                if _first_use_of_cuda(late.node) == "use"
             ]
     return found
 
 
-def _functions(tree: ast.AST) -> list[Any]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+def _functions(module: str, tree: ast.AST) -> list[Function]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    methods = {id(node) for owner in ast.walk(tree) if isinstance(owner, ast.ClassDef) for node in owner.body}
+    return [Function(module, node, id(node) in methods) for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def _imported(module: str, sources: Sources) -> set[str]:
@@ -277,27 +295,30 @@ def _thread_targets(tree: ast.AST) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        called = _leaf(node.func)
+        called, given = _leaf(node.func), []
         if called == "Thread":
-            yield from (keyword.value for keyword in node.keywords if keyword.arg == "target")
-            yield from node.args[1:2]
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "target"] + node.args[1:2]
         elif called == "Timer":
-            yield from node.args[1:2]
+            given = node.args[1:2]
         elif called in ("submit", "map") and isinstance(node.func, ast.Attribute):
-            yield from node.args[:1]
+            given = node.args[:1]
+        for target in given:
+            is_partial = isinstance(target, ast.Call) and _leaf(target.func) == "partial"
+            yield target.args[0] if is_partial else target
 
 
-def _reached(begin: list[tuple[str, Any]], near: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    found: dict[int, tuple[str, Any]] = {}
+def _reached(begin: list[Function], near: list[Function]) -> list[Function]:
+    found: dict[int, Function] = {}
     waiting = list(begin)
     while waiting:
-        owner, node = waiting.pop()
-        if id(node) not in found:
-            found[id(node)] = owner, node
-            if _first_use_of_cuda(node) == "choice":
+        function = waiting.pop()
+        if id(function.node) not in found:
+            found[id(function.node)] = function
+            if _first_use_of_cuda(function.node) == "choice":
                 continue  # what it calls finds the device chosen
-            called = {_leaf(inner.func) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
-            waiting += [function for function in near if function[1].name in called]
+            calls = [node for node in ast.walk(function.node) if isinstance(node, ast.Call)]
+            mentions = [mention for call in calls for mention in (call.func, *call.args)]
+            waiting += [other for other in near if any(other.may_be(mention) for mention in mentions)]
     return list(found.values())
 
 
@@ -314,7 +335,5 @@ def _first_use_of_cuda(node: ast.AST) -> str | None:
 
 
 def _leaf(node: ast.AST) -> str:
-    """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`; of `partial(wait, 3)` too."""
-    if isinstance(node, ast.Call) and _leaf(node.func) == "partial" and node.args:
-        return _leaf(node.args[0])
+    """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -224,3 +224,8 @@ def test_a_thread_that_uses_cuda_on_device_0_is_caught(start: str, use: str) -> 
         assert rules.threads_without_device({**late, "trainer.a": manager.format(first=chosen)}) == []
     assert rules.threads_without_device({**late, "trainer.b": buffers.replace(use, f"{chosen}{use}")}) == []
     assert rules.threads_without_device({**late, "trainer.b": buffers.replace(use, "print(torch.cuda)")}) == []
+    handed_on = {**late, "trainer.a": manager.format(first="together(self._write)\n        ").replace(".wait()", "")}
+    writes = f"{buffers}    def _write(self):\n        self.wait()\n"
+    assert len(rules.threads_without_device({**handed_on, "trainer.b": writes})) == 1, "a function that is handed on"
+    function = f"def wait():\n    {use}\n"
+    assert rules.threads_without_device({**late, "trainer.b": function}) == [], "no method of anything"

@@ -12,6 +12,7 @@ import torch
 from toy import START
 
 from trainer.checkpoint import snapshot as module
+from trainer.checkpoint.manager import _Pending
 from trainer.checkpoint.snapshot import ALIGNMENT_BYTES, HostBuffers, Snapshot
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 3)
@@ -107,10 +108,9 @@ def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) 
     """On device 0, where a thread begins, waiting would open a context of half a GiB for each of the other ranks."""
     buffers = HostBuffers(CARD)
     buffers.copy(state())
-    thread = threading.Thread(target=buffers.wait_until_ready, name="writer")
-    thread.start()
-    thread.join()
-    assert cuda.waits == [("writer", CARD)]
+    save: Any = SimpleNamespace(run=lambda: 7)
+    assert _Pending(1, save, buffers, CARD).join() == 7
+    assert cuda.waits == [("checkpoint", CARD)]
 
 
 @pytest.mark.parametrize("device", [CPU, CARD])

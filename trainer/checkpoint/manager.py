@@ -150,7 +150,7 @@ class CheckpointManager:
             snapshot = buffers.copy(snapshot)
         save = Save(self._settings, snapshot, number=self._num_saves, timeout_s=float(self._config.save_timeout_s))
         if buffers is not None:
-            self._pending = _Pending(step, save, buffers)
+            self._pending = _Pending(step, save, buffers, self._world.device)
         else:
             outcome = _outcome(save)
             self._note(step, outcome, stall_s=time.perf_counter() - started, total_s=None)
@@ -299,8 +299,8 @@ class CheckpointManager:
 class _Pending:
     """A save that goes on behind training, in a thread of its own."""
 
-    def __init__(self, step: int, save: Save, buffers: HostBuffers) -> None:
-        self.step, self._save, self._buffers = step, save, buffers
+    def __init__(self, step: int, save: Save, buffers: HostBuffers, device: torch.device) -> None:
+        self.step, self._save, self._buffers, self._device = step, save, buffers, device
         self._started, self.duration_s = time.perf_counter(), 0.0
         self._outcome: int | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -319,6 +319,8 @@ class _Pending:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread stands on device 0, and would open a context there
         self._buffers.wait_until_ready()
         self._outcome = _outcome(self._save)
         self.duration_s = time.perf_counter() - self._started

@@ -76,7 +76,6 @@ class HostBuffers:
     def wait_until_ready(self) -> None:
         """Block the calling thread, not the device, until the last copy is complete."""
         if self._ready is not None:
-            torch.cuda.set_device(self._device)  # a new thread stands on device 0, and would open a context there
             self._ready.synchronize()
 
     def _allocate(self, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
