@@ -31,6 +31,7 @@ def test_left_out_reasoning_and_unread_keys_are_named(
         total_steps=1,
         tokenizer=fixtures.make_tokenizer(),
         lr="",
+        device="CPU",
     )
     plan, *others = caplog.messages
     assert ("; the template leaves out the reasoning of 2 assistant turns; " in plan) == reasoning
