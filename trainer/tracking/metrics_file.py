@@ -4,9 +4,9 @@ One flat JSON object a line: `step`, `attempt`, `kind`, `ts` (Unix seconds), the
 value is null, and `nonfinite` maps its key to "nan", "inf" or "-inf". Kinds are "train", "val", "end" (what became
 known after the last step) and what else is logged ("system", "epoch"), and two markers without metrics: "start",
 written by every attempt before its first row, and "rollback", written inside an attempt. Rows are appended and never
-rewritten. A marker of step s says that the run goes on from finished step s: rows of later steps before it no longer count. Of what
-counts, the last row of each (kind, step) does, and of several without a marker between them the last value of each
-metric.
+rewritten. A marker of step s says that the run goes on from finished step s: rows of later steps before it no longer
+count. Of what counts, the last row of each (kind, step) does, and of several without a marker between them the last
+value of each metric.
 """
 
 import json
