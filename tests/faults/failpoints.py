@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from faults.kills import ACKS, train
+from faults.announced import ACKS, train
 from faults.save_points import Point, Survey, Watch, plain, thinned
 from ranks import run_ranks, started_ranks
 from toy import write_model_config

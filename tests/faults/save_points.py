@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from faults.kills import ACKS
+from faults.announced import ACKS
 from toy_runs import TRACE
 
 from trainer.checkpoint import fsio, layout

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults.announced import ACKS
 from faults.failpoints import Matrix, Scene
-from faults.kills import ACKS
 from faults.save_points import Point, thinned
 from toy_runs import TRACE
 
