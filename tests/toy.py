@@ -86,6 +86,7 @@ def model_config(**changes: Any) -> ModelConfig:
         "enable_gradient_checkpointing": False,
         "compile": False,
         "attention": "auto",
+        "loss": "cross_entropy",
         "fsdp_config": fsdp,
     }
     return ModelConfig(**{**settings, **changes})

@@ -15,6 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.build.choices import require_known_parts
 from trainer.cli.__main__ import listing
 from trainer.config import (
     Config,
@@ -68,7 +69,9 @@ def load_config(words: list[str]) -> Config:
         raise ConfigError(f"cannot read '{error.override}': quote its value, key='\"value\"'") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_plain(error)) from error
-    return parse_config(tree)
+    config = parse_config(tree)
+    require_known_parts(config)
+    return config
 
 
 def _several_values(word: str | None) -> ConfigError:

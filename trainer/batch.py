@@ -5,6 +5,7 @@ Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervise
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +58,17 @@ class PackedBatch:
             cu_seqlens_D1=fn(self.cu_seqlens_D1),
             supervised_S=fn(self.supervised_S),
         )
+
+
+class LossOutput(NamedTuple):
+    """What a model says of a micro-batch; a tuple, because FSDP looks for the tensors in it that carry gradients."""
+
+    loss_sum: Tensor
+    """Sum of `losses_S`, float64 scalar: what is differentiated."""
+    losses_S: Tensor
+    """Loss of each supervised position, float32, without gradient."""
+    hits_S: Tensor | None = None
+    """Whether the label was the likeliest token; only of a forward pass without gradients: it costs a pass more."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.batch import PackedBatch, StepBatch
+from trainer.batch import LossOutput, PackedBatch, StepBatch
 from trainer.detection import Limits
 from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, Decision, LoopState
 from trainer.runtime import seeding
@@ -93,7 +93,7 @@ class Meter(Protocol):
 
 class Validation(Protocol):
     def begin_batch(self) -> None: ...
-    def add(self, micro_batch: PackedBatch, losses_S: Tensor, hits_S: Tensor) -> None: ...
+    def add(self, micro_batch: PackedBatch, output: LossOutput) -> None: ...
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool: ...
     def row(self, *, train_loss: float) -> dict[str, float]: ...
 
@@ -301,13 +301,13 @@ class SFTTrainer:
         for micro_batch in batch.micro_batches:
             inputs = micro_batch.to(parts.world.device)
             clock.mark("h2d")
-            micro_loss_sum = parts.model(inputs)
+            output: LossOutput = parts.model(inputs)
             clock.mark("forward")
-            (micro_loss_sum / batch.num_loss_tokens).backward()
+            (output.loss_sum / batch.num_loss_tokens).backward()
             clock.mark("backward")
-            loss_sum += micro_loss_sum.detach()
-            num_nonfinite += ~micro_loss_sum.detach().isfinite()
-            losses.append(parts.model.losses_S)  # type: ignore[arg-type]
+            loss_sum += output.loss_sum.detach()
+            num_nonfinite += ~output.loss_sum.detach().isfinite()
+            losses.append(output.losses_S)
             self.heartbeat.beat()
         return loss_sum, num_nonfinite, losses
 
@@ -339,8 +339,7 @@ class SFTTrainer:
             validation.begin_batch()
             for micro_batch in batch.micro_batches:
                 inputs = micro_batch.to(parts.world.device)
-                parts.model(inputs)
-                validation.add(inputs, parts.model.losses_S, parts.model.hits_S)  # type: ignore[arg-type]
+                validation.add(inputs, parts.model(inputs))
                 self.heartbeat.beat()
             self._is_stopping = validation.end_batch(batch, is_stopping=self.stop.is_set)
             if self._is_stopping:

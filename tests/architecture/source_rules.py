@@ -30,7 +30,7 @@ def place_of(module: str) -> Place:
     if len(parts) == 1:
         return Place(0, "trainer")
     head = parts[1]
-    floors = {"config": 0, "protocols": 0, "catalogue": 0, "batch": 1, "runtime": 1, "detection": 1}
+    floors = {"config": 0, "protocols": 0, "catalogue": 0, "batch": 1, "losses": 1, "runtime": 1, "detection": 1}
     floors |= {"sft_trainer": 3, "build": 4}
     if head in floors:
         return Place(floors[head], head)
@@ -59,11 +59,17 @@ def imports_of(module: str, source: str, known: Iterable[str]) -> list[Import]:
     """
     known = set(known)
     tree = ast.parse(source)
-    top_level = {id(inner) for node in tree.body if not isinstance(node, _SCOPES) for inner in ast.walk(node)}
+    at_start = [node for node in tree.body if not isinstance(node, _SCOPES) and not _is_for_types(node)]
+    top_level = {id(inner) for node in at_start for inner in ast.walk(node)}
     found = []
     for node in ast.walk(tree):
         found += [Import(t, node.lineno, id(node) in top_level) for t in _targets(node, module, known)]
     return found
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    """`if TYPE_CHECKING:` never runs."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

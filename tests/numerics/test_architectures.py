@@ -164,7 +164,7 @@ def run_one(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     model.train()
     loss = torch.zeros((), dtype=torch.float64)
     for batch in micro_batches(world, is_packed=model.is_packed):
-        part = model(batch) / int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
+        part = model(batch).loss_sum / int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
         part.backward()
         loss += part.detach()
     torch.distributed.all_reduce(loss)

@@ -4,6 +4,7 @@ Shape suffixes: S supervised positions, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.losses import LOSSES
 from trainer.model import head as head_module
-from trainer.model.head import LossHead
+from trainer.model.head import LossHead, train
+
+Formula = Callable[[Tensor, Tensor], Tensor]
 
 H, V = 24, 61
 SCALE = 0.37
@@ -28,13 +32,27 @@ def inputs(num_positions: int, *, has_bias: bool, dtype: torch.dtype) -> tuple[L
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     hidden_SH = torch.randn(num_positions, H, generator=generator, dtype=dtype).requires_grad_()
     labels_S = torch.randint(0, V, (num_positions,), generator=generator)
-    return LossHead.from_linear(linear.to(dtype)), hidden_SH, labels_S
+    return LossHead.from_linear(linear.to(dtype), LOSSES["cross_entropy"]), hidden_SH, labels_S
 
 
-def reference(head: LossHead, hidden_SH: Tensor, labels_S: Tensor) -> tuple[Tensor, list[Tensor]]:
+def weighted_by_probability(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
+    """DFT as its paper has it: the probability of each label, detached, times its cross-entropy; summed."""
+    losses_S = F.cross_entropy(logits_SV, labels_S, reduction="none")
+    probabilities_S = torch.softmax(logits_SV, dim=-1)[torch.arange(len(labels_S)), labels_S]
+    return (probabilities_S.detach() * losses_S).sum()
+
+
+LOSS_TOLERANCE = {"cross_entropy": 1e-7, "dft": 5e-7}
+"""float32 rounds a probability by as much as its logarithm is large."""
+FORMULAS = {"cross_entropy": partial(F.cross_entropy, reduction="sum"), "dft": weighted_by_probability}
+
+
+def reference(
+    head: LossHead, hidden_SH: Tensor, labels_S: Tensor, formula: Formula = FORMULAS["cross_entropy"]
+) -> tuple[Tensor, list[Tensor]]:
     """(summed loss, gradients of SCALE * loss for hidden, weight and bias) from full logits in float64."""
     leaves = [t.detach().double().requires_grad_() for t in (hidden_SH, *head.parameters())]
-    loss = F.cross_entropy(F.linear(*leaves), labels_S, reduction="sum")
+    loss = formula(F.linear(*leaves), labels_S)
     return loss, list(torch.autograd.grad(SCALE * loss, leaves))
 
 
@@ -45,28 +63,56 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 1000])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients_equal_full_logits(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, has_bias: bool
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, has_bias: bool, name: str
 ) -> None:
     monkeypatch.setattr(head_module, "CHUNK_TOKENS", chunk_tokens)
     head, hidden_SH, labels_S = inputs(20, has_bias=has_bias, dtype=torch.float32)
-    loss = head(hidden_SH, labels_S)
+    head.loss = LOSSES[name]
+    output = head(hidden_SH, labels_S)
+    loss = output.loss_sum
     (SCALE * loss).backward()
-    expected, gradients = reference(head, hidden_SH, labels_S)
+    expected, gradients = reference(head, hidden_SH, labels_S, FORMULAS[name])
     assert loss.dtype == torch.float64
-    assert relative(loss.detach(), expected.detach()) < 1e-7
+    assert relative(loss.detach(), expected.detach()) < LOSS_TOLERANCE[name]
     ours = [t.grad for t in (hidden_SH, *head.parameters())]
     assert len(ours) == len(gradients) == 2 + has_bias
     for gradient, theirs in zip(ours, gradients, strict=True):
         assert gradient is not None and relative(gradient, theirs) < 1e-6
+    assert output.losses_S.sum(dtype=torch.float64).item() == loss.item()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_measured_without_gradients_is_cross_entropy_whatever_is_trained(name: str) -> None:
+    head, hidden_SH, labels_S = inputs(20, has_bias=True, dtype=torch.float32)
+    head.loss = LOSSES[name]
     with torch.no_grad():
-        assert head(hidden_SH, labels_S).item() == pytest.approx(loss.item(), rel=1e-12)
+        output = head(hidden_SH, labels_S)
+        logits_SV = F.linear(hidden_SH, head.weight, head.bias).double()
+    expected = F.cross_entropy(logits_SV, labels_S, reduction="sum")
+    assert output.loss_sum.item() == pytest.approx(expected.item(), rel=1e-7)
+    assert output.hits_S is not None and torch.equal(output.hits_S, logits_SV.argmax(dim=-1) == labels_S)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_whole_logits_get_the_same_loss_and_gradient(name: str) -> None:
+    """The path of models that transform what the head gives."""
+    _, _, labels_S = inputs(20, has_bias=False, dtype=torch.float32)
+    logits_SV = torch.randn(20, V, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    output = train(logits_SV, labels_S, LOSSES[name])
+    (SCALE * output.loss_sum).backward()
+    leaf_SV = logits_SV.detach().double().requires_grad_()
+    expected = FORMULAS[name](leaf_SV, labels_S)
+    (gradient,) = torch.autograd.grad(SCALE * expected, leaf_SV)
+    assert relative(output.loss_sum.detach(), expected.detach()) < LOSS_TOLERANCE[name]
+    assert logits_SV.grad is not None and relative(logits_SV.grad, gradient) < 1e-6
 
 
 def test_bfloat16_differs_by_its_rounding_alone() -> None:
     """8 bits of mantissa: each logit is off by up to 2**-9 of itself, the sums average that out."""
     head, hidden_SH, labels_S = inputs(200, has_bias=True, dtype=torch.bfloat16)
-    loss = head(hidden_SH, labels_S)
+    loss = head(hidden_SH, labels_S).loss_sum
     (SCALE * loss).backward()
     expected, gradients = reference(head, hidden_SH, labels_S)
     assert relative(loss.detach(), expected.detach()) < 1e-3
@@ -79,20 +125,20 @@ def test_weight_gradient_sums_its_chunks_in_float32(monkeypatch: pytest.MonkeyPa
     """A thousand chunks added up in bfloat16 would lose whole percents."""
     monkeypatch.setattr(head_module, "CHUNK_TOKENS", 2)
     head, hidden_SH, labels_S = inputs(2000, has_bias=False, dtype=torch.bfloat16)
-    head(hidden_SH, labels_S).mul(SCALE).backward()
+    head(hidden_SH, labels_S).loss_sum.mul(SCALE).backward()
     _, gradients = reference(head, hidden_SH, labels_S)
     assert head.weight.grad is not None and relative(head.weight.grad, gradients[1]) < 1e-2
 
 
 def test_no_supervised_position_gives_zero_and_zero_gradients() -> None:
     head, hidden_SH, labels_S = inputs(0, has_bias=True, dtype=torch.float32)
-    loss = head(hidden_SH, labels_S)
+    loss = head(hidden_SH, labels_S).loss_sum
     loss.backward()
     assert loss.item() == 0.0 and loss.dtype == torch.float64
     for parameter in head.parameters():
         assert parameter.grad is not None and not parameter.grad.any()
     with torch.no_grad():
-        assert head(hidden_SH, labels_S).item() == 0.0
+        assert head(hidden_SH, labels_S).loss_sum.item() == 0.0
 
 
 def test_without_labels_it_is_the_linear_layer() -> None:
@@ -103,10 +149,10 @@ def test_without_labels_it_is_the_linear_layer() -> None:
 def test_tied_weight_stays_tied_and_sums_both_gradients() -> None:
     embedding, linear = nn.Embedding(V, H), nn.Linear(H, V, bias=False)
     linear.weight = embedding.weight
-    head = LossHead.from_linear(linear)
+    head = LossHead.from_linear(linear, LOSSES["cross_entropy"])
     assert head.weight is embedding.weight
     ids = torch.arange(6)
-    head(embedding(ids), ids + 1).backward()
+    head(embedding(ids), ids + 1).loss_sum.backward()
     tied = embedding.weight.detach().double().requires_grad_()
     F.cross_entropy(tied[ids] @ tied.T, ids + 1, reduction="sum").backward()
     assert embedding.weight.grad is not None and tied.grad is not None
@@ -134,7 +180,7 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch, is_training: b
     num_positions = 200
     head, hidden_SH, labels_S = inputs(num_positions, has_bias=False, dtype=torch.float32)
     with _LargestOutput() as largest, torch.set_grad_enabled(is_training):
-        loss = head(hidden_SH, labels_S)
+        loss = head(hidden_SH, labels_S).loss_sum
         if is_training:
             loss.backward()
     biggest_needed = max(8 * V, num_positions * H, V * H)

@@ -24,7 +24,7 @@ SHAPES += [[20, 21, 22, 23, 19, 18, 17, 16, 15]]
 
 
 def loss_and_gradients(model: Any, members: list[int]) -> tuple[float, list[torch.Tensor]]:
-    loss = model(pack(SAMPLES, members))
+    loss = model(pack(SAMPLES, members)).loss_sum
     loss.backward()
     grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
     model.zero_grad()
@@ -121,7 +121,7 @@ def backward_costs(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(pack(ToySamples(), [0, 1, 2, 3]))
+        loss = model(pack(ToySamples(), [0, 1, 2, 3])).loss_sum
     with Calls(*(getattr(torch.ops.aten, name).default for name in names)) as products:
         loss.backward()
     return sum(kept.values()), products.count
@@ -141,7 +141,7 @@ def gathers_of_a_step(world: Any, source: Any) -> tuple[int, int]:
     model = build_toy_model(world, source, reshard_after_forward=True)
     model.train()
     with Calls(torch.ops.c10d._allgather_base_.default) as gathers:
-        loss = model(pack(ToySamples(), [0]))
+        loss = model(pack(ToySamples(), [0])).loss_sum
         num_forward = gathers.count
         loss.backward()
     return num_forward, gathers.count - num_forward

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from trainer.batch import LossOutput
 from trainer.catalogue import lookup
 from trainer.data.loader import RankPlan, build_step, pack
 from trainer.data.plan import Limits
@@ -58,7 +59,7 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
         validation.begin_batch()
         for micro_batch in batch.micro_batches:
             losses = loss_of(micro_batch)
-            validation.add(micro_batch, losses, losses > 2.505)
+            validation.add(micro_batch, LossOutput(losses.sum(), losses, losses > 2.505))
         assert not validation.end_batch(batch, is_stopping=False)
     return validation.row(train_loss=1.0)
 

@@ -162,7 +162,7 @@ def run_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batches: 
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()
     for batch in batches:
-        loss_sum: Tensor = model(batch)
+        loss_sum: Tensor = model(batch).loss_sum
         (loss_sum / len(batches)).backward()
         del loss_sum
     total_norm = clip.local_square_sum(parameters).sqrt()

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Collection
 from typing import Any
 
 from trainer.config.schema import (
@@ -45,7 +46,8 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _one_of(dotted: str, value: bool | str, allowed: tuple[str, ...]) -> None:
+def one_of(dotted: str, value: bool | str, allowed: Collection[str]) -> None:
+    """Raises `ConfigError` naming what is allowed and what is near."""
     value = str(value).lower() if isinstance(value, bool) else value
     if value not in allowed:
         close = difflib.get_close_matches(value, allowed, n=1)
@@ -70,9 +72,9 @@ def _at_most(group: str, section: Any, limit: int, why: str, *names: str) -> Non
 
 
 def _check_data(data: DataConfig) -> None:
-    _one_of("data.truncation", data.truncation, ("error", "left", "right", "drop"))
-    _one_of("data.special_in_content", data.special_in_content, ("error", "text", "parse"))
-    _one_of("data.on_bad_row", data.on_bad_row, ("error", "skip"))
+    one_of("data.truncation", data.truncation, ("error", "left", "right", "drop"))
+    one_of("data.special_in_content", data.special_in_content, ("error", "text", "parse"))
+    one_of("data.on_bad_row", data.on_bad_row, ("error", "skip"))
     _at_least_1("data", data, "train_batch_size", "max_length")
     _at_least_1("data", data, "micro_batch_size_per_gpu", "max_token_len_per_gpu", other=None, meaning="null")
     _at_least_1("data", data, "train_max_samples", "val_max_samples", other=-1, meaning="-1 (all)")
@@ -94,11 +96,11 @@ def _check_data(data: DataConfig) -> None:
 
 def _check_model(model: ModelConfig) -> None:
     fsdp = model.fsdp_config
-    _one_of("model.attention", model.attention, (AUTO, "packed", "per_document"))
-    _one_of("model.enable_gradient_checkpointing", model.enable_gradient_checkpointing, ("true", "false", SELECTIVE))
-    _one_of("model.fsdp_config.reshard_after_forward", fsdp.reshard_after_forward, ("true", "false", AUTO))
-    _one_of("model.fsdp_config.param_dtype", fsdp.param_dtype, (AUTO, *DTYPES[:2]))
-    _one_of("model.fsdp_config.reduce_dtype", fsdp.reduce_dtype, DTYPES[:2])
+    one_of("model.attention", model.attention, (AUTO, "packed", "per_document"))
+    one_of("model.enable_gradient_checkpointing", model.enable_gradient_checkpointing, ("true", "false", SELECTIVE))
+    one_of("model.fsdp_config.reshard_after_forward", fsdp.reshard_after_forward, ("true", "false", AUTO))
+    one_of("model.fsdp_config.param_dtype", fsdp.param_dtype, (AUTO, *DTYPES[:2]))
+    one_of("model.fsdp_config.reduce_dtype", fsdp.reduce_dtype, DTYPES[:2])
     _at_least_1("model.fsdp_config", fsdp, "fsdp_size", other=-1, meaning="-1 (all ranks)")
     _require(
         not (model.compile and model.enable_gradient_checkpointing == SELECTIVE),
@@ -108,7 +110,7 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_optim(optim: OptimConfig) -> None:
-    _one_of("optim.lr_scheduler", optim.lr_scheduler, ("cosine", "linear", "constant", "wsd"))
+    one_of("optim.lr_scheduler", optim.lr_scheduler, ("cosine", "linear", "constant", "wsd"))
     _require(optim.lr is None or 0 < optim.lr < 1, f"'optim.lr' must be in (0, 1), got {optim.lr}")
     _require(
         len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas), "'optim.betas' must be two numbers in [0, 1)"
@@ -122,8 +124,8 @@ def _check_optim(optim: OptimConfig) -> None:
 
 
 def _check_trainer(trainer: TrainerConfig) -> None:
-    _one_of("trainer.resume_mode", trainer.resume_mode, ("auto", "disable", "resume_path"))
-    _one_of("trainer.device", trainer.device, (AUTO, "cuda", "cpu"))
+    one_of("trainer.resume_mode", trainer.resume_mode, ("auto", "disable", "resume_path"))
+    one_of("trainer.device", trainer.device, (AUTO, "cuda", "cpu"))
     for name in ("project_name", "experiment_name", "default_local_dir"):
         value = getattr(trainer, name)
         _require(bool(value.strip()), f"'trainer.{name}' is empty")
@@ -132,7 +134,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             is_path or ".." not in value.split("/"), f"'trainer.{name}' must not lead out of checkpoints/: {value}"
         )
     for backend in trainer.logger:
-        _one_of("trainer.logger", backend, BACKENDS)
+        one_of("trainer.logger", backend, BACKENDS)
     _at_least_1("trainer", trainer, "save_freq", "test_freq", other=-1, meaning="-1 (only at the end)")
     _at_least_1("trainer", trainer, "total_training_steps", "max_ckpt_to_keep", other=None, meaning="null")
     _at_least_1("trainer", trainer, "total_epochs", "max_nonfinite_steps", "dist_timeout_s", "hang_timeout_s")
@@ -151,12 +153,12 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         trainer.early_stop_min_delta >= 0,
         f"'trainer.early_stop_min_delta' must not be negative, got {trainer.early_stop_min_delta}",
     )
-    _one_of("trainer.roll_detail", trainer.roll_detail, ("off", "checkpoint", "step"))
-    _one_of("trainer.guard.on_nonfinite", trainer.guard.on_nonfinite, ("stop", "rollback"))
-    _one_of("trainer.guard.on_severe", trainer.guard.on_severe, ("warn", "skip", "rollback", "stop"))
-    _one_of("trainer.guard.on_diverging", trainer.guard.on_diverging, ("warn", "rollback", "stop"))
+    one_of("trainer.roll_detail", trainer.roll_detail, ("off", "checkpoint", "step"))
+    one_of("trainer.guard.on_nonfinite", trainer.guard.on_nonfinite, ("stop", "rollback"))
+    one_of("trainer.guard.on_severe", trainer.guard.on_severe, ("warn", "skip", "rollback", "stop"))
+    one_of("trainer.guard.on_diverging", trainer.guard.on_diverging, ("warn", "rollback", "stop"))
     for name in trainer.resume_allow:
-        _one_of("trainer.resume_allow", name, RESUME_ALLOW)
+        one_of("trainer.resume_allow", name, RESUME_ALLOW)
     if trainer.max_time is not None:
         parse_duration_s(trainer.max_time)
     _check_checkpoint(trainer)
@@ -166,8 +168,8 @@ def _check_checkpoint(trainer: TrainerConfig) -> None:
     checkpoint = trainer.checkpoint
     for name in ("save_contents", "load_contents"):
         for item in getattr(checkpoint, name):
-            _one_of(f"trainer.checkpoint.{name}", item, SAVE_CONTENTS if name == "save_contents" else SAVE_CONTENTS[:3])
-    _one_of("trainer.checkpoint.export_dtype", checkpoint.export_dtype, DTYPES)
+            one_of(f"trainer.checkpoint.{name}", item, SAVE_CONTENTS if name == "save_contents" else SAVE_CONTENTS[:3])
+    one_of("trainer.checkpoint.export_dtype", checkpoint.export_dtype, DTYPES)
     _at_least_1("trainer.checkpoint", checkpoint, "save_timeout_s")
     _at_most("trainer.checkpoint", checkpoint, YEAR_S, "a year", "save_timeout_s")
     _require("model" in checkpoint.load_contents, "'trainer.checkpoint.load_contents' must contain 'model'")

@@ -56,6 +56,7 @@ class ModelConfig:
     trust_remote_code: bool
     enable_gradient_checkpointing: bool | str
     compile: bool
+    loss: str
     attention: str
     fsdp_config: FsdpConfig
 

@@ -3,83 +3,83 @@
 Shape suffixes: S supervised positions, C positions of one chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from trainer.batch import LossOutput
+from trainer.losses import Loss
+
 CHUNK_TOKENS = 1024
 """Positions per chunk: a chunk's logits in fp32 are `CHUNK_TOKENS * V * 4` bytes, 0.6 GB for V = 152k."""
 
 
 class LossHead(nn.Linear):
-    """`lm_head` under its own name and parameters; given labels it returns the summed cross-entropy instead of logits.
+    """`lm_head` under its own name and parameters; given labels it returns their loss instead of logits.
 
     Being one module call, it is one all-gather and one reduce-scatter under FSDP however many chunks it takes.
     """
 
-    loss_and_gradient: "LossAndGradient"
-    """This file's function of that name, or its compiled form: one pass over the logits instead of several."""
-    losses_S: Tensor
-    """Cross-entropy of each position of the last forward pass, float32: what there is to say about single samples."""
-    hits_S: Tensor
-    """Whether the label was the likeliest token, of the last forward pass without gradients: it costs a pass more."""
+    loss: Loss
+    """What is trained, or its compiled form: one pass over the logits instead of several."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> "LossHead":
+    def from_linear(cls, linear: nn.Linear, loss: Loss) -> "LossHead":
         """Take over the parameters of `linear` (tied ones stay tied)."""
         head = cls(1, 1, bias=False, device="meta")
         head.in_features, head.out_features = linear.in_features, linear.out_features
-        head.loss_and_gradient = loss_and_gradient
+        head.loss = loss
         head.weight = linear.weight
         if linear.bias is not None:
             head.bias = linear.bias
         return head
 
-    def forward(self, hidden_SH: Tensor, labels_S: Tensor | None = None) -> Tensor:
-        """Sum over S of -log softmax(hidden @ weight.T)[label] as a float64 scalar; logits [.., V] without labels."""
+    def forward(  # type: ignore[override]  # a linear layer gives a tensor; so does this one without labels
+        self, hidden_SH: Tensor, labels_S: Tensor | None = None
+    ) -> Tensor | LossOutput:
+        """The loss of the labels: what is trained, or without gradients the cross-entropy; logits without labels."""
         if labels_S is None:
             return super().forward(hidden_SH)
-        total: Tensor
         if torch.is_grad_enabled():
-            total, self.losses_S = _ChunkedCrossEntropy.apply(
-                hidden_SH, self.weight, self.bias, labels_S, self.loss_and_gradient
-            )
-            return total
-        losses, hits = [], []
-        for hidden_CH, labels_C in zip(hidden_SH.split(CHUNK_TOKENS), labels_S.split(CHUNK_TOKENS), strict=True):
-            log_probs_CV = _log_probs(super().forward(hidden_CH))
-            losses.append(_losses(log_probs_CV, labels_C))
-            hits.append(log_probs_CV.argmax(dim=-1) == labels_C)
-        self.losses_S, self.hits_S = torch.cat(losses), torch.cat(hits)
-        return self.losses_S.sum(dtype=torch.float64)
+            return LossOutput(*_ChunkedLoss.apply(hidden_SH, self.weight, self.bias, labels_S, self.loss))
+        chunks = zip(hidden_SH.split(CHUNK_TOKENS), labels_S.split(CHUNK_TOKENS), strict=True)
+        outputs = [measure(super(LossHead, self).forward(hidden_CH), labels_C) for hidden_CH, labels_C in chunks]
+        _, losses, hits = zip(*outputs, strict=True)
+        losses_S = torch.cat(losses)
+        return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, torch.cat(hits))
 
 
-def loss_and_gradient(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """(losses float32 [C], their sum's gradient by the logits in their dtype): softmax(logits) - onehot(label)."""
-    log_probs_CV = _log_probs(logits_CV)
-    losses_C = _losses(log_probs_CV, labels_C)
-    grad_logits_CV = log_probs_CV.exp_()
-    grad_logits_CV[torch.arange(len(labels_C), device=labels_C.device), labels_C] -= 1.0
-    return losses_C, grad_logits_CV.to(logits_CV.dtype)
+def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
+    """Cross-entropy and hits, for a model that is judged, not trained."""
+    log_probs_SV = torch.log_softmax(logits_SV.float(), dim=-1)
+    losses_S = -log_probs_SV.gather(1, labels_S[:, None])[:, 0]
+    return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, log_probs_SV.argmax(dim=-1) == labels_S)
 
 
-def _log_probs(logits_CV: Tensor) -> Tensor:
-    return torch.log_softmax(logits_CV.float(), dim=-1)
+def train(logits_SV: Tensor, labels_S: Tensor, loss: Loss) -> LossOutput:
+    """`loss` of logits that exist as a whole, with its own gradient."""
+    return LossOutput(*_LossOfLogits.apply(logits_SV, labels_S, loss))
 
 
-def _losses(log_probs_CV: Tensor, labels_C: Tensor) -> Tensor:
-    return -log_probs_CV.gather(1, labels_C[:, None])[:, 0]
+class _LossOfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+        losses_S, grad_logits_SV = loss(logits_SV, labels_S)
+        ctx.save_for_backward(grad_logits_SV)
+        ctx.mark_non_differentiable(losses_S)
+        return losses_S.sum(dtype=torch.float64), losses_S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        (grad_logits_SV,) = ctx.saved_tensors
+        return grad_logits_SV * grad_total.to(grad_logits_SV.dtype), None, None
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy whose gradients are computed chunk by chunk in the forward pass.
-
-    d loss / d logits = softmax(logits) - onehot(label); the weight's gradient is summed over chunks in fp32.
-    """
+class _ChunkedLoss(torch.autograd.Function):
+    """Summed loss whose gradients are computed chunk by chunk in the forward pass; the weight's is summed in fp32."""
 
     @staticmethod
     def forward(
@@ -88,7 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         labels_S: Tensor,
-        loss_and_gradient: LossAndGradient,
+        loss: Loss,
     ) -> tuple[Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
@@ -98,7 +98,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + CHUNK_TOKENS)
             hidden_CH, labels_C = hidden_SH[part], labels_S[part]
             logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
-            losses_S[part], grad_logits_CV = loss_and_gradient(logits_CV, labels_C)
+            losses_S[part], grad_logits_CV = loss(logits_CV, labels_C)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
             grad_hidden_SH[part] = grad_logits_CV @ weight_VH

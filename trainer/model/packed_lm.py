@@ -1,4 +1,4 @@
-"""A transformers causal LM that takes a `PackedBatch` and returns the summed cross-entropy.
+"""A transformers causal LM that takes a `PackedBatch` and returns its loss.
 
 Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabulary.
 """
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,11 +21,12 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _get_model_class
 
-from trainer.batch import PackedBatch
+from trainer.batch import LossOutput, PackedBatch
 from trainer.config import ConfigError
+from trainer.losses import LOSSES, Loss
 from trainer.model import attention, rope
 from trainer.model.attention import DocumentLengths
-from trainer.model.head import LossHead
+from trainer.model.head import LossHead, measure, train
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _LOGIT_TRANSFORMS = (
@@ -140,14 +140,16 @@ def _model_class(config: PretrainedConfig) -> type | None:
     return _get_model_class(config, mapping) if type(config) in mapping else None
 
 
-def build_on_meta(source: ModelSource, config: PretrainedConfig, *, is_packed: bool) -> PreTrainedModel:
-    """The model without weights (buffers are real), its forward replaced by `PackedBatch -> summed loss`."""
+def build_on_meta(
+    source: ModelSource, config: PretrainedConfig, *, is_packed: bool, loss: Loss = LOSSES["cross_entropy"]
+) -> PreTrainedModel:
+    """The model without weights (buffers are real), its forward replaced by `PackedBatch -> LossOutput`."""
     model: Any = _empty_model(source, config, is_packed=is_packed)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
     _find_base_model(model)
     _require_trainable(model, source)
     rope.follow_documents(model, is_packed=is_packed)
-    model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings()))
+    model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings(), loss))
     model.config.use_cache = False
     transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 0, 1, 1.0)]
     model.original_forward = model.forward
@@ -228,27 +230,20 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
     return arguments
 
 
-def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """Summed cross-entropy over the supervised positions, float64 scalar; the head sees only those positions.
-
-    Both forwards leave the loss of each position in `losses_S` and, without gradients, in `hits_S` whether the label
-    was the likeliest token.
-    """
+def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
+    """The loss of the supervised positions; the head sees only those."""
     hidden_TH = self.base_model(**forward_arguments(self, batch)).last_hidden_state[0]
     head: Any = self.get_output_embeddings()
-    loss: Tensor = head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
-    self.losses_S = head.losses_S
-    if not torch.is_grad_enabled():
-        self.hits_S = head.hits_S
-    return loss
+    output: LossOutput = head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
+    return output
 
 
-def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> Tensor:
+def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
     """The same for models that transform their logits: their own forward, asked for the supervised positions."""
     plain: Any = self.original_forward
     logits_SV = plain(**forward_arguments(self, batch), logits_to_keep=batch.supervised_S).logits[0]
-    losses_S = F.cross_entropy(logits_SV.float(), batch.labels_T[batch.supervised_S], reduction="none")
-    self.losses_S = losses_S.detach()
+    labels_S = batch.labels_T[batch.supervised_S]
     if not torch.is_grad_enabled():
-        self.hits_S = logits_SV.argmax(dim=-1) == batch.labels_T[batch.supervised_S]
-    return losses_S.sum(dtype=torch.float64)
+        return measure(logits_SV, labels_S)
+    head: Any = self.get_output_embeddings()
+    return train(logits_SV, labels_S, head.loss)

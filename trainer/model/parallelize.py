@@ -10,7 +10,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, SELECTIVE, ConfigError, ModelConfig
-from trainer.model.head import loss_and_gradient
 from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
@@ -70,7 +69,8 @@ def compile_layers(model: PreTrainedModel) -> None:
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
-    model.get_output_embeddings().loss_and_gradient = torch.compile(loss_and_gradient, dynamic=True)
+    head: Any = model.get_output_embeddings()
+    head.loss = torch.compile(head.loss, dynamic=True)
 
 
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:

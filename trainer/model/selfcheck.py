@@ -54,7 +54,7 @@ def packing_error(model: PreTrainedModel, device: torch.device, *, max_length: i
     *documents, other = documents
     expected = _reference(model, documents, device)
     batches = [_packed(documents)] if model.is_packed else [_packed([document]) for document in documents]
-    ours = sum(model(batch.to(device)).item() for batch in batches)
+    ours = sum(model(batch.to(device)).loss_sum.item() for batch in batches)
     error = abs(ours - expected) / abs(expected)
     if not model.is_packed:
         return error

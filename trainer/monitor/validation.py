@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.batch import PackedBatch, StepBatch
+from trainer.batch import LossOutput, PackedBatch, StepBatch
 from trainer.monitor.meter import perplexity
 from trainer.monitor.packet import reduce_sums
 from trainer.runtime.distributed import World
@@ -31,11 +31,12 @@ class Validation:
         """The batch is here: what passed since the last one was waiting for data."""
         self._data_s += self._lap()
 
-    def add(self, micro_batch: PackedBatch, losses_S: Tensor, hits_S: Tensor) -> None:
+    def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
         """Take loss and hit of every supervised position of this rank's micro-batch (on its device)."""
-        sums_D, counts_D = document_sums(micro_batch, losses_S)
+        sums_D, counts_D = document_sums(micro_batch, output.losses_S)
         squares = [sums_D @ sums_D, sums_D @ counts_D, counts_D @ counts_D]
-        self._local += torch.stack([sums_D.sum(), *squares, hits_S.sum().double()])
+        assert output.hits_S is not None, "validation runs without gradients"
+        self._local += torch.stack([sums_D.sum(), *squares, output.hits_S.sum().double()])
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
         """Add up over ranks; whether any of them was asked to stop. Collective."""
