@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from trainer.config import FsdpConfig, ModelConfig, OptimConfig
 from trainer.data.loader import RankPlan, TrainLoader
 from trainer.data.plan import START, Limits, Schedule
+from trainer.losses import LOSSES
 from trainer.model import flops, load, packed_lm, parallelize
 from trainer.monitor.evidence import EvidenceKeeper
 from trainer.monitor.guard import Guard, GuardSettings
@@ -17,8 +18,7 @@ from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail
 from trainer.monitor.validation import Validation
-from trainer.optim import clip
-from trainer.optim.adamw import build_adamw
+from trainer.optim import OPTIMIZERS, clip
 from trainer.optim.schedule import Schedule as LrSchedule
 from trainer.protocols import LoopState, Position
 from trainer.runtime.distributed import World
@@ -94,6 +94,7 @@ def model_config(**changes: Any) -> ModelConfig:
 
 def optim_config(**changes: Any) -> OptimConfig:
     settings = {
+        "name": "adamw",
         "lr": 3e-3,
         "betas": [0.9, 0.95],
         "eps": 1e-8,
@@ -108,8 +109,11 @@ def optim_config(**changes: Any) -> OptimConfig:
 
 
 def build_toy_model(world: World, source: packed_lm.ModelSource, *, is_packed: bool = True, **changes: Any) -> Any:
-    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=is_packed)
-    parallelize.parallelize(model, model_config(**changes), world)
+    config = model_config(**changes)
+    model = packed_lm.build_on_meta(
+        source, packed_lm.read_config(source), is_packed=is_packed, loss=LOSSES[config.loss]
+    )
+    parallelize.parallelize(model, config, world)
     load.materialize(model, world.device, buffer_device=world.device)
     load.load_weights(model, source, seed=7)
     return model
@@ -185,7 +189,7 @@ def toy_parts(
     skipped_steps: frozenset[int] = frozenset(),
     **changes: Any,
 ) -> Parts:
-    optim = optim_config()
+    optim = optim_config(name=changes.pop("optimizer_name", "adamw"))
     if not model.is_packed:
         max_samples = 1
     plan = RankPlan(world.rank, world.size, Limits(max_tokens, max_samples), flops.quadratic_cost(model))
@@ -193,7 +197,7 @@ def toy_parts(
     settings: dict[str, Any] = {
         "world": world,
         "model": model,
-        "optimizer": build_adamw(model, optim),
+        "optimizer": OPTIMIZERS[optim.name](model, optim),
         "schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
         "loop": LoopState(),
         "train_batches": TrainLoader(

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from toy import build_toy_model, optim_config
 
 from trainer.checkpoint import shards, verl
-from trainer.optim.adamw import build_adamw
+from trainer.optim import OPTIMIZERS
 from trainer.protocols import Position
 
 EXPECTED = "expected.safetensors"
@@ -114,7 +114,7 @@ def load_checkpoint(world: Any, path: Path, source: Any) -> tuple[dict[str, Tens
     assert verl.damaged_files(checkpoint) == []
     verl.require_safe(checkpoint)
     model = build_toy_model(world, source)
-    optimizer = build_adamw(model, optim_config())
+    optimizer = OPTIMIZERS["adamw"](model, optim_config())
     num_shards, names = verl.count_shards(checkpoint), [name for name, _ in model.named_parameters()]
     shards.load_model(model, path, world_size=checkpoint.world_size, num_shards=num_shards)
     parts = verl.optimizer_parts(checkpoint, num_shards=num_shards, param_names=names)

@@ -26,7 +26,7 @@ from trainer.cli.live_storage import (
 from trainer.cli.memory_plan import SAVE_COPY, MemoryPlan, heaviest_workload, plan_memory
 from trainer.cli.plan import Change, Forecast, change_series, smallest_change
 from trainer.model import attention, grouped_attention
-from trainer.optim.adamw import build_adamw
+from trainer.optim import OPTIMIZERS
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000, "head_dim": 256}
 RECOMPUTE = "model.enable_gradient_checkpointing=true"
@@ -149,7 +149,7 @@ def test_a_layer_computed_again_belongs_to_the_backward_pass(tmp_path: Path, mon
 def real_step(world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batches: int) -> dict[str, int]:
     """Bytes by category at the fullest moment of a second step on real tensors."""
     model = build_toy_model(world, source)
-    optimizer = build_adamw(model, optim_config())
+    optimizer = OPTIMIZERS["adamw"](model, optim_config())
     batches = [fake_step.full_batch(seqlens)] * num_micro_batches
     fake_step.run_step(model, optimizer, batches)
     grouped_attention._mask.cache_clear()  # so that the second step makes them, as the one that is planned

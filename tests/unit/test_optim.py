@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from toy import optim_config
 
-from trainer.optim import clip
-from trainer.optim.adamw import build_adamw
+from trainer.optim import OPTIMIZERS, clip
 from trainer.optim.schedule import Schedule
 
 KINDS = ("cosine", "linear", "constant", "wsd")
@@ -92,7 +91,7 @@ class _Layer(nn.Module):
 def test_only_matrices_decay() -> None:
     """Not by the number of dimensions alone: norms over heads and biases of fused experts have two."""
     layer = _Layer()
-    optimizer = build_adamw(layer, optim_config(weight_decay=0.3))
+    optimizer = OPTIMIZERS["adamw"](layer, optim_config(weight_decay=0.3))
     names = {parameter: name for name, parameter in layer.named_parameters()}
     decayed, plain = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
     assert decayed == {"proj.weight", "experts"}
@@ -106,7 +105,7 @@ def test_only_matrices_decay() -> None:
 def test_a_step_without_gradient_decays_matrices_alone() -> None:
     layer = nn.Linear(3, 2)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    optimizer = build_adamw(layer, optim_config(weight_decay=0.5))
+    optimizer = OPTIMIZERS["adamw"](layer, optim_config(weight_decay=0.5))
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     for parameter in layer.parameters():
@@ -128,7 +127,7 @@ def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.
         model[2].bias.requires_grad_(False)
         fully_shard(model, mesh=world.mesh)
         parameters = list(model.parameters())
-        optimizer = build_adamw(model, optim_config())
+        optimizer = OPTIMIZERS["adamw"](model, optim_config())
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.1
         generator = torch.Generator().manual_seed(1)
         for parameter, size in zip(parameters, (1e-6, 1.0, 1e6, 1.0, 1e-3, 1.0), strict=True):
@@ -168,7 +167,7 @@ def one_step(
     """A parameter of zeros after one update at rate 0.1, and the optimizer's state of it."""
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)
-    optimizer = build_adamw(layer, optim_config())
+    optimizer = OPTIMIZERS["adamw"](layer, optim_config())
     optimizer.param_groups[0]["lr"] = 0.1
     layer.weight.grad = torch.tensor([gradient])
     norm = clip.local_square_sum([layer.weight]).sqrt()
@@ -200,7 +199,7 @@ def test_update_norm_is_that_of_the_difference_an_update_makes() -> None:
     """Recomputed from the moments; weight decay acts on the weights after the update, hence the tolerance."""
     torch.manual_seed(0)
     layer = nn.Linear(7, 5)
-    optimizer = build_adamw(layer, optim_config())
+    optimizer = OPTIMIZERS["adamw"](layer, optim_config())
     for group in optimizer.param_groups:
         group["lr"] = 0.01
     for _ in range(3):

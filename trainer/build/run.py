@@ -27,8 +27,8 @@ from trainer.data.plan import Limits, Schedule
 from trainer.model import flops
 from trainer.model.assemble import build_model
 from trainer.monitor.rules import parse_rules
-from trainer.optim import clip
-from trainer.optim.adamw import build_adamw
+from trainer.optim import OPTIMIZERS, clip
+from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import Schedule as LrSchedule
 from trainer.protocols import EXIT_DONE, LoopState, Position
 from trainer.runtime import distributed
@@ -66,7 +66,7 @@ class Live:
     """The parts that change while a run goes on."""
 
     model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     train_batches: TrainLoader
     monitoring: Monitoring
     loop: LoopState
@@ -174,7 +174,7 @@ def _tracking(setup: Setup) -> Tracking:
 def _live(setup: Setup, model: PreTrainedModel, plan: RankPlan, tracking: Tracking | None) -> Live:
     return Live(
         model=model,
-        optimizer=build_adamw(model, setup.config.optim),
+        optimizer=OPTIMIZERS[setup.config.optim.name](model, setup.config.optim),
         train_batches=_train_loader(setup, plan),
         monitoring=build_monitoring(
             setup.config.trainer,

@@ -19,6 +19,7 @@ WARNED = (
     "data.max_length",
     "data.truncation",
     "model.attention",
+    "model.loss",
     "model.fsdp_config.param_dtype",
     "model.fsdp_config.reduce_dtype",
     "optim.betas",

@@ -160,6 +160,13 @@ def load_optimizer(
     """Copy the saved moments and step counts; rates and decay stay as configured now."""
     for name, parameter in model.named_parameters():
         saved = [_entry(part["state"], name, directory) for part in parts]
+        if saved[0].keys() != optimizer.state[parameter].keys():
+            raise CorruptShardError(
+                f"{directory.name} was saved by another optimizer: it has {', '.join(saved[0])} of '{name}', "
+                f"{type(optimizer).__name__} needs {', '.join(optimizer.state[parameter])}; restore optim.name, or "
+                f"start anew from the weights: another trainer.experiment_name, trainer.resume_mode=resume_path, "
+                f"trainer.resume_from_path={directory}, trainer.checkpoint.load_contents=[model]"
+            )
         for key, value in optimizer.state[parameter].items():
             _copy_slice([entry[key] for entry in saved], value, f"{name}.{key}")
 

@@ -35,8 +35,7 @@ from trainer.cli.live_storage import (
 from trainer.config import Config, ConfigError
 from trainer.model import attention, grouped_attention, load, packed_lm, parallelize
 from trainer.model.packed_lm import ModelSource, decoder_layers
-from trainer.optim import clip
-from trainer.optim.adamw import build_adamw
+from trainer.optim import OPTIMIZERS, clip
 from trainer.runtime.distributed import World
 
 FEWEST_LAYERS = 4
@@ -99,7 +98,7 @@ def measure(job: Job, num_layers: int) -> Measured:
             parallelize.parallelize(model, job.config.model, world)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 load.materialize(model, world.device, buffer_device=world.device)
-                optimizer = build_adamw(model, job.config.optim)
+                optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
                 batches = [full_batch(job.workload.seqlens)] * num_run
                 with live:
                     follow(model, optimizer, live)
@@ -157,7 +156,7 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
             module.register_forward_pre_hook(lambda unit, _: live.mark(unit.parameters(), GATHERED))
 
 
-def run_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batches: Sequence[PackedBatch]) -> None:
+def run_step(model: PreTrainedModel, optimizer: clip.Optimizer, batches: Sequence[PackedBatch]) -> None:
     """What a training step does on the device, but for the one reduction that the host waits for."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()

@@ -63,6 +63,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
+    name: str
     lr: float | None
     betas: list[float]
     eps: float

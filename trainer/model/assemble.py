@@ -60,7 +60,9 @@ def per_document_reason(config: ModelConfig, source: ModelSource, *, max_length:
 
 
 def _build(config: ModelConfig, source: ModelSource, *, world: World, seed: int, is_packed: bool) -> PreTrainedModel:
-    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=is_packed, loss=LOSSES[config.loss])
+    model = packed_lm.build_on_meta(
+        source, packed_lm.read_config(source), is_packed=is_packed, loss=LOSSES[config.loss]
+    )
     parallelize.parallelize(model, config, world)
     offload = config.fsdp_config.cpu_offload
     load.materialize(model, torch.device("cpu") if offload else world.device, buffer_device=world.device)

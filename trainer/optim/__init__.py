@@ -1,0 +1,26 @@
+"""Optimizers by name (`optim.name`); imports no torch, so that a mistyped name fails at once."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.config import OptimConfig
+    from trainer.optim.clip import Optimizer
+
+
+def adamw(model: "nn.Module", config: "OptimConfig") -> "Optimizer":
+    from trainer.optim.adamw import AdamW, trainable
+
+    return AdamW(trainable(model), config)
+
+
+def muon(model: "nn.Module", config: "OptimConfig") -> "Optimizer":
+    from trainer.optim.muon import Muon
+
+    return Muon(model, config)
+
+
+OPTIMIZERS: dict[str, Callable[["nn.Module", "OptimConfig"], "Optimizer"]] = {"adamw": adamw, "muon": muon}
+"""Each is made with all its state, which checkpoints save by parameter name; a new one is an entry here."""

@@ -1,0 +1,160 @@
+"""Muon against the definition in float64 and torch's own, on whole and on sharded matrices."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from toy import optim_config
+
+from trainer.optim import OPTIMIZERS, clip
+from trainer.optim.muon import Muon, orthogonalized
+
+LR = 0.1
+
+
+def by_definition(matrix: torch.Tensor) -> torch.Tensor:
+    """The five quintic iterations on the singular values themselves, which is what they do to the matrix."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ torch.diag(values) @ right
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (24, 5), (5, 24)])
+def test_iterations_act_on_singular_values_alone(shape: tuple[int, int]) -> None:
+    """float32 rounding, enlarged up to 500 times by the slope of the iterations at small singular values."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    assert (orthogonalized(matrix) - by_definition(matrix)).abs().max() < 5e-5
+
+
+def test_experts_are_matrices_of_their_own() -> None:
+    experts = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
+    together = orthogonalized(experts)
+    for expert, found in zip(experts, together, strict=True):
+        torch.testing.assert_close(found, orthogonalized(expert), rtol=0, atol=1e-5)
+
+
+def prepared(shape: tuple[int, int] = (7, 5), **changes: Any) -> tuple[nn.Linear, Muon]:
+    torch.manual_seed(0)
+    layer = nn.Linear(shape[1], shape[0])
+    optimizer = OPTIMIZERS["muon"](layer, optim_config(**changes))
+    assert isinstance(optimizer, Muon)
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    return layer, optimizer
+
+
+def give_gradient(layer: nn.Module, seed: int, *, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def step(layer: nn.Module, optimizer: clip.Optimizer, *, max_norm: float = 1e9, is_skipped: bool = False) -> None:
+    norm = clip.local_square_sum(list(layer.parameters())).sqrt()
+    clip.clipped_step(optimizer, total_norm=norm, is_skipped=torch.tensor(is_skipped), max_norm=max_norm)
+
+
+def test_three_steps_are_those_of_torch() -> None:
+    """torch iterates in bfloat16, whose rounding the iterations enlarge: some per cent of the way gone."""
+    layer, optimizer = prepared(weight_decay=0.2)
+    start = layer.weight.detach().clone()
+    theirs = nn.Parameter(layer.weight.detach().clone())
+    reference = torch.optim.Muon([theirs], lr=LR, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    for seed in range(3):
+        give_gradient(layer, seed)
+        assert layer.weight.grad is not None
+        theirs.grad = layer.weight.grad.clone()
+        step(layer, optimizer)
+        reference.step()
+        assert (layer.weight - theirs).norm() < 0.1 * (layer.weight - start).norm()
+
+
+def test_matrices_of_layers_are_orthogonalised_and_all_else_is_adamws() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 4)
+            self.q_norm = nn.LayerNorm((2, 4))
+            self.proj = nn.Linear(4, 3)
+            self.experts = nn.Parameter(torch.zeros(2, 3, 4))
+            self.head = nn.Linear(4, 9, bias=False)
+
+        def get_output_embeddings(self) -> nn.Linear:
+            return self.head
+
+    model = Model()
+    optimizer = OPTIMIZERS["muon"](model, optim_config())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = {names[p] for group in optimizer.param_groups if "momentum" in group for p in group["params"]}
+    assert own == {"proj.weight", "experts"}
+    assert {names[p] for group in optimizer.param_groups for p in group["params"]} == set(names.values())
+    assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in names if names[p] in own)
+    assert all("exp_avg_sq" in optimizer.state[p] for p in names if names[p] not in own)
+
+
+@pytest.mark.parametrize("scale", [1.0, float("nan"), float("inf")])
+def test_a_step_left_out_changes_nothing(scale: float) -> None:
+    layer, optimizer = prepared()
+    give_gradient(layer, 0)
+    step(layer, optimizer)
+    before = [t.clone() for t in (*layer.parameters(), *optimizer.state[layer.weight].values())]
+    give_gradient(layer, 1, scale=scale)
+    step(layer, optimizer, is_skipped=True)
+    after = [*layer.parameters(), *optimizer.state[layer.weight].values()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert optimizer.state[layer.bias]["step"] == 1
+
+
+def test_clipping_scales_what_enters_the_momentum() -> None:
+    layer, optimizer = prepared()
+    give_gradient(layer, 0)
+    gradients = torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
+    assert layer.weight.grad is not None
+    expected = layer.weight.grad * 0.05 * 0.5 / gradients.norm()
+    step(layer, optimizer, max_norm=0.5)
+    torch.testing.assert_close(optimizer.state[layer.weight]["momentum_buffer"], expected)
+
+
+def test_update_norm_is_about_that_of_the_difference() -> None:
+    """From the momentum without Nesterov's gradient, so only about: it is a size to watch."""
+    layer, optimizer = prepared()
+    for seed in range(30):
+        before = [parameter.detach().clone() for parameter in layer.parameters()]
+        give_gradient(layer, seed)
+        step(layer, optimizer)
+    pairs = zip(layer.parameters(), before, strict=True)
+    change = sum(float((new.detach() - old).double().square().sum()) for new, old in pairs)
+    assert clip.norm_squares(optimizer)[1].item() == pytest.approx(change, rel=0.1)
+
+
+def sharded(world: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+    fully_shard(model, mesh=world.mesh)
+    optimizer = OPTIMIZERS["muon"](model, optim_config())
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for parameter in model.parameters():
+            whole = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = distribute_tensor(whole, world.mesh, parameter.placements)
+        square_sum = clip.local_square_sum(list(model.parameters()))
+        torch.distributed.all_reduce(square_sum)
+        clip.clipped_step(optimizer, total_norm=square_sum.sqrt(), is_skipped=torch.tensor(False), max_norm=1.0)
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def test_shards_take_the_same_steps_as_the_whole() -> None:
+    """Rows that do not divide, and fewer rows than ranks: some ranks hold nothing of a matrix."""
+    alone = run_ranks(sharded, 1)[0]
+    for world_size in (2, 4):
+        for found, expected in zip(run_ranks(sharded, world_size)[0], alone, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)

@@ -1,0 +1,108 @@
+"""Muon: momentum made orthogonal for the matrices of the layers, AdamW for all else.
+
+Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the step size, which lets
+AdamW's learning rate serve both, from "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+
+Shape suffixes: A rows and B columns of a matrix; a leading E counts the experts that share one parameter.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.config import OptimConfig
+from trainer.optim.adamw import AdamW, is_decayed, trainable
+from trainer.optim.clip import Optimizer, local
+
+MOMENTUM = 0.95
+NUM_ITERATIONS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic whose slope at zero is largest: five iterations bring singular values to between 0.7 and 1.2."""
+UPDATE_RMS = 0.2
+"""Root mean square of AdamW's usual updates, which Muon's are given too."""
+
+
+class Muon(Optimizer):
+    """One optimizer of two kinds of groups; those without `momentum` are AdamW's."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+        parameters, ends = trainable(model), _ends(model)
+        matrices = [p for name, p in parameters if is_decayed(name, p) and id(p) not in ends]
+        own = {id(parameter) for parameter in matrices}
+        self._adamw = AdamW([(name, p) for name, p in parameters if id(p) not in own], config)
+        group = {"params": matrices, "lr": 0.0, "momentum": MOMENTUM, "weight_decay": config.weight_decay}
+        super().__init__([group], {})
+        self.param_groups = [*self.param_groups, *self._adamw.param_groups]
+        for parameter in matrices:
+            self._adamw.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+        self.state = self._adamw.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Collective: every matrix is gathered once."""
+        self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
+        self._adamw.step()
+        for group in self.param_groups:
+            for parameter in group["params"] if "momentum" in group else ():
+                self._step_matrix(parameter, group)
+
+    def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """The last step's change of this rank's shard but for its sign. Collective.
+
+        From the momentum, with it in place of the gradient that Nesterov's form adds, and w after the update.
+        """
+        if "momentum" not in group:
+            return self._adamw.update_of(parameter, group)
+        update = orthogonal_update(self.state[parameter]["momentum_buffer"])
+        return update.add_(local(parameter), alpha=group["weight_decay"]).mul_(group["lr"])
+
+    def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        buffer, gradient = self.state[parameter]["momentum_buffer"], parameter.grad
+        local(gradient).div_(self.grad_scale)
+        is_skipped = self.found_inf > 0
+        # what is not finite must not enter the momentum, not even times zero
+        local(gradient).copy_(torch.where(is_skipped, local(buffer), local(gradient)))
+        local(buffer).lerp_(local(gradient), 1 - group["momentum"])
+        update = orthogonal_update(gradient.lerp(buffer, group["momentum"]))
+        update.add_(local(parameter), alpha=group["weight_decay"])
+        update.masked_fill_(is_skipped, 0.0)
+        local(parameter).sub_(update, alpha=group["lr"])
+
+
+def orthogonal_update(momentum: Tensor) -> Tensor:
+    """This rank's shard of the orthogonal matrix nearest to the whole one, of AdamW's usual size.
+
+    The whole matrix is gathered and every rank does the same work: the result depends on no number of ranks.
+    """
+    whole = momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
+    update = orthogonalized(whole).mul_(UPDATE_RMS * max(whole.shape[-2:]) ** 0.5)
+    if not isinstance(momentum, DTensor):
+        return update
+    # every rank has the whole: nothing is sent
+    return local(distribute_tensor(update, momentum.device_mesh, momentum.placements, src_data_rank=None))
+
+
+def orthogonalized(matrix_EAB: Tensor) -> Tensor:
+    """U V^T of U S V^T, about, by Newton-Schulz iterations.
+
+    In float32: they enlarge small singular values, and their rounding, up to 500 times; in bfloat16 the number of
+    ranks would show.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix_EAB.shape[-2] > matrix_EAB.shape[-1]
+    x = (matrix_EAB.mT if is_tall else matrix_EAB).float()
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if is_tall else x).contiguous()
+
+
+def _ends(model: nn.Module) -> set[int]:
+    """Embeddings and output head: their rows are tokens, not a map between hidden spaces."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return {id(module.weight) for module in [*modules, *([head] if head is not None else [])]}
