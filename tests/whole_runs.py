@@ -107,6 +107,14 @@ class Attempt:
         agent_code = int(any(process.exitcode for process in self.ranks))
         return run_exit_code(reported, agent_code=agent_code, was_signalled=self.was_signalled)
 
+    def stacks(self) -> str:
+        """What every rank that is alive is doing, as the watchdog asks for it."""
+        for process in self.ranks:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
+        time.sleep(1.0)
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.status_dir.glob("rank_*.stacks"))
+
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
