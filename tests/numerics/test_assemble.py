@@ -42,7 +42,7 @@ def built(world: Any, source: ModelSource, faulty_rank: int, choice: str) -> tup
             model: Any = build_model(model_config(attention=choice), source, world=world, seed=1, max_length=64)
         except ConfigError as error:
             return f"refused: {error}", lines.lines
-    loss = model(pack(ToySamples(), [0]))
+    loss = model(pack(ToySamples(), [0])).loss_sum
     loss.backward()
     return "packed" if model.is_packed else "one by one", lines.lines
 

@@ -56,7 +56,7 @@ def differences(world: Any, source: packed_lm.ModelSource, indices: list[int], m
         members = indices[first : first + size]
         expected = sum(new_model_loss(copy.deepcopy(plain), index) for index in members)
         with torch.no_grad():
-            worst = max(worst, abs(model(pack(SAMPLES, members)).item() - expected) / expected)
+            worst = max(worst, abs(model(pack(SAMPLES, members)).loss_sum.item() - expected) / expected)
     return model.is_packed, worst
 
 
@@ -95,7 +95,7 @@ def loss_after(world: Any, source: packed_lm.ModelSource, earlier: list[int]) ->
     middle = min(ALL, key=lambda index: abs(SAMPLES.lengths[index] - 25))
     with torch.no_grad():
         for index in [*earlier, middle]:
-            loss = model(pack(SAMPLES, [index]))
+            loss = model(pack(SAMPLES, [index])).loss_sum
     return float(loss)
 
 

@@ -71,7 +71,7 @@ def counted_flops(world: World, source: Any) -> tuple[list[float], list[float], 
         supervised_S = torch.arange(num_loss_tokens)
         documents = replace(full_batch((32, 32)), supervised_S=supervised_S, num_loss_tokens=num_loss_tokens)
         with FlopCounterMode(display=False) as counter:
-            model(documents).backward()
+            model(documents).loss_sum.backward()
         found.append(float(counter.get_total_flops()))
         expected.append(cost.of(num_tokens=64, num_loss_tokens=num_loss_tokens, sum_squared_lengths=2 * 32**2))
     return found, expected, flops.quadratic_cost(model)

@@ -1,0 +1,83 @@
+"""What users change is an entry in a dictionary: a loss and an optimizer that only this file knows train and resume."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from toy import write_model_config
+from toy_runs import Recipe, Result, run
+
+from trainer.config import OptimConfig
+from trainer.losses import LOSSES
+from trainer.optim import OPTIMIZERS
+from trainer.optim.clip import Optimizer, local
+from trainer.protocols import EXIT_RESUMABLE
+from trainer.runtime.signals import StopRequest
+
+SMOOTHING = 0.1
+CHOICES = ({"loss": "smoothed"}, {"optimizer_name": "heavy_ball"}, {"loss": "dft"}, {"optimizer_name": "muon"})
+
+
+def smoothed(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy against the label with weight 0.9 and all tokens with 0.1 together."""
+    log_probs_CV = logits_CV.float().log_softmax(dim=-1)
+    target_CV = torch.full_like(log_probs_CV, SMOOTHING / logits_CV.shape[1])
+    target_CV.scatter_add_(1, labels_C[:, None], torch.full_like(target_CV[:, :1], 1 - SMOOTHING))
+    return -(target_CV * log_probs_CV).sum(dim=-1), (log_probs_CV.exp() - target_CV).to(logits_CV.dtype)
+
+
+class HeavyBall(Optimizer):
+    """Momentum as it stands in textbooks."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+        super().__init__(model.parameters(), {"lr": 0.0})
+        for parameter in model.parameters():
+            self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                buffer = local(self.state[parameter]["momentum_buffer"])
+                momentum = 0.9 * buffer + local(parameter.grad) / self.grad_scale
+                buffer.copy_(torch.where(self.found_inf > 0, buffer, momentum))
+                local(parameter).sub_(torch.where(self.found_inf > 0, 0.0, momentum), alpha=group["lr"])
+
+    def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        return local(self.state[parameter]["momentum_buffer"]) * group["lr"]
+
+
+class StopsAfter(StopRequest):
+    """Asks for a stop in the step of this number; each step looks once."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self._num_left = num_steps
+
+    @property
+    def is_set(self) -> bool:
+        self._num_left -= 1
+        return self._num_left <= 0
+
+
+def train(world: Any, run_dir: Path, source: Any, choice: dict[str, str], num_steps: int = 99) -> Result:
+    LOSSES["smoothed"], OPTIMIZERS["heavy_ball"] = smoothed, HeavyBall
+    return run(world, run_dir, source, Recipe(total_steps=4, save_freq=-1), stop=StopsAfter(num_steps), **choice)
+
+
+def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    seen = set()
+    for number, choice in enumerate(CHOICES):
+        straight = run_ranks(train, 2, tmp_path / f"straight{number}", source, choice)[0]
+        parted = tmp_path / f"parted{number}"
+        assert run_ranks(train, 2, parted, source, choice, 2)[0].exit_code == EXIT_RESUMABLE
+        resumed = run_ranks(train, 2, parted, source, choice)[0]
+        assert resumed.start_step == 2 and len(straight.losses) == 4
+        assert resumed.losses == {step: straight.losses[step] for step in (3, 4)}
+        for ours, theirs in ((resumed.parameters, straight.parameters), (resumed.moments, straight.moments)):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        seen.add(straight.losses[4])
+    assert len(seen) == len(CHOICES)
