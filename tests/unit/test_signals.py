@@ -45,6 +45,20 @@ def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, tmp_path: Path) 
     assert (tmp_path / "exit_code").read_text() == "75"
 
 
+def test_a_signal_leaves_at_once_while_the_main_thread_waits_inside_c_code(tmp_path: Path) -> None:
+    """As it does for ranks that have not come yet: Python runs no handler there."""
+    program = """
+import ctypes, threading
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+threading.Timer(0.2, send, ["SIGTERM"]).start()
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)
+"""
+    done = run(program, status_dir=tmp_path)
+    assert (done.returncode, (tmp_path / "exit_code").read_text()) == (EXIT_RESUMABLE, "75")
+    assert done.stderr == "stopped by SIGTERM; nothing was saved after the last checkpoint\n"
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_inside_of_the_loop_a_signal_only_sets_the_flag(name: str, tmp_path: Path) -> None:
     program = f"""

@@ -12,10 +12,12 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -27,6 +29,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGENT_PID = "SFT_AGENT_PID"
 REPEAT_S = 2.0
 """Signals closer together than this are one request: schedulers and terminals deliver copies."""
+HANDLED_WITHIN_S = 0.5
+"""A main thread that runs Python code has heeded a signal by then."""
 PEER_GONE_S = 1.0
 """A process that is killed closes its connections a little before it is seen to be gone."""
 
@@ -54,6 +58,10 @@ class StopRequest:
     def install(self) -> None:
         for number in heeded_signals():
             signal.signal(number, self._handle)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._stand_in, args=(reader,), name="signals", daemon=True).start()
 
     @property
     def is_set(self) -> bool:
@@ -77,10 +85,21 @@ class StopRequest:
         if self.signal_name is not None and now - self._first_at < REPEAT_S:
             return
         if not self._is_deferred or self.signal_name is not None:
-            say(f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n")
-            report_exit_code(EXIT_RESUMABLE)
-            os._exit(EXIT_RESUMABLE)
+            _leave_unsaved(number)
         self.signal_name, self._first_at = signal.Signals(number).name, now
+
+    def _stand_in(self, reader: int) -> None:
+        """Leave for a main thread that cannot: inside C code, as in a wait for ranks to come, it runs no handler."""
+        while numbers := os.read(reader, 1):
+            time.sleep(HANDLED_WITHIN_S)
+            if self.signal_name is None and not self._is_deferred:
+                _leave_unsaved(numbers[0])
+
+
+def _leave_unsaved(number: int) -> NoReturn:
+    say(f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n")
+    report_exit_code(EXIT_RESUMABLE)
+    os._exit(EXIT_RESUMABLE)
 
 
 def join_launcher() -> None:
