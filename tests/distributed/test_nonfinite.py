@@ -8,6 +8,7 @@ import torch
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, full_parameters, toy_parts, trainer, write_model_config
 
+from trainer.batch import LossOutput
 from trainer.protocols import EXIT_DIVERGED, EXIT_DONE
 
 
@@ -19,12 +20,13 @@ def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str) ->
     history = []
     plain, step = model.forward, 0
 
-    def forward(batch: Any) -> torch.Tensor:
-        loss = plain(batch)
+    def forward(batch: Any) -> LossOutput:
+        output = plain(batch)
+        loss = output.loss_sum
         if world.rank == 1 and step in bad_steps:
             # a NaN loss has NaN gradients; a gradient alone can overflow behind a finite loss
             loss = loss * float("nan") if poison == "loss" else loss + (loss - loss.detach()) * 1e39 * 1e39
-        return loss
+        return output._replace(loss_sum=loss)
 
     model.forward = forward
     training_step = loop.training_step

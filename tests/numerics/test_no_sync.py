@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import ToySamples, build_toy_model, toy_parts, trainer, write_model_config
 
+from trainer.batch import LossOutput
 from trainer.monitor.packet import DEVICE_FIELDS, HOST_FIELDS, StepSums, StepTotals
 
 aten = torch.ops.aten
@@ -44,7 +45,12 @@ def reads_of_a_step(world: Any, source: Any, is_broken: bool) -> list[str]:
     loop = trainer(parts)
     if is_broken:
         plain = model.forward
-        model.forward = lambda batch: plain(batch) * float(plain(batch) > -1)
+
+        def reading(batch: Any) -> LossOutput:
+            output = plain(batch)
+            return output._replace(loss_sum=output.loss_sum * float(output.loss_sum > -1))
+
+        model.forward = reading
     batches = iter(parts.train_batches)
     loop.training_step(next(batches))
     with Reads() as reads, patch.object(StepSums, "read", lambda sums: TOTALS):
