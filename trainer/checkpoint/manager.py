@@ -152,7 +152,7 @@ class CheckpointManager:
         if buffers is not None:
             self._pending = _Pending(step, save, buffers, self._world.device)
         else:
-            outcome = _outcome(save)
+            outcome = _outcome(save.run)
             self._note(step, outcome, stall_s=time.perf_counter() - started, total_s=None)
 
     def _note(self, step: int, outcome: int | BaseException, *, stall_s: float, total_s: float | None) -> None:
@@ -321,15 +321,18 @@ class _Pending:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a new thread stands on device 0, and would open a context there
-        self._buffers.wait_until_ready()
-        self._outcome = _outcome(self._save)
+        self._outcome = _outcome(self._write)
         self.duration_s = time.perf_counter() - self._started
 
+    def _write(self) -> int:
+        self._buffers.wait_until_ready()
+        return self._save.run()
 
-def _outcome(save: Save) -> int | BaseException:
+
+def _outcome(write: Callable[[], int]) -> int | BaseException:
     """The size of the committed checkpoint in bytes, or what went wrong."""
     try:
-        return save.run()
+        return write()
     except SaveFailedError as error:
         return error.with_traceback(None)  # its message says all, and its frames would keep all that the run holds
     except BaseException as error:
