@@ -1,6 +1,7 @@
 """Shared fixtures. No test reaches the network."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="true")
 sys.path.insert(0, str(Path(__file__).parent))
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what tests start would inherit that nohup has it ignored
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

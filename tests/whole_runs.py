@@ -71,8 +71,8 @@ class Attempt:
     codes: dict[int, int] = field(default_factory=dict)
 
     def send(self, number: int, *ranks: int) -> None:
-        """To some ranks, or to all as the launcher does."""
-        self.was_signalled = True
+        """To some ranks, or to all as the launcher does with a request to stop; nobody is told of a SIGKILL."""
+        self.was_signalled |= number != signal.SIGKILL
         for rank in ranks or range(len(self.ranks)):
             if self.ranks[rank].is_alive():
                 os.kill(self.ranks[rank].pid, number)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ RECIPES = ((1, 1), (2, 2), (3, 2))
 """Steps between saves, checkpoints kept."""
 TOTAL_STEPS = 10
 BASE = (f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.test_freq=3", "trainer.hang_timeout_s=120")
-GONE_WITHIN_S = 45.0
+GONE_WITHIN_S = 30.0
 """torchrun lets a rank that waits in C code, as for the others at the start, live 30 s after another has left."""
 ENDED_WITHIN_S = 120.0
 NOT_STRUCK = "over before the strike"
@@ -154,7 +154,6 @@ class Campaign:
             if not all(attempt.ranks[victim].is_alive() for victim in trial.victims):
                 return NOT_STRUCK, attempt.wait(ENDED_WITHIN_S)
             attempt.send(number, *trial.victims)
-            attempt.was_signalled = trial.how == "preempt"
             patience_s = random.Random(trial.seed + 1).uniform(0.0, 0.3) if trial.how == "kill" else None
             code = _gone(attempt, patience_s)
             if code is None:
@@ -222,7 +221,8 @@ def _gone(attempt: Attempt, patience_s: float | None) -> int | None:
     deadline = time.monotonic() + GONE_WITHIN_S
     if patience_s is not None:
         time.sleep(patience_s)
-        attempt.send(signal.SIGKILL)
+        for process in attempt.ranks:
+            process.kill()
     return attempt.wait(max(0.0, deadline - time.monotonic()))
 
 

@@ -163,6 +163,7 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
         (76, 1, True, 76),
         (75, 0, False, 75),
         (75, 1, True, 75),
+        (0, 1, True, 75),
         (75, 1, False, 1),
         (0, 1, False, 1),
     ],

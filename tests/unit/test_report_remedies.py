@@ -11,8 +11,8 @@ from report_curves import OUR_CONFIG
 from report_faults import FAULTS, healthy
 
 from trainer.__main__ import load_config
-from trainer.build.monitoring import parse_rules
 from trainer.config import known_keys
+from trainer.monitor.rules import parse_rules
 from trainer.report import remedies
 from trainer.report.analyse import analyse
 from trainer.report.run import Run
@@ -68,14 +68,14 @@ def test_no_option_of_another_framework_and_no_rule_that_is_refused_is_advised()
     assert foreign == {}
     for text in every_remedy():
         for rule in RULE.findall(text):
-            parse_rules(load_config([f"trainer.guard.rules=['{rule}']"]).trainer)
+            parse_rules(load_config([f"trainer.guard.rules=['{rule}']"]).trainer.guard.rules)
 
 
 @pytest.mark.parametrize("text", ["set `kl > 10: snapshot, rollback`", "'val/loss > 3: stop'"])
 def test_a_rule_in_a_remedy_would_be_noticed(text: str) -> None:
     (rule,) = RULE.findall(text)
     with pytest.raises(ValueError, match="the guard does not see"):
-        parse_rules(load_config([f"trainer.guard.rules=['{rule}']"]).trainer)
+        parse_rules(load_config([f"trainer.guard.rules=['{rule}']"]).trainer.guard.rules)
 
 
 @pytest.mark.covers("S2.41")

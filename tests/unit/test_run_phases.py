@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer import __main__
 from trainer.build import run
@@ -99,12 +101,18 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
 def test_a_download_beats_as_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[int] = []
 
-    def download(name: str, *, tqdm_class: Any, **options: Any) -> str:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def download(name: str, *, tqdm_class: Any = None, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
         bar = tqdm_class(total=10, disable=True)
         bar.update(5)
         bar.update(5)
         return str(tmp_path)
 
-    monkeypatch.setattr(source, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(source, "_ask_hub", lambda name: None)
     found = source.find_model("some/model", random_weights=True, progress=lambda: beats.append(1))
     assert (found, beats) == (str(tmp_path), [1, 1])

@@ -109,7 +109,9 @@ def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) 
     buffers = HostBuffers(CARD)
     buffers.copy(state())
     save: Any = SimpleNamespace(run=lambda: 7)
-    assert _Pending(1, save, buffers, CARD).join() == 7
+    pending = _Pending(1, save, buffers, CARD)
+    pending.join()
+    assert pending.outcome == 7
     assert cuda.waits == [("checkpoint", CARD)]
 
 

@@ -90,12 +90,12 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Pat
 def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
     """What the ranks reported, unless they reported an orderly end that the agent did not see.
 
-    Then one rank was lost and another, stopped because of it, only believed in an orderly end.
+    Then one rank was lost, or left at once on a signal, and another only believed in an orderly end.
     """
     if reported is None:
         return EXIT_DONE if agent_code == 0 else EXIT_CRASH
-    if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0 and not was_signalled:
-        return EXIT_CRASH
+    if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0:
+        return EXIT_RESUMABLE if was_signalled else EXIT_CRASH
     return reported
 
 
