@@ -178,6 +178,24 @@ def test_a_run_killed_at_its_end_is_tidied(
     assert code == 0 and "already complete" in output and _snapshot(tmp_path / "run") == before
 
 
+def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(start: Start, straight: Path, tmp_path: Path) -> None:
+    """It gives back the lock, by which the next start would have known that the run was killed."""
+    assert start(functools.partial(_killed, tmp_path / "run", ENDS["before the report"]))[0] == 1
+    assert start(_fail_to_begin)[0] == 1
+    code, output = start()
+    assert code == 0 and "was the last step, but the run did not end: its report is not written" in output
+    assert compare_runs(straight, tmp_path / "run", steps=STEPS).differences == ()
+
+
+def _fail_to_begin() -> None:
+    from trainer.checkpoint import start
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a rank was lost")
+
+    start._require_shared = fail
+
+
 def _killed(run_dir: Path, place: tuple[str, str]) -> None:
     os.environ["RUN_DIR"] = str(run_dir)
     kill_before(*place)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.build.final_report import FILE as REPORT
 from trainer.build.final_report import write_final_report
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
@@ -76,6 +77,9 @@ def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
     rows = metrics_file.read_metrics(metrics_path) if owes_validation and metrics_path.exists() else []
     if owes_validation and not any(row["step"] == step and row["kind"] == "val" for row in rows):
         lacking.append("its last validation was put off")
-    if events_file.last_exit_code(run_dir / events_file.FILE_NAME) not in (None, EXIT_DONE):
+    exit_code = events_file.last_exit_code(run_dir / events_file.FILE_NAME)
+    if exit_code not in (None, EXIT_DONE):
         lacking.append("its log has no end")
+    if exit_code == EXIT_DONE and not (run_dir / REPORT).exists():
+        lacking.append("its report is not written")
     return lacking
