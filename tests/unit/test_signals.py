@@ -59,6 +59,19 @@ libc.pthread_mutex_lock(mutex)
     assert done.stderr == "stopped by SIGTERM; nothing was saved after the last checkpoint\n"
 
 
+def test_another_signal_with_a_handler_asks_for_nothing() -> None:
+    """torch handles SIGCHLD, by which it hears of loader workers."""
+    program = """
+signal.signal(signal.SIGCHLD, lambda *_: None)
+if os.fork() == 0:
+    os._exit(0)
+time.sleep(2 * signals.HANDLED_WITHIN_S)
+print("still here")
+"""
+    done = run(program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "still here\n", "")
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_inside_of_the_loop_a_signal_only_sets_the_flag(name: str, tmp_path: Path) -> None:
     program = f"""

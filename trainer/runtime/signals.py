@@ -91,6 +91,8 @@ class StopRequest:
     def _stand_in(self, reader: int) -> None:
         """Leave for a main thread that cannot: inside C code, as in a wait for ranks to come, it runs no handler."""
         while numbers := os.read(reader, 1):
+            if numbers[0] not in STOP_SIGNALS:
+                continue  # loader workers that end are told of by a handler of torch's
             time.sleep(HANDLED_WITHIN_S)
             if self.signal_name is None and not self._is_deferred:
                 _leave_unsaved(numbers[0])
