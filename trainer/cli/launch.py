@@ -18,14 +18,8 @@ from trainer.cli.interface import gloo_interface
 from trainer.cli.supervise import run_agent, status_directory, supervise
 from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError, own_words
-from trainer.protocols import (
-    EXIT_BAD_DATA,
-    EXIT_CANNOT_WRITE,
-    EXIT_RESUMABLE,
-    EXIT_USAGE,
-    CannotWriteError,
-    DataError,
-)
+from trainer.protocols import EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
+from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
 
@@ -91,7 +85,7 @@ def main(argv: list[str]) -> int:
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
     except (ConfigError, UsageError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
-        return {DataError: EXIT_BAD_DATA, CannotWriteError: EXIT_CANNOT_WRITE}.get(type(error), EXIT_USAGE)
+        return DOCUMENTED.get(type(error), EXIT_USAGE)
     warn_of_few_cores(num_ranks, num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
     if layout.num_nodes > 1:
         print(
