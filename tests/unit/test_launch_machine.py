@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,7 +60,7 @@ def test_cards_are_counted_by_torch(
 
 
 def test_the_question_is_one_that_torch_understands() -> None:
-    answer = subprocess.run(["python", "-c", launch.ASK_TORCH], capture_output=True, text=True, check=True).stdout
+    answer = subprocess.run([sys.executable, "-c", launch.ASK_TORCH], capture_output=True, text=True, check=True).stdout
     number, _, reason = answer.strip().partition(" ")
     assert number.isdecimal() and reason
 
