@@ -47,7 +47,7 @@ SKIP = 4
 
 
 class Probe(importlib.abc.MetaPathFinder):
-    """Times the parts of a run from outside, from the moment `trainer.build.run` is imported.
+    """Times the parts of a run from outside, from the moment `trainer.run.main` is imported.
 
     `start` holds seconds by phase until the end of the first step; `steps` seconds by phase of every step.
     """
@@ -60,7 +60,7 @@ class Probe(importlib.abc.MetaPathFinder):
         self.steps: list[dict[str, float]] = []
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "trainer.build.run":
+        if name != "trainer.run.main":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -160,7 +160,7 @@ def write_inputs(directory: Path, case: Case) -> None:
 
 def train(report: Path, words: list[str]) -> None:
     """One rank of the real run; rank 0 follows the tensors of its second step."""
-    import trainer.build.run  # noqa: F401  before the process is looked at
+    import trainer.run.main  # noqa: F401  before the process is looked at
     from trainer.__main__ import main as run
     from trainer.cli.fake_step import follow
     from trainer.cli.live_storage import LiveStorages

@@ -20,12 +20,12 @@ from unittest.mock import patch
 from measuring import header, middle, table, write_result
 
 from trainer.__main__ import load_config
-from trainer.build import run as build_run
+from trainer.guard.guard import Guard
 from trainer.monitor.clock import PhaseClock
-from trainer.monitor.guard import Guard
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter
 from trainer.protocols import Decision
+from trainer.run import main as build_run
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 from trainer.sft_trainer import SFTTrainer

@@ -10,10 +10,10 @@ from transformers import AutoConfig
 from trainer.config import FsdpConfig, ModelConfig, OptimConfig
 from trainer.data.loader import RankPlan, TrainLoader
 from trainer.data.plan import START, Limits, Schedule
+from trainer.guard.evidence import EvidenceKeeper
+from trainer.guard.guard import Guard, GuardSettings
 from trainer.losses import LOSSES
 from trainer.model import flops, load, packed_lm, parallelize
-from trainer.monitor.evidence import EvidenceKeeper
-from trainer.monitor.guard import Guard, GuardSettings
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail

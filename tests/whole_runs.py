@@ -27,7 +27,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "toy_runs",
-        "trainer.build.run",
+        "trainer.run.main",
         "trainer.report.page",
         "trainer.report.readers",
         "transformers.models.qwen2.modeling_qwen2",

@@ -15,7 +15,6 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.build.choices import require_known_parts
 from trainer.cli.__main__ import listing
 from trainer.config import (
     Config,
@@ -27,7 +26,8 @@ from trainer.config import (
     parse_duration_s,
     unknown_key_error,
 )
-from trainer.protocols import EXIT_USAGE
+from trainer.errors import EXIT_USAGE
+from trainer.run.choices import require_known_parts
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 _FREE_KEY = "data.apply_chat_template_kwargs"
@@ -137,7 +137,7 @@ def _run(config: Config) -> int:
     heartbeat.enter("start", limit_s=config.trainer.dist_timeout_s)
     try:
         with uncollected():
-            from trainer.build.run import run
+            from trainer.run.main import run
 
         return run(config, stop, heartbeat)
     except Exception as error:

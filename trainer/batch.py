@@ -71,6 +71,16 @@ class LossOutput(NamedTuple):
     """Whether the label was the likeliest token; only of a forward pass without gradients: it costs a pass more."""
 
 
+def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
+    """(summed loss, number of supervised positions) of each document of a micro-batch, float64 [D]."""
+    document_S = torch.bucketize(batch.supervised_S, batch.cu_seqlens_D1[1:].long(), right=True)
+    sums_D = torch.zeros(len(batch.seqlens), dtype=torch.float64, device=losses_S.device)
+    counts_D = torch.zeros_like(sums_D)
+    sums_D.index_add_(0, document_S, losses_S.double())
+    counts_D.index_add_(0, document_S, torch.ones_like(losses_S, dtype=torch.float64))
+    return sums_D, counts_D
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """What one rank runs in one optimizer step, with the global counts the loss is divided by.

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from trainer.batch import LossOutput, PackedBatch, StepBatch
 from trainer.detection import Limits
-from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, Decision, LoopState
+from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
+from trainer.protocols import Decision, LoopState
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat

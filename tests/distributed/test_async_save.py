@@ -21,9 +21,10 @@ from trainer.checkpoint import fsio, layout, shards
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.monitor.guard import Guard
+from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, ResumableError
+from trainer.guard.guard import Guard
 from trainer.optim.clip import local_square_sum
-from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, Decision, ResumableError
+from trainer.protocols import Decision
 from trainer.runtime.distributed import World
 from trainer.runtime.signals import StopRequest
 

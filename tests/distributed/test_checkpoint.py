@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.checkpoint.resume import schedule_changes
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from toy_runs import Recipe
 from trainer.checkpoint import layout, rollback
 from trainer.data.loader import RankPlan, validation_batches
 from trainer.data.plan import Limits
-from trainer.monitor.guard import Guard
-from trainer.protocols import EXIT_DONE
+from trainer.errors import EXIT_DONE
+from trainer.guard.guard import Guard
 from trainer.runtime.distributed import World
 from trainer.sft_trainer import Cadence
 

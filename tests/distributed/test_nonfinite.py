@@ -9,7 +9,7 @@ from ranks import run_ranks
 from toy import ToySamples, build_toy_model, full_parameters, toy_parts, trainer, write_model_config
 
 from trainer.batch import LossOutput
-from trainer.protocols import EXIT_DIVERGED, EXIT_DONE
+from trainer.errors import EXIT_DIVERGED, EXIT_DONE
 
 
 def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str) -> Any:

@@ -23,7 +23,7 @@ from trainer.checkpoint import export, fsio, layout
 from trainer.checkpoint.export import export_from_shards
 from trainer.cli import checkpoint as cli
 from trainer.config import ConfigError
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 
 Tensors = dict[str, torch.Tensor]
 BFLOAT16 = {"export_dtype": "bfloat16"}

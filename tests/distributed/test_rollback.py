@@ -19,10 +19,11 @@ from toy_runs import Recipe
 from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.fsio import Operation
 from trainer.data.plan import Schedule
-from trainer.monitor.evidence import EvidenceKeeper
-from trainer.monitor.guard import Guard
+from trainer.errors import EXIT_DIVERGED, EXIT_DONE
+from trainer.guard.evidence import EvidenceKeeper
+from trainer.guard.guard import Guard
 from trainer.optim.clip import local_square_sum
-from trainer.protocols import EXIT_DIVERGED, EXIT_DONE, Decision
+from trainer.protocols import Decision
 from trainer.runtime.distributed import World
 
 BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8

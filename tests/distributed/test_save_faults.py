@@ -19,7 +19,7 @@ from toy_runs import Recipe, checkpoint_manager
 
 from trainer.checkpoint import fsio, manager
 from trainer.checkpoint.board import GRACE_S, Board
-from trainer.protocols import ResumableError
+from trainer.errors import ResumableError
 from trainer.runtime.distributed import World
 
 SAVE_TIMEOUT_S = 2

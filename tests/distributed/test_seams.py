@@ -10,10 +10,10 @@ from toy import write_model_config
 from toy_runs import Recipe, Result, run
 
 from trainer.config import OptimConfig
+from trainer.errors import EXIT_RESUMABLE
 from trainer.losses import LOSSES
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
-from trainer.protocols import EXIT_RESUMABLE
 from trainer.runtime.signals import StopRequest
 
 SMOOTHING = 0.1

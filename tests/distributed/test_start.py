@@ -16,7 +16,7 @@ from trainer.checkpoint.start import RunShape
 from trainer.config import ConfigError
 from trainer.data.loader import RankPlan, validation_batches
 from trainer.data.plan import Limits
-from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
+from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.signals import StopRequest
 from trainer.sft_trainer import Cadence
 

@@ -12,7 +12,7 @@ from kills import TOTAL_STEPS, Campaign, Run
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import LOCK
 from trainer.cli.compare_runs import compare_runs
-from trainer.protocols import EXIT_DONE
+from trainer.errors import EXIT_DONE
 
 SEED = int(os.environ.get("KILLS_SEED", "7"))
 NUM_KILLS, NUM_PREEMPTIONS = 8, 4

@@ -159,7 +159,7 @@ ENDS = {
     "before the pointer moves": ("trainer.checkpoint.layout", "publish"),
     "before rotation": ("trainer.checkpoint.layout", "rotate"),
     "before the trackers close": ("trainer.tracking:Tracking", "finish"),
-    "before the report": ("trainer.build.run_end", "write_final_report"),
+    "before the report": ("trainer.run.end", "write_final_report"),
     "before the lock is given back": ("trainer.checkpoint.lock:RunLock", "release"),
 }
 

@@ -17,7 +17,7 @@ import pytest
 
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.config import ConfigError
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 
 
 def start_holder(run_dir: Path, *, with_worker: bool = False) -> tuple[int, int | None]:

@@ -15,7 +15,7 @@ from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK
 from trainer.cli import checkpoint as cli
 from trainer.config import ConfigError
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 
 Patch = pytest.MonkeyPatch
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from trainer.data.chat import ChatEncoder, Encoded, preview, tokenizer_digest
 from trainer.data.conversation import Conversation
 from trainer.data.rows import BadRow
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 CODE = "```python\ndef f(x):\n        return 🙂\n```"
 ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE]

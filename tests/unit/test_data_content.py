@@ -17,7 +17,7 @@ from trainer.data.conversation import Conversation, RowKeys, to_conversation
 from trainer.data.rows import BadRow, Row
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.template import ChatTemplate
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be kind"}
 ONE, TWO = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}

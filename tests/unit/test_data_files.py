@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.data.rows import resolve_files
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 
 def test_resolve_files(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
 from trainer.data.readers import iter_rows as read_rows
 from trainer.data.rows import BadRow, Row
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 KEYS = RowKeys()
 USER = {"role": "user", "content": "hi"}

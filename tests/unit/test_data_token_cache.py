@@ -18,7 +18,7 @@ from tokenizer_fixtures import make_tokenizer
 from trainer.data import chat, sample_writer
 from trainer.data.chat import ChatEncoder
 from trainer.data.token_cache import split
-from trainer.protocols import CannotWriteError, DataError
+from trainer.errors import CannotWriteError, DataError
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from toy import guard_settings
 
 from trainer.detection import parse_rule
-from trainer.monitor.guard import Guard
-from trainer.monitor.rules import require_known_keys, skip_limits
+from trainer.guard.guard import Guard
+from trainer.guard.rules import require_known_keys, skip_limits
 from trainer.protocols import Decision
 
 INF, NAN = math.inf, math.nan

@@ -12,10 +12,10 @@ from torch import Tensor
 from toy import ToySamples
 
 from trainer.batch import PackedBatch, StepBatch
-from trainer.build.run import _validation_batches
 from trainer.data.loader import RankPlan, TrainLoader, build_step, pack, validation_batches
 from trainer.data.plan import START, Limits, Schedule
 from trainer.protocols import Position
+from trainer.run.main import _validation_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's own
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6

@@ -14,12 +14,12 @@ from trainer.catalogue import lookup
 from trainer.data.facts import deal_facts, length_facts
 from trainer.data.loader import RankPlan, build_step
 from trainer.data.plan import Limits
+from trainer.guard.rules import SIGNALS
 from trainer.monitor.clock import PhaseClock
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.packet import DEVICE_FIELDS, HOST_FIELDS, StepTotals
 from trainer.monitor.roll_detail import RollDetail
-from trainer.monitor.rules import SIGNALS
 from trainer.monitor.system import GpuSampler
 from trainer.monitor.trace import TraceFile
 from trainer.runtime.distributed import World

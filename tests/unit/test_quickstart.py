@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 from trainer.quickstart import QuickstartFiles, ensure_quickstart, files
 from trainer.quickstart.samples import generate_samples
 

@@ -12,7 +12,7 @@ from report_faults import FAULTS, healthy
 
 from trainer.__main__ import load_config
 from trainer.config import known_keys
-from trainer.monitor.rules import parse_rules
+from trainer.guard.rules import parse_rules
 from trainer.report import remedies
 from trainer.report.analyse import analyse
 from trainer.report.run import Run

@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer import __main__
-from trainer.build import run
 from trainer.model import source
+from trainer.run import main as run
 from trainer.runtime import log, signals
 from trainer.runtime.heartbeat import Heartbeat, unpack_beat
 from trainer.runtime.signals import StopRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.protocols import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
+from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
 
 PRELUDE = """
 import os, signal, sys, time

@@ -17,7 +17,7 @@ import torch
 
 from trainer.config import BACKENDS as CONFIG_BACKENDS
 from trainer.config import ConfigError
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 from trainer.tracking import Tracking, facade, files, read_metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.events_file import Event

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
+from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import Tracking
 
 STEPS, STEPS_PER_EPOCH = 12, 4

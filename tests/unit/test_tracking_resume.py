@@ -15,7 +15,7 @@ import pytest
 from killed_run import STEPS, train_row, val_row
 
 from trainer.cli.replay import main as replay
-from trainer.protocols import EXIT_CRASH, EXIT_DONE
+from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.tracking import Tracking, event_files, read_metrics, wandb_files
 from trainer.tracking.events_file import read_events
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError, TrainerConfig
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 
 
 def candidates_of(config: TrainerConfig) -> tuple[tuple[CheckpointInfo, ...], tuple[str, ...]]:

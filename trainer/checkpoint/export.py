@@ -28,7 +28,7 @@ from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers
 from trainer.checkpoint.space import readable
 from trainer.config import ConfigError
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 
 MAX_FILE_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"

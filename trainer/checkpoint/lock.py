@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from trainer.config import ConfigError
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 from trainer.runtime.live_run import LOCK
 
 POLL_S = 0.1

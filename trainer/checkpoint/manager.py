@@ -24,7 +24,7 @@ from trainer.checkpoint.resume import RunState, load_state, own_position
 from trainer.checkpoint.save import Save, SaveSettings
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.config import CheckpointConfig
-from trainer.protocols import CannotWriteError, ResumableError
+from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World, on_main
 

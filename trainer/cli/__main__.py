@@ -2,7 +2,7 @@
 
 import sys
 
-from trainer.protocols import EXIT_DONE, EXIT_USAGE
+from trainer.errors import EXIT_DONE, EXIT_USAGE
 
 COMMANDS = {
     "plan": "whether a run fits its memory, and which override makes it fit",

@@ -31,7 +31,7 @@ from trainer.cli.listing import (
 )
 from trainer.cli.prune import prune
 from trainer.config import DTYPES, ConfigError
-from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
+from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
 
 VERIFY_RESUME = "verify-resume"
 AT_ONCE = ("ls", "verify", "prune")

@@ -11,7 +11,7 @@ from rich.console import Console
 from trainer.cli.arguments import Parser
 from trainer.cli.run_reports import add_options, answer, load
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_DONE
+from trainer.errors import EXIT_DONE
 from trainer.report.side_by_side import side_by_side
 from trainer.report.text import print_section
 

@@ -18,7 +18,7 @@ from trainer.cli.interface import gloo_interface
 from trainer.cli.supervise import run_agent, status_directory, supervise
 from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError, own_words
-from trainer.protocols import EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
+from trainer.errors import EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
 from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         if {"--help", "-h", "--cfg"} & set(arguments.overrides):
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
-        from trainer.build.preflight import require_ready
+        from trainer.run.preflight import require_ready
 
         require_ready(config)
         layout = node_layout(os.environ)

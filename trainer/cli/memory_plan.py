@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.build.inputs import resolve_source
 from trainer.cli.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
 from trainer.cli.live_storage import (
     ACTIVATIONS,
@@ -25,6 +24,7 @@ from trainer.config import AUTO, QUICKSTART, Config, DataConfig
 from trainer.model import assemble
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.model.source import find_architecture
+from trainer.run.inputs import resolve_source
 from trainer.runtime.distributed import compute_dtype
 
 SAVE_COPY = "copy of an asynchronous save"

@@ -25,7 +25,7 @@ from trainer.catalogue import (
 )
 from trainer.cli.arguments import Parser
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_DONE, EXIT_USAGE
+from trainer.errors import EXIT_CANNOT_WRITE, EXIT_DONE, EXIT_USAGE
 
 INTRODUCTION = """\
 # Metrics

@@ -17,8 +17,8 @@ from trainer.__main__ import load_config
 from trainer.cli.arguments import Parser
 from trainer.cli.launch import UsageError, choose_num_ranks, count_gpus, parse_arguments
 from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.errors import EXIT_USAGE
 from trainer.model.source import find_architecture
-from trainer.protocols import EXIT_USAGE
 
 if TYPE_CHECKING:
     from trainer.cli.memory_plan import MemoryPlan

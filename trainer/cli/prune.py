@@ -14,7 +14,7 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.space import readable
 from trainer.cli.listing import LEFTOVERS, printable, prove, require_run, tree_bytes
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_DONE, CannotWriteError
+from trainer.errors import EXIT_DONE, CannotWriteError
 
 LOCK_TIMEOUT_S = 1.0
 

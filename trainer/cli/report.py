@@ -13,7 +13,7 @@ from rich.console import Console
 from trainer.cli.arguments import Parser
 from trainer.cli.run_reports import add_options, answer, load, load_log
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_DONE, CannotWriteError
+from trainer.errors import EXIT_DONE, CannotWriteError
 from trainer.report.around import around
 from trainer.report.as_json import as_json
 from trainer.report.page import as_page

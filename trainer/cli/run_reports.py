@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import EXIT_INTERRUPTED
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
+from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog
 

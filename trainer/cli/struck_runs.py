@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from trainer.checkpoint import layout
-from trainer.protocols import EXIT_CRASH, EXIT_DONE
+from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 LAUNCHER = ("-m", "trainer.cli.launch")

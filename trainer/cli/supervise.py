@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trainer.cli.memory_kills import MemoryKills
 from trainer.cli.watchdog import Watchdog
-from trainer.protocols import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
+from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.environment import uncollected
 from trainer.runtime.file_lock import try_lock
 from trainer.runtime.signals import AGENT_PID, heeded_signals

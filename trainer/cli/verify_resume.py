@@ -27,7 +27,7 @@ from trainer.cli import launch
 from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
 from trainer.cli.struck_runs import Kill, Moment, Run, RunFailedError
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
+from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
 from trainer.runtime.signals import REPEAT_S
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from trainer.cli.listing import require_dir
 from trainer.cli.run_reports import answer
 from trainer.cli.run_status import NUM_ROWS, RunFollower, Status
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_DONE
+from trainer.errors import EXIT_DONE
 from trainer.report.wording import MISSING, clean, duration, number, percent, step
 
 REFRESH_S = 3.0

@@ -23,7 +23,7 @@ from trainer.data.rows import BadRow
 from trainer.data.spans import FIX, SpanFinder
 from trainer.data.template import ChatTemplate, Tools, UnusableError
 from trainer.data.tokens import Located, MarkedText, Span, TokenFinder
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 BATCH_CHARS = 300_000  # one tokenizer call: enough for all cores; a token takes more than 100 bytes meanwhile
 BATCH_ROWS = 2000  # however short, and bad ones too

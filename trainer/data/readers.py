@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.rows import BadRow, Row, excerpt
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 PARQUET_BATCH_ROWS = 1000
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}

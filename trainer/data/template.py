@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.conversation import Message
 from trainer.data.tokens import Span
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tools = list[dict[Any, Any]] | None

@@ -37,7 +37,7 @@ from trainer.data.sample_writer import (
     Summary,
     write_samples,
 )
-from trainer.protocols import CannotWriteError, DataError
+from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.file_lock import POLL_S, locked
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-from trainer.protocols import DataError
+from trainer.errors import DataError
 
 Span = tuple[int, int]
 Located = tuple[np.ndarray, list[Span]]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.batch import LossOutput, PackedBatch, StepBatch
+from trainer.batch import LossOutput, PackedBatch, StepBatch, document_sums
 from trainer.monitor.meter import perplexity
 from trainer.monitor.packet import reduce_sums
 from trainer.runtime.distributed import World
@@ -86,13 +86,3 @@ class Validation:
         now = time.perf_counter()
         took_s, self._mark = now - self._mark, now
         return took_s
-
-
-def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
-    """(summed loss, number of supervised positions) of each document of a micro-batch, float64 [D]."""
-    document_S = torch.bucketize(batch.supervised_S, batch.cu_seqlens_D1[1:].long(), right=True)
-    sums_D = torch.zeros(len(batch.seqlens), dtype=torch.float64, device=losses_S.device)
-    counts_D = torch.zeros_like(sums_D)
-    sums_D.index_add_(0, document_S, losses_S.double())
-    counts_D.index_add_(0, document_S, torch.ones_like(losses_S, dtype=torch.float64))
-    return sums_D, counts_D

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 from trainer.quickstart.samples import generate_samples
 from trainer.quickstart.tokenizer import (
     END_TOKEN,

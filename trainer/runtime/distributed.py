@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.config import AUTO, ConfigError
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 from trainer.runtime.environment import local_rank, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
 

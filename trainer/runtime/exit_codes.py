@@ -3,7 +3,7 @@
 import traceback
 
 from trainer.config import ConfigError
-from trainer.protocols import (
+from trainer.errors import (
     EXIT_BAD_DATA,
     EXIT_CANNOT_WRITE,
     EXIT_CRASH,

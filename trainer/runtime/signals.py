@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import psutil
 
-from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
+from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.environment import local_rank
 from trainer.runtime.log import say
 

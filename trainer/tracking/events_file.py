@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.protocols import EXIT_CRASH
+from trainer.errors import EXIT_CRASH
 from trainer.tracking.files import AppendFile, read_objects
 
 FILE_NAME = "events.jsonl"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_DONE
+from trainer.errors import EXIT_DONE
 from trainer.runtime import live_run
 from trainer.tracking import events_file, metrics_file, mlflow_backend, run_info, tensorboard_backend, wandb_backend
 from trainer.tracking.backend import Backend

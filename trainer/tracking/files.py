@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.protocols import CannotWriteError
+from trainer.errors import CannotWriteError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from trainer.protocols import EXIT_DONE
+from trainer.errors import EXIT_DONE
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
 from trainer.tracking.files import atomic_write

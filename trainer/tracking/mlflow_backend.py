@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainer.protocols import EXIT_DONE, EXIT_RESUMABLE
+from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking.backend import Backend, Held, last_steps
 from trainer.tracking.metrics_file import Row
 from trainer.tracking.run_info import RunInfo

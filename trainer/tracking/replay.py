@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.protocols import EXIT_CRASH
+from trainer.errors import EXIT_CRASH
 from trainer.tracking import events_file, metrics_file, run_info
 from trainer.tracking.facade import HISTORIES, importable
 from trainer.tracking.run_info import RunFile, RunInfo

@@ -11,9 +11,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from trainer.batch import StepBatch
-from trainer.build.inputs import Inputs, prepare_inputs
-from trainer.build.monitoring import Monitoring, build_monitoring
-from trainer.build.run_end import Held, giving_back, unfinished
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage, describe_run
@@ -24,13 +21,17 @@ from trainer.config import Config
 from trainer.data.announce import announce
 from trainer.data.loader import RankPlan, TrainLoader, validation_batches
 from trainer.data.plan import Limits, Schedule
+from trainer.errors import EXIT_DONE
+from trainer.guard.rules import parse_rules
 from trainer.model import flops
 from trainer.model.assemble import build_model
-from trainer.monitor.rules import parse_rules
 from trainer.optim import OPTIMIZERS, clip
 from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import Schedule as LrSchedule
-from trainer.protocols import EXIT_DONE, LoopState, Position
+from trainer.protocols import LoopState, Position
+from trainer.run.end import Held, giving_back, unfinished
+from trainer.run.inputs import Inputs, prepare_inputs
+from trainer.run.monitoring import Monitoring, build_monitoring
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory

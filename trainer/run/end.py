@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.build.final_report import FILE as REPORT
-from trainer.build.final_report import write_final_report
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.protocols import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
+from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
+from trainer.run.final_report import FILE as REPORT
+from trainer.run.final_report import write_final_report
 from trainer.runtime.distributed import World, await_main
 from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code

@@ -6,19 +6,19 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from trainer.build.inputs import Inputs
 from trainer.checkpoint.rollback import Rollbacks
 from trainer.config import TrainerConfig
 from trainer.data.facts import length_facts
-from trainer.monitor.evidence import EvidenceKeeper
-from trainer.monitor.guard import Guard, GuardSettings
+from trainer.guard.evidence import EvidenceKeeper
+from trainer.guard.guard import Guard, GuardSettings
+from trainer.guard.rules import parse_rules
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail
-from trainer.monitor.rules import parse_rules
 from trainer.monitor.trace import TraceFile
 from trainer.monitor.validation import Validation
 from trainer.protocols import StepCost
+from trainer.run.inputs import Inputs
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.build.preflight import read_chat_template
 from trainer.config import QUICKSTART, Config
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
@@ -14,11 +13,12 @@ from trainer.data.loader import View
 from trainer.data.rows import resolve_files
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.token_cache import TokenDataset, prepare, split
+from trainer.errors import DataError
 from trainer.model.assemble import per_document_reason
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
-from trainer.protocols import DataError
 from trainer.quickstart import ensure_quickstart
+from trainer.run.preflight import read_chat_template
 from trainer.runtime.environment import local_rank
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.batch import StepBatch
-from trainer.monitor.validation import document_sums
+from trainer.batch import StepBatch, document_sums
 from trainer.runtime.distributed import World
 
 logger = logging.getLogger(__name__)
