@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config import known_keys
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs/config.md"
 START, END = "<!-- configuration: start -->", "<!-- configuration: end -->"
@@ -40,8 +42,9 @@ def read_keys(text: str) -> list[Key]:
 
 
 def keys_named_in(markdown: str) -> set[str]:
-    """Every `section.key` a text mentions, but for what is the name of a module; `data.pt` is a file."""
-    return {name for name in _NAMED.findall(markdown) if not _is_module(name)} - {"data.pt"}
+    """Every `section.key` a text mentions, but for what is only the name of a module; `data.pt` is a file."""
+    keys = known_keys()
+    return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {"data.pt"}
 
 
 def _is_module(name: str) -> bool:
