@@ -3,7 +3,7 @@
 # What needs vLLM or verl runs where VLLM_PYTHON and VERL_PYTHON name a python that has them (.ci/run makes both).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-source trainer/cli/environment.sh
+source trainer/launch/environment.sh
 prepare_python dev
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .

@@ -107,8 +107,8 @@ def main() -> None:
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    from trainer.cli.memory_plan import plan_memory
     from trainer.cli.plan import Forecast
+    from trainer.planner.memory_plan import plan_memory
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -162,8 +162,8 @@ def train(report: Path, words: list[str]) -> None:
     """One rank of the real run; rank 0 follows the tensors of its second step."""
     import trainer.run.main  # noqa: F401  before the process is looked at
     from trainer.__main__ import main as run
-    from trainer.cli.fake_step import follow
-    from trainer.cli.live_storage import LiveStorages
+    from trainer.planner.fake_step import follow
+    from trainer.planner.live_storage import LiveStorages
     from trainer.sft_trainer import SFTTrainer
 
     imported_bytes = psutil.Process().memory_info().rss

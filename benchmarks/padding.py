@@ -27,8 +27,8 @@ from ranks import run_ranks
 from toy import build_toy_model, toy_parts, trainer, write_model_config
 
 from trainer.batch import StepBatch
+from trainer.data.batch_plan import Limits, split_batch
 from trainer.data.loader import RankPlan, build_step
-from trainer.data.plan import Limits, split_batch
 from trainer.model import flops
 from trainer.model.packed_lm import ModelSource
 from trainer.runtime.distributed import World, compute_dtype

@@ -44,7 +44,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify_files
 from trainer.checkpoint.resume import RunState, own_position
 from trainer.config import CheckpointConfig
-from trainer.data.plan import START
+from trainer.data.batch_plan import START
 from trainer.model.packed_lm import ModelSource
 from trainer.protocols import Position
 from trainer.quickstart import ensure_quickstart

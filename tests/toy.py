@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig
 
 from trainer.config import FsdpConfig, ModelConfig, OptimConfig
+from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader
-from trainer.data.plan import START, Limits, Schedule
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard, GuardSettings
 from trainer.losses import LOSSES

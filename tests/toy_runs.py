@@ -18,7 +18,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import RunState
 from trainer.checkpoint.start import RunShape, decide_start
 from trainer.config import CheckpointConfig, GuardConfig, TrainerConfig
-from trainer.data.plan import Schedule
+from trainer.data.batch_plan import Schedule
 from trainer.protocols import Position
 from trainer.runtime.distributed import World
 from trainer.runtime.signals import StopRequest

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from trainer.cli.supervise import run_exit_code
+from trainer.launch.supervise import run_exit_code
 from trainer.quickstart.files import ensure_quickstart
 from trainer.runtime.distributed import free_port
 

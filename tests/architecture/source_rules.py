@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PACKAGES_F2 = ("data", "model", "optim", "checkpoint", "monitor", "guard", "tracking", "report", "quickstart")
+ROOMS_F5 = ("launch", "planner", "resume_proof", "checkpoint_tools", "watch")
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 350
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
@@ -37,7 +38,7 @@ def place_of(module: str) -> Place:
         return Place(floors[head], head)
     if head in PACKAGES_F2:
         return Place(2, head)
-    if head in ("__main__", "cli"):
+    if head in ("__main__", "cli", *ROOMS_F5):
         return Place(5, "entry")
     raise ValueError(f"{module} stands on no floor: put it into a known package, or extend DESIGN.md and this table")
 

@@ -15,9 +15,9 @@ FREE_OF_TORCH = (
     "trainer.data.rows",
     "trainer.cli.__main__",
     "trainer.cli.checkpoint",
-    "trainer.cli.launch",
-    "trainer.cli.listing",
-    "trainer.cli.prune",
+    "trainer.launch.launcher",
+    "trainer.checkpoint_tools.listing",
+    "trainer.checkpoint_tools.prune",
     "trainer.cli.requirements",
     "trainer.__main__",
 )
@@ -25,7 +25,7 @@ STEP_FILES = (
     "trainer/batch.py",
     "trainer/sft_trainer.py",
     "trainer/data/loader.py",
-    "trainer/data/plan.py",
+    "trainer/data/batch_plan.py",
     "trainer/model/attention.py",
     "trainer/model/head.py",
     "trainer/model/packed_lm.py",
@@ -81,7 +81,7 @@ def test_no_file_imports_upward(sources: rules.Sources) -> None:
         ("trainer.data.rows", "import importlib\nimportlib.import_module('trainer.tracking.facade')"),
         ("trainer.optim.clip", "if True:\n    import trainer.run as b"),
         ("trainer.loop.step", "from trainer.run import main"),
-        ("trainer.run", "from trainer.cli.launch import main"),
+        ("trainer.run", "from trainer.launch.launcher import main"),
     ],
 )
 def test_an_upward_import_is_caught(module: str, source: str) -> None:

@@ -10,8 +10,8 @@ from toy import ToySamples, guard_settings, write_model_config
 from toy_runs import Recipe
 
 from trainer.checkpoint import layout, rollback
+from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, validation_batches
-from trainer.data.plan import Limits
 from trainer.errors import EXIT_DONE
 from trainer.guard.guard import Guard
 from trainer.runtime.distributed import World

@@ -18,7 +18,7 @@ from toy_runs import Recipe
 
 from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.fsio import Operation
-from trainer.data.plan import Schedule
+from trainer.data.batch_plan import Schedule
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard

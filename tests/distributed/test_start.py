@@ -14,8 +14,8 @@ from trainer.checkpoint import fsio, layout, start
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.start import RunShape
 from trainer.config import ConfigError
+from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, validation_batches
-from trainer.data.plan import Limits
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.signals import StopRequest
 from trainer.sft_trainer import Cadence

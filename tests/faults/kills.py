@@ -32,8 +32,8 @@ from whole_runs import Attempt, tiny_model
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.cli.compare_runs import KEYS, compare_runs
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
+from trainer.resume_proof.bit_equality import KEYS, compare_runs
 from trainer.tracking import events_file
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kills.json"

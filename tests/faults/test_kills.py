@@ -11,8 +11,8 @@ from kills import TOTAL_STEPS, Campaign, Run
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import LOCK
-from trainer.cli.compare_runs import compare_runs
 from trainer.errors import EXIT_DONE
+from trainer.resume_proof.bit_equality import compare_runs
 
 SEED = int(os.environ.get("KILLS_SEED", "7"))
 NUM_KILLS, NUM_PREEMPTIONS = 8, 4

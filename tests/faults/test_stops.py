@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from whole_runs import run, tiny_model
 
-from trainer.cli.compare_runs import compare_runs
+from trainer.resume_proof.bit_equality import compare_runs
 from trainer.tracking import read_metrics
 
 STEPS = 8

@@ -21,8 +21,8 @@ from toy import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.data.batch_plan import Schedule
 from trainer.data.loader import validation_batches
-from trainer.data.plan import Schedule
 from trainer.optim.schedule import Schedule as LrSchedule
 from trainer.runtime import seeding
 

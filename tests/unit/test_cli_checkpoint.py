@@ -17,8 +17,8 @@ from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.space import readable
+from trainer.checkpoint_tools.listing import tree_bytes
 from trainer.cli import checkpoint as cli
-from trainer.cli.listing import tree_bytes
 
 Patch = pytest.MonkeyPatch
 

@@ -12,7 +12,7 @@ from checkpoint_fakes import WORLD_SIZE
 from finished_runs import NAMES, STEPS, data_state, process_group, rank_state, rewrite_checkpoint, row, write_run
 
 from trainer.checkpoint import layout
-from trainer.cli.compare_runs import NO_DIGEST, Comparison, compare_runs, digest_of_parameters
+from trainer.resume_proof.bit_equality import NO_DIGEST, Comparison, compare_runs, digest_of_parameters
 from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, Row
 
 States = list[dict[str, dict[str, Any]]]

@@ -13,8 +13,12 @@ from toy import build_toy_model, optim_config, write_model_config
 from transformers import AttentionInterface
 
 from trainer.__main__ import load_config
-from trainer.cli import fake_step, live_storage, memory_plan, plan
-from trainer.cli.live_storage import (
+from trainer.cli import plan
+from trainer.cli.plan import Change, Forecast, change_series, smallest_change
+from trainer.model import attention, grouped_attention
+from trainer.optim import OPTIMIZERS
+from trainer.planner import fake_step, live_storage, memory_plan
+from trainer.planner.live_storage import (
     ACTIVATIONS,
     GATHERED,
     HEAD,
@@ -23,10 +27,7 @@ from trainer.cli.live_storage import (
     SHARDED_GRADIENTS,
     LiveStorages,
 )
-from trainer.cli.memory_plan import SAVE_COPY, MemoryPlan, heaviest_workload, plan_memory
-from trainer.cli.plan import Change, Forecast, change_series, smallest_change
-from trainer.model import attention, grouped_attention
-from trainer.optim import OPTIMIZERS
+from trainer.planner.memory_plan import SAVE_COPY, MemoryPlan, heaviest_workload, plan_memory
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000, "head_dim": 256}
 RECOMPUTE = "model.enable_gradient_checkpointing=true"

@@ -12,10 +12,10 @@ from toy import START, build_toy_model, optim_config, write_model_config
 
 from trainer.checkpoint import shards, snapshot
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.cli import fake_step
-from trainer.cli.memory_plan import SAVE_COPY
 from trainer.cli.plan import Forecast
 from trainer.optim import OPTIMIZERS
+from trainer.planner import fake_step
+from trainer.planner.memory_plan import SAVE_COPY
 
 CPU = "trainer.device=cpu"
 

@@ -13,9 +13,9 @@ from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.space import readable
+from trainer.checkpoint_tools import prune
+from trainer.checkpoint_tools.listing import tree_bytes
 from trainer.cli import checkpoint as cli
-from trainer.cli import prune
-from trainer.cli.listing import tree_bytes
 
 Patch = pytest.MonkeyPatch
 Logs = pytest.LogCaptureFixture

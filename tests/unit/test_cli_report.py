@@ -13,7 +13,7 @@ from page_text import Page
 from report_examples import examples
 
 from trainer.cli import compare, diagnose, report
-from trainer.cli.run_reports import EXIT_UNREADABLE
+from trainer.cli.report_options import EXIT_UNREADABLE
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog
 

@@ -20,11 +20,12 @@ from finished_runs import STEPS, write_run
 
 from trainer.__main__ import load_config
 from trainer.checkpoint import layout
-from trainer.cli import struck_runs, verify_resume
-from trainer.cli.compare_runs import Comparison
-from trainer.cli.struck_runs import Kill, Run, RunFailedError
+from trainer.cli import verify_resume
 from trainer.cli.verify_resume import Plan, launcher_words, moments, parse_plan, report
 from trainer.config import ConfigError
+from trainer.resume_proof import killed_runs
+from trainer.resume_proof.bit_equality import Comparison
+from trainer.resume_proof.killed_runs import Kill, Run, RunFailedError
 
 ROOT = Path(verify_resume.__file__).parents[2]
 PLAN = Plan(num_ranks=2, steps=12, kills=3, seed=1, overrides=(), run_dir=Path("run"), is_on_gpu=False)
@@ -81,7 +82,7 @@ def call(tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str])
     """Runs the command on the fake launcher, two kills unless said otherwise: exit code, stdout, stderr."""
     (tmp_path / "fake.py").write_text(FAKE)
     finished = write_run(tmp_path / "finished") / layout.step_dir_name(STEPS)
-    monkeypatch.setattr(struck_runs, "LAUNCHER", (str(tmp_path / "fake.py"),))
+    monkeypatch.setattr(killed_runs, "LAUNCHER", (str(tmp_path / "fake.py"),))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -186,8 +187,9 @@ def test_an_interrupted_command_leaves_nothing(call: Call, tmp_path: Path, name:
 def test_kill_9_of_the_command_ends_its_run(tmp_path: Path) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
     code = f"""
-from trainer.cli import struck_runs, verify_resume
-struck_runs.LAUNCHER = ({str(tmp_path / "fake.py")!r},)
+from trainer.cli import verify_resume
+from trainer.resume_proof import killed_runs
+killed_runs.LAUNCHER = ({str(tmp_path / "fake.py")!r},)
 verify_resume.main(["--steps=6", "trainer.default_local_dir={tmp_path}/runs/mine"])
 """
     fake = {"FAKE_PIDS": str(tmp_path / "pids"), "FAKE_FAULT": "hold", "FAKE_KILLS": "0", "FAKE_CHECKPOINT": ""}
@@ -206,7 +208,7 @@ verify_resume.main(["--steps=6", "trainer.default_local_dir={tmp_path}/runs/mine
 def test_a_run_that_is_over_before_the_first_kill_proves_nothing(call: Call, tmp_path: Path) -> None:
     assert call(kills=0)[0] == 2  # for the fake's environment
     words = launcher_words(dataclasses.replace(PLAN, steps=STEPS), tmp_path / "resumed")
-    late = struck_runs.Moment(step=99, delay_s=0.0)
+    late = killed_runs.Moment(step=99, delay_s=0.0)
     with pytest.raises(RunFailedError, match="complete before the first kill") as caught:
         Run("resumed", tmp_path, words, tmp_path).train_with_kills([late])
     assert caught.value.code == 1

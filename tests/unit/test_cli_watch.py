@@ -10,7 +10,7 @@ import pytest
 from checkpoint_fakes import save
 
 from trainer.cli import watch
-from trainer.cli.run_status import EVENTS, HISTORY, METRICS, NUM_ROWS, RunFollower, Tail
+from trainer.watch.run_status import EVENTS, HISTORY, METRICS, NUM_ROWS, RunFollower, Tail
 
 NOW_S = 1_000_000.0
 Call = Callable[..., tuple[int, str, str]]

@@ -8,9 +8,9 @@ import tokenizer_fixtures as fixtures
 from prepared import run, write_rows
 
 from trainer.data.announce import announce
+from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.conversation import RowKeys
 from trainer.data.loader import RankPlan, View
-from trainer.data.plan import Limits, Schedule
 from trainer.data.sample_writer import PrepareOptions
 
 

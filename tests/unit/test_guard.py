@@ -8,7 +8,7 @@ from toy import guard_settings
 
 from trainer.detection import parse_rule
 from trainer.guard.guard import Guard
-from trainer.guard.rules import require_known_keys, skip_limits
+from trainer.guard.user_rules import require_known_keys, skip_limits
 from trainer.protocols import Decision
 
 INF, NAN = math.inf, math.nan

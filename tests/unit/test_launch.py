@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import launch
-from trainer.cli.launch import (
+from trainer.config import ConfigError
+from trainer.launch import launcher
+from trainer.launch.launcher import (
     Arguments,
     NodeLayout,
     UsageError,
@@ -20,11 +21,10 @@ from trainer.cli.launch import (
     rank_environment,
     thread_count,
 )
-from trainer.cli.supervise import killed_exit_code, run_exit_code
-from trainer.cli.watchdog import Watchdog
-from trainer.config import ConfigError
+from trainer.launch.supervise import killed_exit_code, run_exit_code
+from trainer.launch.watchdog import Watchdog
 
-ROOT = Path(launch.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[07-08]", "SLURM_JOB_ID": "40123"}
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
@@ -60,9 +60,9 @@ def test_number_of_ranks() -> None:
 
 
 def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GPU_DRIVERS", ("/nonexistent",))
+    monkeypatch.setattr(launcher, "GPU_DRIVERS", ("/nonexistent",))
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("asked"))
-    assert launch.count_gpus() == 0
+    assert launcher.count_gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_node_layout(env: dict[str, str], expected: NodeLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launcher.shutil, "which", lambda name: None)
     assert node_layout(env) == expected
 
 
@@ -109,7 +109,7 @@ def test_several_slurm_tasks_on_a_node() -> None:
     [("a1", "a1"), ("a1,b2", "a1"), ("n[01-04]", "n01"), ("gpu-[3,5-7]-ib,x", "gpu-3-ib"), ("n[007],m1", "n007")],
 )
 def test_first_host_without_scontrol(nodelist: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launcher.shutil, "which", lambda name: None)
     assert first_host(nodelist) == host
 
 
@@ -142,7 +142,7 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
     from torch.distributed.run import parse_args
 
     command = agent_command(3, layout, ["optim.lr=1e-5"])
-    assert command[:4] == [sys.executable, "-m", "trainer.cli.launch", "--agent"]
+    assert command[:4] == [sys.executable, "-m", "trainer.launch.launcher", "--agent"]
     args = parse_args(command[4:])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == (str(layout.num_nodes), "3", 0)
     assert (args.module, args.training_script, args.training_script_args) == (True, "trainer", ["optim.lr=1e-5"])
@@ -178,7 +178,7 @@ def test_exit_code_of_a_run_that_the_launcher_killed(reported: int | None, code:
 
 
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from trainer.cli.launch import main; code = main(sys.argv[1:]); "
+    code = "import sys; from trainer.launch.launcher import main; code = main(sys.argv[1:]); "
     code += "assert 'torch' not in sys.modules; sys.exit(code)"
     full_env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     return subprocess.run([sys.executable, "-c", code, *argv], env=full_env, capture_output=True, text=True, timeout=30)
@@ -219,10 +219,10 @@ def test_main_starts_the_agent_and_names_the_way_on(
         seen.update(command=command, env=env, existed=status_dir.is_dir(), status_dir=status_dir, watchdog=watchdog)
         return 75
 
-    monkeypatch.setattr(launch, "supervise", supervise)
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
-    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launch.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
+    monkeypatch.setattr(launcher, "supervise", supervise)
+    monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launcher.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launcher.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
     assert "--nproc-per-node=3" in seen["command"] and seen["command"][-4:-1] == ["-m", "trainer", "optim.lr=0.5"]
     watchdog = seen["watchdog"]
     assert (watchdog.status_dir, watchdog.run_dir) == (seen["status_dir"], Path("some/where"))
@@ -236,6 +236,6 @@ def test_configuration_errors_end_with_2(monkeypatch: pytest.MonkeyPatch, capsys
         raise ConfigError(f"wrong {overrides}")
 
     monkeypatch.setattr("trainer.__main__.load_config", load_config)
-    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launch.main(["a=1"]) == 2
+    monkeypatch.setattr(launcher.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launcher.main(["a=1"]) == 2
     assert capsys.readouterr().err == "ERROR: wrong ['a=1']\n"

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import launch
 from trainer.runtime.distributed import free_port
 
-ROOT = Path(launch.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from trainer.cli import supervise
-from trainer.cli.watchdog import Watchdog
+from trainer.launch import supervise
+from trainer.launch.watchdog import Watchdog
 supervise.POLL_S = 0.1
 status_dir, run_dir = Path(sys.argv[1]), Path(sys.argv[2])
 env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from trainer.cli import interface, launch
-from trainer.cli.interface import gloo_interface
-from trainer.cli.launch import NodeLayout, UsageError, count_gpus, rank_environment, warn_of_few_cores
+from trainer.launch import launcher, network_interface
+from trainer.launch.launcher import NodeLayout, UsageError, count_gpus, rank_environment, warn_of_few_cores
+from trainer.launch.network_interface import gloo_interface
 
 
 def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str) -> None:
     """A machine with one driver of two, and a torch that is this source."""
     drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
     drivers[not is_nvidia].touch()
-    monkeypatch.setattr(launch, "GPU_DRIVERS", tuple(map(str, drivers)))
+    monkeypatch.setattr(launcher, "GPU_DRIVERS", tuple(map(str, drivers)))
     (tmp_path / "torch.py").write_text(torch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -60,7 +60,9 @@ def test_cards_are_counted_by_torch(
 
 
 def test_the_question_is_one_that_torch_understands() -> None:
-    answer = subprocess.run([sys.executable, "-c", launch.ASK_TORCH], capture_output=True, text=True, check=True).stdout
+    answer = subprocess.run(
+        [sys.executable, "-c", launcher.ASK_TORCH], capture_output=True, text=True, check=True
+    ).stdout
     number, _, reason = answer.strip().partition(" ")
     assert number.isdecimal() and reason
 
@@ -129,8 +131,8 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kernel = Routes(routes)
-    monkeypatch.setattr(interface.socket, "getaddrinfo", kernel.getaddrinfo)
-    monkeypatch.setattr(interface.socket, "socket", kernel.socket)
+    monkeypatch.setattr(network_interface.socket, "getaddrinfo", kernel.getaddrinfo)
+    monkeypatch.setattr(network_interface.socket, "socket", kernel.socket)
     entries = {name: [SimpleNamespace(address=a, family=family_of(a)) for a in interfaces[name]] for name in interfaces}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     assert gloo_interface("head") == expected
@@ -138,7 +140,7 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
 
 
 def test_only_runs_on_several_machines_are_told_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
+    monkeypatch.setattr(launcher, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
     nodes = NodeLayout(2, 1, "head", 1234)
     alone, several = [
         rank_environment({}, layout, num_ranks=1, status_dir=tmp_path) for layout in (NodeLayout(), nodes)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import launch
+from trainer.launch import launcher
 
-ROOT = Path(launch.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from trainer.cli.supervise import supervise
-from trainer.cli.watchdog import Watchdog
+from trainer.launch.supervise import supervise
+from trainer.launch.watchdog import Watchdog
 status_dir = Path(sys.argv[1])
 env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}
 watchdog = Watchdog(status_dir, run_dir=status_dir / "run", has_peers=False)
@@ -219,7 +219,7 @@ def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subproc
 def test_torchrun_adds_nothing_to_the_error_of_a_rank(end: str, stderr: str, tmp_path: Path) -> None:
     rank = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
     (tmp_path / "rank.py").write_text(rank)
-    command = launch.agent_command(2, launch.NodeLayout(), [])
+    command = launcher.agent_command(2, launcher.NodeLayout(), [])
     command[command.index("trainer") - 1 :] = [str(tmp_path / "rank.py")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

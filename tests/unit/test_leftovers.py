@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import launch, supervise
-from trainer.cli.supervise import status_directory
+from trainer.launch import supervise
+from trainer.launch.supervise import status_directory
 from trainer.quickstart import ensure_quickstart, files
 from trainer.runtime.file_lock import locked, try_lock
 
-ROOT = Path(launch.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import time
-from trainer.cli.supervise import status_directory
+from trainer.launch.supervise import status_directory
 with status_directory() as directory:
     print(directory, flush=True)
     time.sleep(60)

@@ -12,8 +12,8 @@ from torch import Tensor
 from toy import ToySamples
 
 from trainer.batch import PackedBatch, StepBatch
+from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, build_step, pack, validation_batches
-from trainer.data.plan import START, Limits, Schedule
 from trainer.protocols import Position
 from trainer.run.main import _validation_batches
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.memory_kills import MemoryKills
+from trainer.launch.memory_kills import MemoryKills
 
 GIB = 1 << 30
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.plan import Limits, Schedule, split_batch
+from trainer.data.batch_plan import Limits, Schedule, split_batch
 from trainer.protocols import Position
 
 NUM_CASES = 150

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from trainer.report.curves import bin_means, decimate, gaps, smooth, within
+from trainer.report.formatting import clean, interval, number
 from trainer.report.run_log import Series
 from trainer.report.svg import NUM_COLUMNS, Panel, Scale, axis_labels, scale_of
-from trainer.report.wording import clean, interval, number
 
 SEED = 5
 

@@ -7,8 +7,8 @@ import pytest
 from report_curves import OUR_CONFIG, SWIFT_CONFIG, checkpoints
 
 from trainer.report.analyse import analyse
+from trainer.report.analysed_run import PROFILES
 from trainer.report.result import LEVELS, VERDICTS, Report
-from trainer.report.run import PROFILES
 from trainer.report.run_log import LogEvent, RunLog, Series
 from trainer.report.vocabulary import ROLES
 

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from trainer.report.around import around
 from trainer.report.as_json import as_json
+from trainer.report.formatting import number, step
 from trainer.report.page import as_page
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.side_by_side import side_by_side
-from trainer.report.text import print_report, print_section
-from trainer.report.wording import number, step
+from trainer.report.terminal import print_report, print_section
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text())
 MAX_PAGE_BYTES = 1_500_000

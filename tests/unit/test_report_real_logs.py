@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trainer.cli.run_reports import load_log
+from trainer.cli.report_options import load_log
 from trainer.report.analyse import analyse
 from trainer.report.causes import chain_of
 from trainer.report.result import Finding, Report
-from trainer.report.text import print_report
+from trainer.report.terminal import print_report
 
 LOGS = Path(__file__).parents[1] / "real_logs"
 RAISED = ("transformers_raised", "trl_raised")

@@ -8,10 +8,10 @@ import pytest
 from report_curves import changed, controller_run, sft_run, swift_run
 from report_faults import FAULTS, SEED, healthy, put
 
+from trainer.report.all_rules import RULES
 from trainer.report.analyse import analyse
+from trainer.report.analysed_run import recognise_profile
 from trainer.report.result import LEVELS, VERDICTS, Finding, Report
-from trainer.report.rule_table import RULES
-from trainer.report.run import recognise_profile
 from trainer.report.run_log import RunLog
 
 LEVEL_OF = {"V03": "warn", "V08": "warn", "V10": "note", "V25": "fail", "V31": "fail", "V32": "fail", "V44": "fail"}

@@ -8,10 +8,9 @@ import pytest
 
 from trainer.optim.schedule import Schedule
 from trainer.report.generalisation import train_losses_at
-from trainer.report.overfit import judge
-from trainer.report.phrases import listed, number
+from trainer.report.learning_rate import learning_rate
 from trainer.report.run_log import Series
-from trainer.report.schedule import learning_rate
+from trainer.report.sentence_parts import listed, number
 from trainer.report.statistics import (
     bins,
     epoch_means,
@@ -23,6 +22,7 @@ from trainer.report.statistics import (
     usual_range,
 )
 from trainer.report.thresholds import merged, read_thresholds
+from trainer.report.validation_verdicts import judge
 
 STEPS = np.arange(1, 1001)
 

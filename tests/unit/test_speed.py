@@ -11,10 +11,10 @@ from test_meter import batch, new_meter, row_of
 from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, write_model_config
 
-from trainer.cli.fake_step import full_batch
 from trainer.model import flops
 from trainer.model.flops import StepFlops
 from trainer.monitor.throughput import NUM_WARMUP_STEPS, Window, peak_tflops
+from trainer.planner.fake_step import full_batch
 from trainer.runtime.distributed import World
 
 

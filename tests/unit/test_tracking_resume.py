@@ -16,7 +16,7 @@ from killed_run import STEPS, train_row, val_row
 
 from trainer.cli.replay import main as replay
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.tracking import Tracking, event_files, read_metrics, wandb_files
+from trainer.tracking import Tracking, read_metrics, tensorboard_events, wandb_files
 from trainer.tracking.events_file import read_events
 
 Series = dict[str, list[tuple[int, float]]]
@@ -224,7 +224,7 @@ def test_torn_event_and_wandb_files_still_say_what_they_hold(tmp_path: Path) -> 
     counts = []
     for size_bytes in range(0, len(whole), 37):
         events.write_bytes(whole[:size_bytes])
-        counts.append(event_files.last_steps(tmp_path / "tensorboard").get("train/loss", 0))
+        counts.append(tensorboard_events.last_steps(tmp_path / "tensorboard").get("train/loss", 0))
     assert counts == sorted(counts) and set(counts) == set(range(STEPS + 1)), "not one step after the other"
     num_rows = []
     for size_bytes in range(0, len(whole_records), 37):

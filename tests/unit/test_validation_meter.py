@@ -10,8 +10,8 @@ from ranks import run_ranks
 
 from trainer.batch import LossOutput, document_sums
 from trainer.catalogue import lookup
+from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, build_step, pack
-from trainer.data.plan import Limits
 from trainer.monitor.validation import Validation
 from trainer.runtime.distributed import World
 

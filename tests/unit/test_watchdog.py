@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import watchdog
-from trainer.cli.watchdog import Watchdog
+from trainer.launch import watchdog
+from trainer.launch.watchdog import Watchdog
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> bool:

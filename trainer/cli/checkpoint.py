@@ -15,8 +15,7 @@ from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.space import readable
-from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
-from trainer.cli.listing import (
+from trainer.checkpoint_tools.listing import (
     RUNS_ROOT,
     as_lines,
     as_tree,
@@ -29,7 +28,8 @@ from trainer.cli.listing import (
     runs_below,
     tree_bytes,
 )
-from trainer.cli.prune import prune
+from trainer.checkpoint_tools.prune import prune
+from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
 from trainer.config import DTYPES, ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
 

@@ -1,6 +1,6 @@
 """Runs side by side: results, speed, loss at the same steps, configuration (floor 5).
 
-`compare_runs.py` asks something else: whether two runs are equal in every bit. Exit codes as those of `report`.
+Whether two runs are equal in every bit is asked by `checkpoint verify-resume`. Exit codes as those of `report`.
 """
 
 import sys
@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.cli.arguments import Parser
-from trainer.cli.run_reports import add_options, answer, load
+from trainer.cli.report_options import add_options, answer, load
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.report.side_by_side import side_by_side
-from trainer.report.text import print_section
+from trainer.report.terminal import print_section
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from trainer.cli.arguments import Parser
-from trainer.cli.run_reports import add_options, answer, load
+from trainer.cli.report_options import add_options, answer, load
 from trainer.report.as_json import as_json
 
 EXIT_CODES = {"OK": 0, "INSUFFICIENT": 0, "ATTENTION": 1, "FAIL": 2}

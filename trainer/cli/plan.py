@@ -15,13 +15,13 @@ import psutil
 
 from trainer.__main__ import load_config
 from trainer.cli.arguments import Parser
-from trainer.cli.launch import UsageError, choose_num_ranks, count_gpus, parse_arguments
 from trainer.config import QUICKSTART, Config, ConfigError
 from trainer.errors import EXIT_USAGE
+from trainer.launch.launcher import UsageError, choose_num_ranks, count_gpus, parse_arguments
 from trainer.model.source import find_architecture
 
 if TYPE_CHECKING:
-    from trainer.cli.memory_plan import MemoryPlan
+    from trainer.planner.memory_plan import MemoryPlan
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 GIB = 2**30
@@ -134,7 +134,7 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
 
 def forecaster(overrides: list[str], memory_gib: float) -> Callable[[Change], Forecast]:
     """A function that plans the command with a change; each is planned once. Raises `ConfigError`."""
-    from trainer.cli.memory_plan import plan_memory
+    from trainer.planner.memory_plan import plan_memory
 
     known: dict[Change, Forecast] = {}
 

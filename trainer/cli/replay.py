@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.cli.arguments import Parser
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE
-from trainer.tracking.replay import TARGETS, replay
+from trainer.tracking.resend import TARGETS, replay
 
 
 def main(argv: list[str]) -> int:

@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.cli.arguments import Parser
-from trainer.cli.run_reports import add_options, answer, load, load_log
+from trainer.cli.report_options import add_options, answer, load, load_log
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE, CannotWriteError
 from trainer.report.around import around
 from trainer.report.as_json import as_json
 from trainer.report.page import as_page
-from trainer.report.text import print_report, print_section
+from trainer.report.terminal import print_report, print_section
 from trainer.tracking.files import atomic_write
 
 DEFAULT_WINDOW = 20

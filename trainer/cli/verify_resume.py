@@ -23,15 +23,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainer.cli import launch
 from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
-from trainer.cli.struck_runs import Kill, Moment, Run, RunFailedError
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
+from trainer.launch import launcher
+from trainer.resume_proof.killed_runs import Kill, Moment, Run, RunFailedError
 from trainer.runtime.signals import REPEAT_S
 
 if TYPE_CHECKING:
-    from trainer.cli.compare_runs import Comparison
+    from trainer.resume_proof.bit_equality import Comparison
 
 STRAIGHT, CONTROL, RESUMED = "straight", "control", "resumed"
 MIN_STEPS = 4
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         plan = parse_plan(argv)
         with _interruptible():
             return _verify(plan)
-    except (ConfigError, launch.UsageError, CannotWriteError) as error:
+    except (ConfigError, launcher.UsageError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return EXIT_CANNOT_WRITE if isinstance(error, CannotWriteError) else EXIT_USAGE
     except KeyboardInterrupt:
@@ -100,15 +100,15 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def parse_plan(argv: Sequence[str]) -> Plan:
-    """Raises `ConfigError` or `launch.UsageError` for what the user got wrong, before anything starts."""
+    """Raises `ConfigError` or `launcher.UsageError` for what the user got wrong, before anything starts."""
     from trainer.__main__ import load_config
 
     parser = _parser()
     arguments = parser.parse_intermixed_args(argv)
     try:
-        asked = launch.parse_arguments(arguments.words)
+        asked = launcher.parse_arguments(arguments.words)
         trainer = load_config(asked.overrides).trainer
-    except (ConfigError, launch.UsageError) as error:
+    except (ConfigError, launcher.UsageError) as error:
         message, *usage_of_others = str(error).split("\nusage: ")
         if not usage_of_others:
             raise
@@ -117,11 +117,11 @@ def parse_plan(argv: Sequence[str]) -> Plan:
         raise ConfigError("trainer.total_training_steps is set by this command: give --steps K instead")
     if trainer.resume_mode != "auto":
         raise ConfigError(f"trainer.resume_mode={trainer.resume_mode} cannot be verified: add trainer.resume_mode=auto")
-    if launch.node_layout(os.environ).num_nodes > 1:
+    if launcher.node_layout(os.environ).num_nodes > 1:
         raise ConfigError("this command works on one machine: set NNODES=1 and use the ranks of this machine alone")
-    num_gpus = 0 if trainer.device == "cpu" else launch.count_gpus()
+    num_gpus = 0 if trainer.device == "cpu" else launcher.count_gpus()
     return Plan(
-        num_ranks=launch.choose_num_ranks(asked.num_ranks, num_gpus=num_gpus),
+        num_ranks=launcher.choose_num_ranks(asked.num_ranks, num_gpus=num_gpus),
         steps=arguments.steps,
         kills=arguments.kills,
         seed=arguments.seed,
@@ -159,7 +159,7 @@ def _verify(plan: Plan) -> int:
 
 def _prove(plan: Plan, work: Path, scratch: Path) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)  # parts of torch swallow the exception while they start
-    from trainer.cli.compare_runs import compare_runs, digest_of_parameters
+    from trainer.resume_proof.bit_equality import compare_runs, digest_of_parameters
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
     straight, control, resumed = (

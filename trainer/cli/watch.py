@@ -15,13 +15,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from trainer.checkpoint_tools.listing import require_dir
 from trainer.cli.arguments import Parser
-from trainer.cli.listing import require_dir
-from trainer.cli.run_reports import answer
-from trainer.cli.run_status import NUM_ROWS, RunFollower, Status
+from trainer.cli.report_options import answer
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.report.wording import MISSING, clean, duration, number, percent, step
+from trainer.report.formatting import MISSING, clean, duration, number, percent, step
+from trainer.watch.run_status import NUM_ROWS, RunFollower, Status
 
 REFRESH_S = 3.0
 MAX_ALERTS, MAX_EPOCHS = 5, 10

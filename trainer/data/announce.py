@@ -4,9 +4,9 @@ import logging
 
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.batch_plan import Schedule, split_batch
 from trainer.data.chat import preview
 from trainer.data.loader import RankPlan, View
-from trainer.data.plan import Schedule, split_batch
 from trainer.data.sample_writer import Summary
 
 logger = logging.getLogger(__name__)

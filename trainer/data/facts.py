@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.data.plan import Limits
+from trainer.data.batch_plan import Limits
 
 
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:

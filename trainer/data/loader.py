@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
+from trainer.data.batch_plan import Limits, Schedule, split_batch
 from trainer.data.facts import deal_facts, length_facts
-from trainer.data.plan import Limits, Schedule, split_batch
 from trainer.data.token_cache import TokenDataset
 from trainer.protocols import Position
 from trainer.runtime.signals import STOP_SIGNALS

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from trainer.detection import Detector, Event, Level, Limits, Rule, Settings
 from trainer.detection.overfit import OverfitJudge, OverfitSettings, Verdict
-from trainer.guard.rules import skip_limits
+from trainer.guard.user_rules import skip_limits
 from trainer.protocols import Decision
 
 logger = logging.getLogger(__name__)

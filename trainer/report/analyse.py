@@ -5,24 +5,24 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.all_rules import RULES
+from trainer.report.analysed_run import PROFILES, Run, recognise_profile
 from trainer.report.anomalies import correlations, find_anomalies, observe
 from trainer.report.causes import how_common, story
 from trainer.report.checklist import checklist
+from trainer.report.formatting import duration
 from trainer.report.generalisation import generalisation
 from trainer.report.inventory import group_counts, inventory
-from trainer.report.phrases import counted, listed, number
+from trainer.report.judge import judge
+from trainer.report.learning_rate import learning_rate
 from trainer.report.result import LEVELS, Finding, LearningRate, MetricSummary, Report
-from trainer.report.rule_table import RULES
-from trainer.report.rules import judge
-from trainer.report.rules_run import too_little
-from trainer.report.run import PROFILES, Run, recognise_profile
+from trainer.report.rules_completeness import too_little
 from trainer.report.run_log import RunLog
-from trainer.report.schedule import learning_rate
+from trainer.report.sentence_parts import counted, listed, number
 from trainer.report.statistics import slope
+from trainer.report.step_time import throughput
 from trainer.report.thresholds import merged
-from trainer.report.throughput import throughput
 from trainer.report.trends import trends
-from trainer.report.wording import duration
 
 NUM_TOP = 3
 MAIN_RULES = (

@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from trainer.report.curves import finite, within
+from trainer.report.formatting import clean, number
+from trainer.report.formatting import step as step_words
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
-from trainer.report.wording import clean, number
-from trainer.report.wording import step as step_words
 
 ALWAYS = "train/loss"
 MIN_SCORE = 6.0

@@ -3,10 +3,10 @@
 from collections import Counter
 
 from trainer.report import remedies
+from trainer.report.analysed_run import Run
 from trainer.report.anomalies import group_of
-from trainer.report.phrases import listed, number
 from trainer.report.result import Anomaly
-from trainer.report.run import Run
+from trainer.report.sentence_parts import listed, number
 
 GROUP_NAMES = {
     "gradient": "gradient",

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from trainer.report.phrases import listed, number, percent
+from trainer.report.analysed_run import NotJudged, Run
 from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.result import CheckItem, Finding
-from trainer.report.rules_run import incomplete, is_tracker_stale, missing_checkpoints, odd_sizes
+from trainer.report.rules_completeness import incomplete, is_tracker_stale, missing_checkpoints, odd_sizes
 from trainer.report.rules_validation import lasting_rise
-from trainer.report.run import NotJudged, Run
 from trainer.report.run_log import CheckpointState, Series
+from trainer.report.sentence_parts import listed, number, percent
 from trainer.report.statistics import bins, slope
-from trainer.report.throughput import ordinary_steps
+from trainer.report.step_time import ordinary_steps
 
 Answer = tuple[bool, str]
 """Whether it passed, and the numbers."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.report.overfit import Judgement, judge
-from trainer.report.phrases import number
+from trainer.report.analysed_run import NotJudged, Run
 from trainer.report.result import Generalisation
-from trainer.report.run import NotJudged, Run
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import number
 from trainer.report.statistics import Floats
+from trainer.report.validation_verdicts import Judgement, judge
 
 NUM_AROUND = 32
 """Training losses before a validation whose median is compared with it."""

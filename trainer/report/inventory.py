@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
-from trainer.report.phrases import listed, number, percent
+from trainer.report.analysed_run import Run
 from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate, MetricSummary, Mover, Trend
-from trainer.report.run import Run
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import listed, number, percent
 from trainer.report.statistics import finite
 from trainer.report.trends import direction
 from trainer.report.vocabulary import ROLES, meaning

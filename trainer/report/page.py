@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from trainer.report.curves import NOTHING, SMOOTHINGS, smooth
+from trainer.report.formatting import clean, facts, number, place, share, step
 from trainer.report.plots import Figure, Row, figures
 from trainer.report.result import Finding, Report
 from trainer.report.run_log import RunLog
 from trainer.report.sections import STATUSES, Section, Table, sections
 from trainer.report.style import STYLE
-from trainer.report.wording import clean, facts, number, place, share, step
 
 VERDICT_LEVELS = {"FAIL": "fail", "ATTENTION": "warn", "OK": "ok", "INSUFFICIENT": "info"}
 FOLDED = ("metrics", "trends", "limits")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.report.curves import NOTHING, SMOOTHINGS, bin_means, finite, smooth, within
+from trainer.report.formatting import clean, companions, interval, number, percent, step
 from trainer.report.result import Anomaly, MetricSummary, Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.svg import Panel, Scale, scale_of
-from trainer.report.wording import clean, companions, interval, number, percent, step
 
 PHASE = re.compile(r"time/train/(?!step|update|shard|checkpoint|eval)(\w+)_s")
 MAX_PHASES = 5

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.report.phrases import number
+from trainer.report.analysed_run import Run
 from trainer.report.raised_rate import raised_rates, scheduled
-from trainer.report.run import Run
+from trainer.report.sentence_parts import number
 
 _TRANSFORMERS = {
     "clip": "max_grad_norm",

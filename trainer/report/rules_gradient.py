@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.analysed_run import NotJudged, Run, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import how_common, is_led_by_rate, moved_along, why_recovered
-from trainer.report.phrases import counted, listed, number, percent, span
+from trainer.report.judge import Rule, found
+from trainer.report.learning_rate import learning_rate
 from trainer.report.result import Finding, RaisedRate
-from trainer.report.rules import Rule, found
-from trainer.report.run import NotJudged, Run, steps_of
-from trainer.report.schedule import learning_rate
+from trainer.report.sentence_parts import counted, listed, number, percent, span
 from trainer.report.statistics import longest_run
 
 CERTAIN_WARMUP = 0.9

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.analysed_run import NotJudged, Run, steps_of
 from trainer.report.anomalies import is_of
-from trainer.report.phrases import listed, number, percent
+from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
-from trainer.report.rules import Rule, found
-from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import listed, number, percent
 from trainer.report.statistics import bins, finite, noise, slope
 from trainer.report.trends import phases
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.analysed_run import NotJudged, Run, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import is_led_by_rate
-from trainer.report.phrases import counted, listed, number, span
+from trainer.report.judge import Rule, found
 from trainer.report.result import Anomaly, Finding, Mover
-from trainer.report.rules import Rule, found
-from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import counted, listed, number, span
 from trainer.report.statistics import longest_run, mann_kendall, noise
 
 FIRST, LAST = 10, 10

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.analysed_run import NotJudged, Run, steps_of
 from trainer.report.causes import how_common, moved_along, story, why_recovered
-from trainer.report.phrases import counted, listed, number, percent, span
+from trainer.report.judge import Rule, found
 from trainer.report.result import Anomaly, Finding, Mover
-from trainer.report.rules import Rule, found
-from trainer.report.run import NotJudged, Run, steps_of
+from trainer.report.sentence_parts import counted, listed, number, percent, span
 from trainer.report.statistics import bins, longest_run
 from trainer.report.vocabulary import meaning
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.analysed_run import NotJudged, Run, steps_of
 from trainer.report.collapse import collapse
-from trainer.report.phrases import number, percent
+from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
-from trainer.report.rules import Rule, found
-from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import number, percent
 from trainer.report.statistics import bins, longest_run, noise, slope
 
 BANDS = {

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.analysed_run import NotJudged, Run, steps_of
 from trainer.report.collapse import collapse
-from trainer.report.phrases import counted, listed, number, percent
+from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
-from trainer.report.rules import Rule, found
-from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import counted, listed, number, percent
 from trainer.report.statistics import Floats, slope
-from trainer.report.throughput import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_steps, stall_note
+from trainer.report.step_time import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_steps, stall_note
 
 MIN_POINTS = 20
 MIN_PERIODS = 3

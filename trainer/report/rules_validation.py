@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
+from trainer.report.analysed_run import NotJudged, Run, steps_of
 from trainer.report.generalisation import RESULTS, generalisation, judged, train_losses_at, val_losses
-from trainer.report.overfit import relative_noise
-from trainer.report.phrases import number, percent
+from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
-from trainer.report.rules import Rule, found
 from trainer.report.rules_reward import collapsed
-from trainer.report.run import NotJudged, Run, steps_of
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import number, percent
 from trainer.report.statistics import longest_run, slope
+from trainer.report.validation_verdicts import relative_noise
 
 
 def _losses(run: Run) -> Series:

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.report.formatting import ARROWS, MISSING, clean, companions, interval, number, percent, share, step
 from trainer.report.result import Anomaly, Report, Throughput
 from trainer.report.run_log import RunLog
-from trainer.report.wording import ARROWS, MISSING, clean, companions, interval, number, percent, share, step
 
 GROUPS = ("optimisation", "validation", "reward", "length", "state", "timing", "memory", "data", "other")
 MAX_CHAINS = 3

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.report.curves import NOTHING, SMOOTHINGS, finite, smooth
+from trainer.report.formatting import MISSING, clean, number, percent, share, step
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
 from trainer.report.vocabulary import ROLES
-from trainer.report.wording import MISSING, clean, number, percent, share, step
 
 NUM_STEPS = 8
 NAMES = {

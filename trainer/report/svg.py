@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.report.curves import column_bounds, decimate, finite, gaps
+from trainer.report.formatting import clean, number, step
 from trainer.report.run_log import Series
-from trainer.report.wording import clean, number, step
 
 UNITS = 1000
 NUM_COLUMNS = 400

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from trainer.report.analysed_run import Run
 from trainer.report.result import Trend
-from trainer.report.run import Run
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, bins, epoch_means, finite, noise, slope
 

@@ -19,10 +19,10 @@ from trainer.checkpoint.resume import RunState
 from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.config import Config
 from trainer.data.announce import announce
+from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, validation_batches
-from trainer.data.plan import Limits, Schedule
 from trainer.errors import EXIT_DONE
-from trainer.guard.rules import parse_rules
+from trainer.guard.user_rules import parse_rules
 from trainer.model import flops
 from trainer.model.assemble import build_model
 from trainer.optim import OPTIMIZERS, clip

@@ -11,7 +11,7 @@ from trainer.config import TrainerConfig
 from trainer.data.facts import length_facts
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard, GuardSettings
-from trainer.guard.rules import parse_rules
+from trainer.guard.user_rules import parse_rules
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail

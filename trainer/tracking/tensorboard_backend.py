@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainer.tracking import event_files
+from trainer.tracking import tensorboard_events
 from trainer.tracking.backend import Backend, Held
 from trainer.tracking.metrics_file import Row
 from trainer.tracking.run_info import RunInfo
@@ -25,7 +25,7 @@ class TensorboardBackend(Backend):
         self._held = Held({})
 
     def open(self) -> None:
-        self._held = Held(event_files.last_steps(self._directory))
+        self._held = Held(tensorboard_events.last_steps(self._directory))
         self.rewind(self._info.resume_step)
         for row in self._info.earlier_rows():
             self._write(row)

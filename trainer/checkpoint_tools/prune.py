@@ -12,7 +12,7 @@ from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CORRUPT_PREFIX, TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.space import readable
-from trainer.cli.listing import LEFTOVERS, printable, prove, require_run, tree_bytes
+from trainer.checkpoint_tools.listing import LEFTOVERS, printable, prove, require_run, tree_bytes
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE, CannotWriteError
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from trainer.report.analysed_run import NotJudged, Run
 from trainer.report.result import LEVELS, Finding
-from trainer.report.run import NotJudged, Run
 
 Check = Callable[[Run], Iterable[Finding]]
 

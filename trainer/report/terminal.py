@@ -8,10 +8,10 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from trainer.report.formatting import clean, facts, place
 from trainer.report.result import Finding, Report
 from trainer.report.run_log import RunLog
 from trainer.report.sections import Section, Table, sections
-from trainer.report.wording import clean, facts, place
 
 MAX_WIDTH = 120
 MAX_ROWS = {"anomalies": 10, "validation": 10, "throughput": 6, "metrics": 10, "checklist": 8, "limits": 0}

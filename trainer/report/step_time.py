@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from trainer.report.phrases import number, percent
+from trainer.report.analysed_run import Run
 from trainer.report.result import Throughput
-from trainer.report.run import Run
 from trainer.report.run_log import Series
+from trainer.report.sentence_parts import number, percent
 from trainer.report.statistics import finite, slope
 
 PHASES = ("data", "h2d", "shard", "forward", "backward", "optimizer", "update", "rollout", "reward", "logging", "guard")

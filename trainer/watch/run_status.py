@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import fsio
-from trainer.cli.listing import Listing, is_run, read_run
+from trainer.checkpoint_tools.listing import Listing, is_run, read_run
 
 METRICS, EVENTS, HISTORY, HEARTBEATS = "metrics.jsonl", "events.jsonl", "training_history.csv", "heartbeat"
 HEARTBEAT_S = 30.0

@@ -8,8 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.cli.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
-from trainer.cli.live_storage import (
+from trainer.config import AUTO, QUICKSTART, Config, DataConfig
+from trainer.model import assemble
+from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.model.source import find_architecture
+from trainer.planner.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
+from trainer.planner.live_storage import (
     ACTIVATIONS,
     GATHERED,
     GRADIENTS,
@@ -20,10 +24,6 @@ from trainer.cli.live_storage import (
     SHARDED_GRADIENTS,
     Phase,
 )
-from trainer.config import AUTO, QUICKSTART, Config, DataConfig
-from trainer.model import assemble
-from trainer.model.packed_lm import ModelSource, decoder_layers
-from trainer.model.source import find_architecture
 from trainer.run.inputs import resolve_source
 from trainer.runtime.distributed import compute_dtype
 

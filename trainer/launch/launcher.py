@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.interface import gloo_interface
-from trainer.cli.supervise import run_agent, status_directory, supervise
-from trainer.cli.watchdog import Watchdog
 from trainer.config import ConfigError, own_words
 from trainer.errors import EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
+from trainer.launch.network_interface import gloo_interface
+from trainer.launch.supervise import run_agent, status_directory, supervise
+from trainer.launch.watchdog import Watchdog
 from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
@@ -236,7 +236,7 @@ def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str]) 
     options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
     # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in TMPDIR
     options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]
-    return [sys.executable, "-m", "trainer.cli.launch", "--agent", *options, "-m", "trainer", *overrides]
+    return [sys.executable, "-m", "trainer.launch.launcher", "--agent", *options, "-m", "trainer", *overrides]
 
 
 if __name__ == "__main__":

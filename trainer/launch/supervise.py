@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.cli.memory_kills import MemoryKills
-from trainer.cli.watchdog import Watchdog
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
+from trainer.launch.memory_kills import MemoryKills
+from trainer.launch.watchdog import Watchdog
 from trainer.runtime.environment import uncollected
 from trainer.runtime.file_lock import try_lock
 from trainer.runtime.signals import AGENT_PID, heeded_signals

@@ -23,7 +23,7 @@ from trainer.checkpoint import layout
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
-LAUNCHER = ("-m", "trainer.cli.launch")
+LAUNCHER = ("-m", "trainer.launch.launcher")
 POLL_S = 0.05
 SIGNAL_POLL_S = 0.002
 STOPPED_S = 1.0

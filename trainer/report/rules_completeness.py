@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.phrases import counted, listed, number, percent
+from trainer.report.analysed_run import NotJudged, Run
+from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
-from trainer.report.rules import Rule, found
-from trainer.report.run import NotJudged, Run
 from trainer.report.run_log import CheckpointState
+from trainer.report.sentence_parts import counted, listed, number, percent
 
 
 def missing_checkpoints(run: Run) -> list[int]:

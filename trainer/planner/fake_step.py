@@ -22,7 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
-from trainer.cli.live_storage import (
+from trainer.config import Config, ConfigError
+from trainer.model import attention, grouped_attention, load, packed_lm, parallelize
+from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.optim import OPTIMIZERS, clip
+from trainer.planner.live_storage import (
     GATHERED,
     HEAD,
     LASTING,
@@ -32,10 +36,6 @@ from trainer.cli.live_storage import (
     LiveStorages,
     Phase,
 )
-from trainer.config import Config, ConfigError
-from trainer.model import attention, grouped_attention, load, packed_lm, parallelize
-from trainer.model.packed_lm import ModelSource, decoder_layers
-from trainer.optim import OPTIMIZERS, clip
 from trainer.runtime.distributed import World
 
 FEWEST_LAYERS = 4

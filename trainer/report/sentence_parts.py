@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from trainer.report.wording import number
+from trainer.report.formatting import number
 
 __all__ = ["counted", "listed", "number", "percent", "span"]
 
