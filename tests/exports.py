@@ -15,7 +15,6 @@ def export_model(world: World, model: Any, target: Path, source: ExportSource, *
     """Write `target`, and this rank's shards beside it. Returns what this rank wrote of the export."""
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
-    architecture = export.unsharded_twin(model)
     parameters, buffers = dict(model.named_parameters()), shards.weight_buffers(model)
     shards.write_torch(root / layout.model_file(world.size, world.rank), shards.model_state(model), root=root)
     if world.is_main:
@@ -28,10 +27,10 @@ def export_model(world: World, model: Any, target: Path, source: ExportSource, *
         parameters=parameters,
         buffers=buffers,
     )
-    plan = export.plan_export(parameters, buffers, architecture, dtype=dtype)
+    plan = export.plan_export(parameters, buffers, export.meta_copy(model), dtype=dtype)
     records = export.write_weights(plan, target, reader, share=(world.rank, world.size))
     if world.is_main:
         records += export.write_index(plan, target)
-        records += export.write_companions(plan, target, source, class_name=type(architecture).__name__)
+        records += export.write_companions(plan, target, source)
     dist.barrier()
     return records

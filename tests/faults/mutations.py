@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "files are not awaited before the manifest",
         SAVE,
-        "        fsio.await_files(staging, records, timeout_s=self._visible_within_s)\n        manifest",
+        "        self._await_files(staging, records)\n        manifest",
         "        manifest",
         ("distributed/test_save_guards.py",),
     ),

@@ -110,12 +110,12 @@ def num_bytes(plan: ExportPlan) -> int:
     return sum(tensor.nbytes for tensor in plan.layout.values())
 
 
-def unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
+def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The architecture of a sharded model without weights, under its own class name."""
     original: Any = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):
-        twin: PreTrainedModel = original(copy.deepcopy(model.config))
-    return twin
+        meta_model: PreTrainedModel = original(copy.deepcopy(model.config))
+    return meta_model
 
 
 def known_architecture(directory: Path) -> PreTrainedModel | None:
@@ -172,9 +172,9 @@ def _exported(plan: ExportPlan, reader: ShardReader, names: list[str]) -> Iterat
         yield converted[name]
 
 
-def write_companions(plan: ExportPlan, target: Path, source: ExportSource, *, class_name: str) -> list[FileRecord]:
+def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> list[FileRecord]:
     """Everything beside the weights: config.json, generation_config.json, tokenizer, template, the model's own code."""
-    records = [_write_json(target / "config.json", _config(source, plan.dtype, class_name))]
+    records = [_write_json(target / "config.json", _config(source, plan))]
     records.append(_write_json(target / "generation_config.json", _generation_config(source)))
     names = [name for name in _TOKENIZER_FILES if (source.model_dir / name).is_file()]
     names += sorted(path.name for path in source.model_dir.glob("*.tiktoken"))
@@ -207,7 +207,7 @@ def export_from_shards(checkpoint: Path, target: Path, *, dtype: str) -> None:
         if (free_bytes := fsio.free_bytes(target.parent)) < num_bytes(plan):
             raise OSError(f"it needs {readable(num_bytes(plan))}, and {readable(free_bytes)} are free")
         fsio.make_dir(staging)
-        write_companions(plan, staging, source, class_name="")  # the class is named in what is taken over
+        write_companions(plan, staging, source)
         write_weights(plan, staging, reader)
         write_index(plan, staging)
         fsio.fsync_tree(staging)
@@ -317,14 +317,14 @@ def _read_back(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, 
                 raise OSError(f"{path}: tensor {name} read back differently from what was written")
 
 
-def _config(source: ExportSource, dtype: torch.dtype, class_name: str) -> dict[str, object]:
+def _config(source: ExportSource, plan: ExportPlan) -> dict[str, object]:
     """The source's own config with the dtype that was written; `torch_dtype` is the key every reader knows."""
     config: dict[str, object] = json.loads((source.model_dir / "config.json").read_text())
-    name = str(dtype).removeprefix("torch.")
+    name = str(plan.dtype).removeprefix("torch.")
     config["torch_dtype"] = name
     if "dtype" in config:
         config["dtype"] = name
-    config.setdefault("architectures", [class_name])
+    config.setdefault("architectures", [type(plan.architecture).__name__])
     return config
 
 

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import export, fsio, layout, rollback, shards, space, start
-from trainer.checkpoint.board import Board, SaveFailedError, UnresolvedSaveError
+from trainer.checkpoint import fsio, layout, rollback, shards, space, start
+from trainer.checkpoint.board import SaveFailedError, UnresolvedSaveError
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import TensorInfo
 from trainer.checkpoint.resume import RunState, load_state, own_position
-from trainer.checkpoint.save import Save, SaveSettings
+from trainer.checkpoint.save import Saver
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.config import CheckpointConfig
 from trainer.errors import CannotWriteError, ResumableError
@@ -59,24 +59,16 @@ class CheckpointManager:
         self._retry_after_s = retry_after_s
         self._buffers = HostBuffers(next(state.model.parameters()).device) if config.async_save else None
         self._pending: _Pending | None = None
-        self._num_saves = self._num_failed_in_a_row = 0
+        self._num_failed_in_a_row = 0
         self._failed_at, self._last_error = 0.0, ""
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
-        architecture = export.unsharded_twin(state.model)
-        self._settings = SaveSettings(
-            run_dir=run_dir,
+        self._saver = Saver(
+            run_dir,
+            state.model,
             world=world,
-            board=Board(world),
+            config=config,
             source=source,
-            plan=export.plan_export(
-                dict(state.model.named_parameters()),
-                shards.weight_buffers(state.model),
-                architecture,
-                dtype=config.export_dtype,
-            ),
-            class_name=type(architecture).__name__,
-            has_weights="hf_model" in config.save_contents,
             keep=keep,
             fingerprints=fingerprints,
             lock=lock,
@@ -84,9 +76,7 @@ class CheckpointManager:
 
     def require_space(self) -> None:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
-        parameters = list(self._state.model.parameters())
-        state_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters) * self._world.num_replicas
-        size_bytes = state_bytes + export.num_bytes(self._settings.plan) * self._settings.has_weights
+        size_bytes = self._saver.size_bytes([list(self._state.model.parameters()), self._state.optimizer.state])
 
         def check() -> None:
             space.require_space(self.run_dir, size_bytes)
@@ -144,15 +134,13 @@ class CheckpointManager:
             self._note(step, error, stall_s=0.0, total_s=0.0)
             return
         snapshot = self._snapshot(loss=loss, grad_norm=grad_norm)
-        self._num_saves += 1
         buffers = self._buffers if in_background else None
         if buffers is not None:
             snapshot = buffers.copy(snapshot)
-        save = Save(self._settings, snapshot, number=self._num_saves, timeout_s=float(self._config.save_timeout_s))
         if buffers is not None:
-            self._pending = _Pending(step, save, buffers, self._world.device)
+            self._pending = _Pending(step, lambda: self._saver.save(snapshot), buffers, self._world.device)
         else:
-            outcome = _outcome(save.run)
+            outcome = _outcome(lambda: self._saver.save(snapshot))
             self._note(step, outcome, stall_s=time.perf_counter() - started, total_s=None)
 
     def _note(self, step: int, outcome: int | BaseException, *, stall_s: float, total_s: float | None) -> None:
@@ -299,7 +287,7 @@ class CheckpointManager:
 class _Pending:
     """A save that goes on behind training, in a thread of its own."""
 
-    def __init__(self, step: int, save: Save, buffers: HostBuffers, device: torch.device) -> None:
+    def __init__(self, step: int, save: Callable[[], int], buffers: HostBuffers, device: torch.device) -> None:
         self.step, self._save, self._buffers, self._device = step, save, buffers, device
         self._started, self.duration_s = time.perf_counter(), 0.0
         self._outcome: int | BaseException | None = None
@@ -326,7 +314,7 @@ class _Pending:
 
     def _write(self) -> int:
         self._buffers.wait_until_ready()
-        return self._save.run()
+        return self._save()
 
 
 def _outcome(write: Callable[[], int]) -> int | BaseException:
