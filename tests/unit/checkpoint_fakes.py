@@ -32,9 +32,7 @@ def manifest_of(step: int, files: tuple[fsio.FileRecord, ...]) -> Manifest:
         nonce="a1b2",
         files=files,
         tensors={"lm_head.weight": TensorInfo((4, 2), "float32")},
-        param_names=("lm_head.weight",),
         fingerprints={"config": "c0ffee"},
-        finite=True,
         loss=1.5,
         grad_norm=0.1,
     )

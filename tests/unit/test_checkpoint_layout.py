@@ -193,7 +193,7 @@ def test_reasons_name_the_file(tmp_path: Path) -> None:
         (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, 7 were written"),
         (lambda p: (p / layout.model_file(2, 1)).unlink(), "model_world_size_2_rank_1.pt: No such file"),
         (edit("step", 11), "manifest.json: it belongs to step 11"),
-        (edit("format", 9), "format 9 is not format 1"),
+        (edit("format", 9), "format 9 is not format 2"),
         (edit("files", [{"path": "../x", "size_bytes": 0, "sha256": "0" * 64}]), "plain relative path"),
         (edit("files", [{"path": "a" * 300, "size_bytes": 0, "sha256": "0" * 64}]), "File name too long"),
         (lambda p: (p / MANIFEST).unlink(), ""),

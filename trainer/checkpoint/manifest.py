@@ -4,17 +4,19 @@ import dataclasses
 import hashlib
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, get_args, get_origin
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
 
-FORMAT = 1
+FORMAT = 2
+DROPPED_SINCE = {1: ("param_names", "finite")}
+"""Keys of the older formats, which are read too, that no reader ever needed."""
 MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
-T = TypeVar("T")
 
 
 class ManifestError(ValueError):
@@ -31,7 +33,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`mesh` maps dimension names to sizes, outermost first. `param_names` is the order of the optimizer's indices.
+    """Whole numbers are never negative. `mesh` maps dimension names to sizes, outermost first.
 
     `created_utc` is for people: nothing is ever ordered by it. `loss` and `grad_norm` are those of `step`.
     """
@@ -45,9 +47,7 @@ class Manifest:
     nonce: str
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorInfo]
-    param_names: tuple[str, ...]
     fingerprints: dict[str, str]
-    finite: bool
     loss: float | None
     grad_norm: float | None
 
@@ -76,98 +76,60 @@ def parse_manifest(text: str | bytes) -> Manifest:
         raise ManifestError(f"not readable as JSON: {error}") from error
     if not isinstance(tree, dict):
         raise ManifestError(f"must be a JSON object, got {type(tree).__name__}")
-    version = _typed(tree.pop("format", None), int, "format")
-    if version != FORMAT:
+    version = _parsed(int, tree.pop("format", None), "format")
+    if version != FORMAT and version not in DROPPED_SINCE:
         raise ManifestError(f"format {version} is not format {FORMAT}: load it with the version that wrote it")
     if tree.pop(OWN_DIGEST, None) != digest_of({"format": version, **tree}):
         raise ManifestError(f"changed after it was written ({OWN_DIGEST} differs)")
-    names = [field.name for field in dataclasses.fields(Manifest)]
-    for name in [*names, *tree]:
-        if (name in tree) != (name in names):
-            raise ManifestError(f"{'missing' if name in names else 'unknown'} key '{name}'")
-    manifest = _build(tree)
+    known = {name: value for name, value in tree.items() if name not in DROPPED_SINCE.get(version, ())}
+    manifest: Manifest = _parsed(Manifest, known, "")
+    _require_plain_files(manifest.files)
     if manifest.world_size < 1:
         raise ManifestError("world_size must be at least 1, got 0")
     return manifest
 
 
-def _build(tree: dict[str, Any]) -> Manifest:
-    return Manifest(
-        **{name: _count(tree[name], name) for name in ("step", "epoch", "samples_consumed", "world_size")},
-        mesh={name: _count(size, f"mesh.{name}") for name, size in _typed(tree["mesh"], dict, "mesh").items()},
-        created_utc=_typed(tree["created_utc"], str, "created_utc"),
-        nonce=_typed(tree["nonce"], str, "nonce"),
-        files=_files(tree["files"]),
-        tensors={
-            name: _tensor(info, f"tensors.{name}") for name, info in _typed(tree["tensors"], dict, "tensors").items()
-        },
-        param_names=tuple(
-            _typed(name, str, "param_names") for name in _typed(tree["param_names"], list, "param_names")
-        ),
-        fingerprints={
-            name: _typed(value, str, f"fingerprints.{name}")
-            for name, value in _typed(tree["fingerprints"], dict, "fingerprints").items()
-        },
-        finite=_typed(tree["finite"], bool, "finite"),
-        loss=_measure(tree["loss"], "loss"),
-        grad_norm=_measure(tree["grad_norm"], "grad_norm"),
-    )
-
-
-def _files(value: Any) -> tuple[FileRecord, ...]:
-    records = tuple(_file(item, f"files[{i}]") for i, item in enumerate(_typed(value, list, "files")))
-    paths = {record.path for record in records}
-    if not records or len(paths) < len(records):
-        raise ManifestError("files must list each file once" if records else "files is empty")
-    return records
-
-
-def _file(value: Any, where: str) -> FileRecord:
-    item = _keys(value, ("path", "size_bytes", "sha256"), where)
-    path = _typed(item["path"], str, f"{where}.path")
-    pure = PurePosixPath(path)
-    if not pure.parts or pure.is_absolute() or ".." in pure.parts or str(pure) != path or not path.isprintable():
-        raise ManifestError(f"{where}.path must be a plain relative path inside the checkpoint, got {path!r}")
-    sha256 = _typed(item["sha256"], str, f"{where}.sha256")
-    if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
-        raise ManifestError(f"{where}.sha256 must be 64 lower-case hex digits, got {sha256!r}")
-    return FileRecord(path, _count(item["size_bytes"], f"{where}.size_bytes"), sha256)
-
-
-def _tensor(value: Any, where: str) -> TensorInfo:
-    item = _keys(value, ("shape", "dtype"), where)
-    shape = tuple(_count(size, f"{where}.shape") for size in _typed(item["shape"], list, f"{where}.shape"))
-    return TensorInfo(shape, _typed(item["dtype"], str, f"{where}.dtype"))
-
-
-def _keys(value: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
-    item = _typed(value, dict, where)
-    if set(item) != set(names):
-        raise ManifestError(f"{where} must have the keys {', '.join(names)}; got {', '.join(item)}")
-    return item
-
-
-def _typed(value: Any, kind: type[T], where: str) -> T:
+def _parsed(kind: Any, value: Any, where: str) -> Any:
+    """What JSON gave as the type `kind`, which is one that a field of `Manifest` has, or holds."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        fields = {field.name: field.type for field in dataclasses.fields(kind)}
+        found = _parsed(dict, value, where)
+        places = {name: f"{where}.{name}".removeprefix(".") for name in (*fields, *found)}
+        for name, place in places.items():
+            if (name in fields) != (name in found):
+                raise ManifestError(f"{'missing' if name in fields else 'unknown'} key '{place}'")
+        return kind(**{name: _parsed(field, found[name], places[name]) for name, field in fields.items()})
+    if kind == float | None:
+        return None if value is None else _measure(value, where)
+    if get_origin(kind) is tuple:
+        items = enumerate(_parsed(list, value, where))
+        return tuple(_parsed(get_args(kind)[0], item, f"{where}[{i}]") for i, item in items)
+    if get_origin(kind) is dict:
+        pairs = _parsed(dict, value, where).items()
+        return {name: _parsed(get_args(kind)[1], item, f"{where}.{name}") for name, item in pairs}
     if type(value) is not kind:  # bool is an int to isinstance
         raise ManifestError(f"{where} must be {kind.__name__}, got {value!r:.80}")
+    if kind is int and value < 0:
+        raise ManifestError(f"{where} must not be negative, got {value}")
     return value
 
 
-def _count(value: Any, where: str) -> int:
-    if _typed(value, int, where) < 0:
-        raise ManifestError(f"{where} must not be negative, got {value}")
-    return int(value)
+def _measure(value: Any, where: str) -> float:
+    with suppress(OverflowError):  # an integer beyond the range of a float
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    raise ManifestError(f"{where} must be a finite number or null, got {value!r:.80}")
 
 
-def _measure(value: Any, where: str) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not abs(value) < math.inf:
-        raise ManifestError(f"{where} must be a finite number or null, got {value!r:.80}")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ManifestError(f"{where} is beyond the range of a float") from error
+def _require_plain_files(files: tuple[FileRecord, ...]) -> None:
+    if not files or len({record.path for record in files}) < len(files):
+        raise ManifestError("files must list each file once" if files else "files is empty")
+    for i, (path, _, sha256) in enumerate(map(dataclasses.astuple, files)):
+        pure = PurePosixPath(path)
+        if not pure.parts or pure.is_absolute() or ".." in pure.parts or str(pure) != path or not path.isprintable():
+            raise ManifestError(f"files[{i}].path must be a plain relative path inside the checkpoint, got {path!r}")
+        if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+            raise ManifestError(f"files[{i}].sha256 must be 64 lower-case hex digits, got {sha256!r}")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -170,9 +170,7 @@ class Saver:
             nonce=secrets.token_hex(8),
             files=tuple(records),
             tensors=snapshot.tensors,
-            param_names=tuple(snapshot.tensors),
             fingerprints=dict(self._fingerprints),
-            finite=True,
             loss=snapshot.loss,
             grad_norm=snapshot.grad_norm,
         )
