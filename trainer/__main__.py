@@ -6,6 +6,7 @@ Nothing here imports torch before the configuration is known to be right.
 import logging
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,25 @@ from trainer.config import (
     Config,
     ConfigError,
     find_foreign,
-    known_keys,
     own_words,
     parse_config,
     parse_duration_s,
-    unknown_key_error,
+    problem_with_key,
 )
 from trainer.errors import EXIT_USAGE
-from trainer.run.choices import require_known_parts
+from trainer.losses import LOSSES
+from trainer.optim import OPTIMIZERS
+from trainer.optim.schedule import DECAYS
+from trainer.tracking.facade import BACKENDS
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
-_FREE_KEY = "data.apply_chat_template_kwargs"
+PARTS: dict[str, Mapping[str, object]] = {
+    "model.loss": LOSSES,
+    "optim.name": OPTIMIZERS,
+    "optim.lr_scheduler": DECAYS,
+    "trainer.logger": BACKENDS,
+}
+"""Keys whose values are names of parts: an entry in a dictionary is a value."""
 USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
   experiment=NAME        load conf/experiment/NAME.yaml over the defaults
   --cfg job              print the resolved configuration and exit
@@ -42,36 +51,40 @@ def main(argv: list[str]) -> int:
         print(f"{USAGE}\n\n{listing()}\n\n{(CONF_DIR / 'sft.yaml').read_text()}")
         return 0
     try:
-        if "--cfg" in argv:
-            overrides = [word for word in argv if word not in ("--cfg", "job")]
-            print(OmegaConf.to_yaml(OmegaConf.create(load_config(overrides).resolved)), end="")
-            return 0
-        return _run(load_config(argv))
+        config = load_config([word for word in argv if word not in ("--cfg", "job")] if "--cfg" in argv else argv)
     except ConfigError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if "--cfg" in argv:
+        print(OmegaConf.to_yaml(OmegaConf.create(config.resolved)), end="")
+        return 0
+    return _run(config)
 
 
 def load_config(words: list[str]) -> Config:
     """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what the user got wrong."""
     words = own_words(words)
-    _check_keys(words)
-    # a dictionary with keys of the user's choice: hydra wants to be told that these may be new
-    words = [f"++{word}" if word.startswith(_FREE_KEY) else word for word in words]
+    if problems := [problem for word in words if (problem := _problem_with(word))]:
+        raise ConfigError("\n".join(problems))
+    return parse_config(_compose(words), PARTS)
+
+
+def _compose(words: list[str]) -> dict[str, Any]:
+    # hydra need not know what is a key: a name inside data.apply_chat_template_kwargs is the user's own
+    words = [word if word.startswith("experiment=") else f"++{word.lstrip('+')}" for word in words]
     try:
         for override in OverridesParser.create().parse_overrides(words):
             if override.is_sweep_override():
                 raise _several_values(override.input_line)
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            composed = compose("sft", overrides=words)
-        tree: Any = OmegaConf.to_container(composed, resolve=True)
+            tree: Any = OmegaConf.to_container(compose("sft", overrides=words), resolve=True)
     except OverrideParseException as error:
-        raise ConfigError(f"cannot read '{error.override}': quote its value, key='\"value\"'") from error
+        raise ConfigError(f"cannot read '{error.override.lstrip('+')}': quote its value, key='\"value\"'") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_plain(error)) from error
-    config = parse_config(tree)
-    require_known_parts(config)
-    return config
+        lines = (line for line in str(error).splitlines() if line.strip())
+        useful = [line for line in lines if "full_key" not in line and "object_type" not in line]
+        raise ConfigError("\n".join(useful[:6])) from error
+    return dict(tree)
 
 
 def _several_values(word: str | None) -> ConfigError:
@@ -82,20 +95,13 @@ def _several_values(word: str | None) -> ConfigError:
     )
 
 
-def _check_keys(words: list[str]) -> None:
-    """Name what is no key, each with what to write instead; hydra would only say that it is not in the struct."""
-    problems = [problem for word in words if (problem := _problem_with(word)) is not None]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
 def _problem_with(word: str) -> str | None:
+    """What is no key, with what to write instead; hydra would only say that it is not in the struct."""
     key, equals, value = word.lstrip("+~-").partition("=")
     key = key.split("@")[0]
     if word.startswith("-"):
         key = key.replace("-", "_")
-        is_foreign = find_foreign(key) is not None
-        return str(unknown_key_error(key, value or None)) if is_foreign else f"unknown flag '{word}'\n{USAGE}"
+        return problem_with_key(key, value or None) if find_foreign(key) else f"unknown flag '{word}'\n{USAGE}"
     if word.startswith("~"):
         return f"'{word}' would remove a key, and each needs a value: leave the word out for the default"
     if not equals:
@@ -104,19 +110,7 @@ def _problem_with(word: str) -> str | None:
         experiments = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
         known = f"no recipe '{value}' in conf/experiment: known are {', '.join(experiments)}"
         return None if value in (*experiments, "null") else known
-    groups = {own.rsplit(".", depth)[0] for own in known_keys() for depth in range(1, own.count(".") + 1)}
-    is_known = key in known_keys() or key in groups or key.startswith(f"{_FREE_KEY}.")
-    return None if is_known else str(unknown_key_error(key, value))
-
-
-def _plain(error: Exception) -> str:
-    """The lines of a hydra error a user can act on."""
-    lines = [
-        line
-        for line in str(error).splitlines()
-        if line.strip() and "full_key" not in line and "object_type" not in line
-    ]
-    return "\n".join(lines[:6])
+    return problem_with_key(key, value)
 
 
 def _run(config: Config) -> int:

@@ -1,44 +1,81 @@
-"""The configuration table of docs/config.md, made from the comments of conf/sft.yaml.
+"""conf/sft.yaml and the table of docs/config.md, written from the declarations in trainer/config/schema.py.
 
-`python tests/architecture/config_table.py` rewrites it; test_config_keys.py fails while the two differ.
+`python tests/architecture/config_table.py` rewrites both; test_config_keys.py fails while they differ.
 """
 
 import re
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
-from trainer.config import known_keys
+import yaml
+
+from trainer.config import Config, known_keys
+from trainer.config.keys import declared, default_of, keys_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs/config.md"
+SHEET, PAGE = REPOSITORY / "conf/sft.yaml", REPOSITORY / "docs/config.md"
 START, END = "<!-- configuration: start -->", "<!-- configuration: end -->"
-_LINE = re.compile(r"^(?P<indent> *)(?P<name>[a-z_]+):(?: +(?P<value>[^#\n]*?))?(?: *# (?P<comment>.*))?$")
+HEAD = """\
+# Every key, with its default. Override on the command line: bash run_sft.sh 8 data.max_length=4096 optim.lr=2e-5
+defaults:
+  - _self_
+  - experiment: null   # experiment=NAME loads conf/experiment/NAME.yaml over this file
+"""
+COLUMN, WIDTH = 33, 120
+"""Where a comment starts, and where a line ends."""
 _NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
-_CONTINUED = re.compile(r"^ +# (?P<comment>.*)$")
 
 
-@dataclass(frozen=True)
-class Key:
-    """One leaf of conf/sft.yaml as it is written there."""
-
-    dotted: str
-    default: str
-    comment: str
+def written(value: Any) -> str:
+    """As in YAML, on one line."""
+    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n...\n").rstrip("\n")
 
 
-def read_keys(text: str) -> list[Key]:
-    """All leaf keys with their default and comment; a comment may go on in lines of its own below its key."""
-    keys: list[Key] = []
-    groups: list[str] = []
-    for line in text.splitlines():
-        if keys and (more := _CONTINUED.match(line)):
-            last = keys.pop()
-            keys.append(Key(last.dotted, last.default, f"{last.comment} {more['comment']}".strip()))
-        elif found := _LINE.match(line):
-            groups = [*groups[: len(found["indent"]) // 2], found["name"]]
-            if found["value"]:
-                keys.append(Key(".".join(groups), found["value"], found["comment"] or ""))
-    return keys
+def sheet(cls: type = Config) -> str:
+    """The text of conf/sft.yaml."""
+    groups = ("\n".join(_lines(own.type, name, depth=0)) for name, own in declared(cls).items())
+    return "\n\n".join([HEAD.rstrip(), *groups]) + "\n"
+
+
+def _lines(cls: type, name: str, depth: int) -> Iterator[str]:
+    indent = "  " * (depth + 1)
+    yield from _commented(f"{'  ' * depth}{name}:", _as_comment(cls.__doc__ or ""))
+    for name, own in declared(cls).items():
+        if is_dataclass(own.type):
+            yield from _lines(own.type, name, depth + 1)
+        else:
+            yield from _commented(f"{indent}{name}: {written(default_of(own))}", own.metadata["meaning"])
+
+
+def _commented(text: str, meaning: str) -> Iterator[str]:
+    """A line with its comment behind it, which goes on in lines of its own."""
+    start = max(COLUMN, len(text) + 1)
+    first, *more = textwrap.wrap(meaning, WIDTH - start - 2, break_long_words=False, break_on_hyphens=False)
+    rest = textwrap.wrap(" ".join(more), WIDTH - COLUMN - 2, break_long_words=False, break_on_hyphens=False)
+    yield f"{text:<{start}}# {first}"
+    yield from (f"{'':<{COLUMN}}# {line}" for line in rest)
+
+
+def _as_comment(docstring: str) -> str:
+    return docstring[0].lower() + docstring[1:].rstrip(".")
+
+
+def table(cls: type = Config) -> str:
+    """The keys as a Markdown table."""
+    rows = [
+        f"| `{dotted}` | `{written(default_of(own))}` | {own.metadata['meaning'].replace('|', '/')} |"
+        for dotted, own in keys_of(cls).items()
+    ]
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+
+
+def replace_table(page: str, table: str) -> str:
+    """The page with the table between its two marks made anew."""
+    before, after = page.split(START)[0], page.split(END)[1]
+    return f"{before}{START}\n{table}\n{END}{after}"
 
 
 def keys_named_in(markdown: str) -> set[str]:
@@ -58,17 +95,6 @@ def dead_links(markdown: str, directory: Path) -> list[str]:
     return [target for target in targets if not (directory / target).exists()]
 
 
-def table(text: str) -> str:
-    """The keys of one configuration file as a Markdown table."""
-    rows = [f"| `{key.dotted}` | `{key.default}` | {key.comment.replace('|', '/')} |" for key in read_keys(text)]
-    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
-
-
-def replace_table(page: str, text: str) -> str:
-    """The page with the table between its two marks made anew."""
-    before, after = page.split(START)[0], page.split(END)[1]
-    return f"{before}{START}\n{table(text)}\n{END}{after}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(replace_table(PAGE.read_text(), (REPOSITORY / "conf/sft.yaml").read_text()))
+    SHEET.write_text(sheet())
+    PAGE.write_text(replace_table(PAGE.read_text(), table()))

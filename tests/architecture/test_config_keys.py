@@ -1,22 +1,45 @@
-"""conf/sft.yaml, the schema, the code and the documentation name the same keys."""
+"""conf/sft.yaml and the documentation say what the schema declares, and the code reads every key."""
 
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import source_rules as rules
-from config_table import PAGE, REPOSITORY, dead_links, keys_named_in, read_keys, replace_table
+from config_table import PAGE, REPOSITORY, SHEET, dead_links, keys_named_in, replace_table, sheet, table
 from test_floors import python_files
 
-from trainer.config import known_keys
+from trainer.__main__ import PARTS, load_config
+from trainer.config import Config, TrainerConfig, known_keys
+from trainer.config.keys import Check, group, key, keys_of, one_of
 
 README = REPOSITORY / "README.md"
 OWNER_NAMES = {"fsdp_config": ("fsdp",)}
 """Names that code gives to a section besides its own."""
 
 
-@pytest.fixture(scope="module")
-def yaml_text() -> str:
-    return (REPOSITORY / "conf/sft.yaml").read_text(encoding="utf-8")
+REWRITE = "run: python tests/architecture/config_table.py"
+
+
+@dataclass(frozen=True)
+class Small:
+    """Few keys."""
+
+    rate: float | None = key(1e-8, "a share | of all")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All there is."""
+
+    switch: str = key("off", f"how it is: {'on, ' * 30}off")
+    small: Small = group(Small)
+
+
+@dataclass(frozen=True)
+class Outer:
+    whole: Whole = group(Whole)
 
 
 def dead_keys(keys: list[str], sources: list[str]) -> list[str]:
@@ -30,16 +53,48 @@ def _spellings(key: str) -> set[str]:
     return {f"{owner}.{name}" for owner in (section, "config", "_config", *OWNER_NAMES.get(section, ()))}
 
 
-def test_the_file_and_the_schema_hold_the_same_keys_in_the_same_order(yaml_text: str) -> None:
-    assert [key.dotted for key in read_keys(yaml_text)] == known_keys()
+def unmentioned(meaning: str, choices: Iterable[str]) -> list[str]:
+    return [choice for choice in choices if not re.search(rf"\b{choice}\b", meaning)]
 
 
-def test_every_key_has_a_comment(yaml_text: str) -> None:
-    assert [key.dotted for key in read_keys(yaml_text) if not key.comment] == []
+def choices_of(checks: Iterable[Check]) -> tuple[str, ...]:
+    """What a value may be, as the error says it that a wrong one gets."""
+    problems = [check("no such choice") for check in checks if check.__qualname__.startswith(one_of.__name__)]
+    return tuple(problems[0].removeprefix("must be one of ").partition(";")[0].split(", ")) if problems else ()
+
+
+def test_the_file_says_what_the_schema_declares() -> None:
+    assert SHEET.read_text(encoding="utf-8") == sheet(), REWRITE
+
+
+def test_the_file_is_read_back_as_the_defaults_of_the_schema() -> None:
+    default_dir = TrainerConfig(default_local_dir="checkpoints/sft/quickstart")
+    assert load_config([]) == Config(trainer=default_dir)
+
+
+def test_a_declaration_is_written_with_its_default_and_meaning() -> None:
+    lines = sheet(Outer).split("\n\n", 1)[1].splitlines()
+    assert lines[0] == f"{'whole:':<33}# all there is"
+    assert lines[1].startswith(f"{'  switch: ' + repr('off'):<33}# how it is: on, on")
+    assert lines[2].startswith(f"{'':<33}# on") and lines[2].endswith("off")
+    assert lines[3:] == [f"{'  small:':<33}# few keys", f"{'    rate: 1.0e-08':<33}# a share | of all"]
+    assert table(Outer).splitlines()[3] == "| `whole.small.rate` | `1.0e-08` | a share / of all |"
+
+
+def test_every_key_has_a_meaning_that_names_every_choice() -> None:
+    keys = keys_of(Config)
+    assert [name for name, own in keys.items() if not own.metadata["meaning"]] == []
+    choices = {name: PARTS.get(name) or choices_of(own.metadata["checks"]) for name, own in keys.items()}
+    choices["model.enable_gradient_checkpointing"] = ("selective",)  # a bool needs no words
+    assert len([name for name, allowed in choices.items() if allowed]) > 20
+    assert {
+        name: found for name, own in keys.items() if (found := unmentioned(own.metadata["meaning"], choices[name]))
+    } == {}
+    assert unmentioned("error | left (cut)", choices_of([one_of("error", "left", "righ")])) == ["righ"]
 
 
 def test_no_key_is_dead() -> None:
-    sources = [text for path, text in python_files("trainer").items() if path != "trainer/config.py"]
+    sources = [text for path, text in python_files("trainer").items() if path != "trainer/config/schema.py"]
     assert dead_keys(known_keys(), sources) == []
 
 
@@ -50,21 +105,10 @@ def test_a_dead_key_is_caught() -> None:
     assert dead_keys(keys, [first, second]) == ["model.compile", "trainer.seed"]
 
 
-def test_a_key_without_comment_is_caught() -> None:
-    text = "defaults:\n  - _self_\n\ndata:\n  a: null\n  b: [1, 2] # two\n"
-    keys = read_keys(text + "  c:\n    d: x\n              # below\ne:\n  f: 1.0e-8\n")
-    assert [(key.dotted, key.default, key.comment) for key in keys] == [
-        ("data.a", "null", ""),
-        ("data.b", "[1, 2]", "two"),
-        ("data.c.d", "x", "below"),
-        ("e.f", "1.0e-8", ""),
-    ]
-
-
-def test_the_table_of_the_documentation_is_up_to_date(yaml_text: str) -> None:
+def test_the_table_of_the_documentation_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert replace_table(page, yaml_text) == page, "run: python tests/architecture/config_table.py"
-    assert replace_table(page, yaml_text.replace("train_batch_size: 32", "train_batch_size: 33")) != page
+    assert replace_table(page, table()) == page, REWRITE
+    assert replace_table(page, table(Outer)) != page
     assert len(keys_named_in(page)) >= len(known_keys())
 
 

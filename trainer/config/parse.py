@@ -1,31 +1,62 @@
-"""From a resolved mapping to a typed `Config`; a mistyped key is answered with the nearest known one."""
+"""From a resolved mapping to a checked `Config`; a mistyped key is answered with the nearest known one."""
 
 import dataclasses
 import difflib
 import math
 import types
 import typing
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from trainer.config.foreign import find_foreign
-from trainer.config.schema import Config, ConfigError
+from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
+from trainer.config.schema import Config, contradictions
 
 MIN_ALIKE, SAME_GROUP = 0.7, 0.1
 """How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in another, by so much more."""
 
 
-def known_keys(cls: Any = Config, prefix: str = "") -> list[str]:
-    """All dotted leaf keys, in the order of the schema."""
-    keys: list[str] = []
-    for name, hint in typing.get_type_hints(cls).items():
-        if name == "resolved":
-            continue
-        dotted = f"{prefix}{name}"
-        keys += known_keys(hint, f"{dotted}.") if dataclasses.is_dataclass(hint) else [dotted]
-    return keys
+def parse_config(tree: dict[str, Any], parts: Mapping[str, Mapping[str, object]] | None = None) -> Config:
+    """Turn a resolved mapping into a checked `Config`. Raises `ConfigError` naming the key, the cause and a fix.
+
+    `parts`: for keys whose values are names of parts, the parts by name.
+    """
+    tree = {name: value for name, value in tree.items() if name != "experiment"}
+    config = dataclasses.replace(_build(Config, tree), resolved=tree)
+    for dotted, named in (parts or {}).items():
+        _check(attrgetter(dotted)(config), dotted, (one_of(*named),))
+    if found := list(contradictions(config)):
+        raise ConfigError("\n".join(found))
+    return config
 
 
-def nearest_key(dotted: str) -> str | None:
+def known_keys() -> list[str]:
+    """All dotted keys, in the order of the schema."""
+    return list(keys_of(Config))
+
+
+def problem_with_key(dotted: str, value: str | None = None) -> str | None:
+    """None for a key, a group of keys, and a name inside a mapping of the user's own; else what to write instead."""
+    keys = keys_of(Config)
+    is_group = any(name.startswith(f"{dotted}.") for name in keys)
+    is_own = any(dotted.startswith(f"{name}.") for name, key in keys.items() if typing.get_origin(key.type) is dict)
+    return None if dotted in keys or is_group or is_own else str(_unknown_key(dotted, value))
+
+
+def _unknown_key(dotted: str, value: str | None, *, known: Sequence[str] = ()) -> ConfigError:
+    """What the key is here if it is another trainer's, else the nearest of ours (and of `known`), if any is near."""
+    foreign = find_foreign(dotted)
+    if foreign is not None:
+        named = dotted if value is None else f"{dotted}={value}"
+        instead = foreign.own_key or foreign.advice(value)
+        return ConfigError(f"unknown configuration key '{named}' (of {foreign.origin}); here: {instead}")
+    nearest = _nearest_key(dotted, [*known_keys(), *known])
+    hint = f"did you mean '{nearest}'?" if nearest else "there is no key like it; bash run_sft.sh --help lists all"
+    return ConfigError(f"unknown configuration key '{dotted}': {hint}")
+
+
+def _nearest_key(dotted: str, known: Sequence[str]) -> str | None:
     """The known key that a mistyped one is near to by its last part, more so one of the same group; else None."""
     group, _, leaf = dotted.rpartition(".")
 
@@ -34,74 +65,69 @@ def nearest_key(dotted: str) -> str | None:
         alike = difflib.SequenceMatcher(None, leaf, own_leaf).ratio()
         return alike + SAME_GROUP * (group == own_group) if alike >= MIN_ALIKE else 0.0
 
-    nearest = max(known_keys(), key=nearness)
+    nearest = max(known, key=nearness)
     return nearest if nearness(nearest) >= MIN_ALIKE + SAME_GROUP else None
 
 
-def unknown_key_error(dotted: str, value: str | None = None) -> ConfigError:
-    """What the key is here if it is another trainer's, else the nearest of ours, if any is near."""
-    foreign = find_foreign(dotted)
-    if foreign is not None:
-        named = dotted if value is None else f"{dotted}={value}"
-        instead = foreign.own_key or foreign.advice(value)
-        return ConfigError(f"unknown configuration key '{named}' (of {foreign.origin}); here: {instead}")
-    nearest = nearest_key(dotted)
-    hint = f"did you mean '{nearest}'?" if nearest else "there is no key like it; bash run_sft.sh --help lists all"
-    return ConfigError(f"unknown configuration key '{dotted}': {hint}")
-
-
-def build(cls: Any, tree: Any, *, prefix: str, skip: tuple[str, ...] = ()) -> Any:
+def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
     if not isinstance(tree, dict):
         raise ConfigError(f"'{prefix.rstrip('.')}' must be a group of keys, got {tree!r}")
-    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name not in skip}
-    for name in tree:
-        if name not in hints:
-            raise unknown_key_error(f"{prefix}{name}", None if isinstance(tree[name], dict) else str(tree[name]))
+    own = declared(cls)
+    for name, value in tree.items():
+        if name not in own:
+            known = [f"{prefix}{other}" for other in own]
+            raise _unknown_key(f"{prefix}{name}", None if isinstance(value, dict) else str(value), known=known)
     values = {}
-    for name, hint in hints.items():
+    for name, key in own.items():
         dotted = f"{prefix}{name}"
-        if name not in tree:
-            raise ConfigError(f"missing configuration key '{dotted}' (conf/sft.yaml holds its default)")
-        if dataclasses.is_dataclass(hint):
-            values[name] = build(hint, tree[name], prefix=f"{dotted}.")
-        else:
-            values[name] = _coerce(tree[name], hint, dotted)
+        if name in tree:
+            values[name] = value = _coerce(tree[name], key.type, dotted)
+            _check(value, dotted, key.metadata["checks"])
+        elif key.default is key.default_factory:  # both are missing
+            raise ConfigError(f"missing configuration key '{dotted}': it has no default")
     return cls(**values)
 
 
+def _check(value: Any, dotted: str, checks: Iterable[Check]) -> None:
+    for check in checks if value is not None else ():
+        if problem := check(value):
+            raise ConfigError(f"'{dotted}' {problem}")
+
+
 def _coerce(value: Any, hint: Any, dotted: str) -> Any:
-    """Check `value` against `hint`; numbers written as text (`1e-5`) and whole floats are accepted where they fit."""
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in typing.get_args(hint):
-            return None
-        for option in typing.get_args(hint):
-            if option is not type(None):
-                try:
-                    return _coerce(value, option, dotted)
-                except ConfigError:
-                    continue
-    elif origin is list:
-        if isinstance(value, list | tuple):
-            return [_coerce(item, typing.get_args(hint)[0], dotted) for item in value]
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return [_coerce(value, typing.get_args(hint)[0], dotted)]
-    elif origin is dict:
-        if isinstance(value, dict):
-            return value
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint in (int, float) and not isinstance(value, bool):
+    """`value` as the type of its key; numbers written as text (`1e-5`) and whole floats are accepted where they fit."""
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, f"{dotted}.")
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
         try:
-            number = float(value)
+            return _fit(value, option, dotted)
+        except ConfigError:  # of an item: it says more than that the whole does not fit
+            raise
         except (TypeError, ValueError):
-            number = float("nan")
-        if hint is float and number == number:
-            return number
-        if hint is int and math.isfinite(number) and number == int(number):
-            return int(number)
-    elif hint is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+            continue
+    name = getattr(hint, "__name__", hint) if typing.get_origin(hint) is None else hint
+    raise ConfigError(f"'{dotted}' must be {name}, got {value!r}")
+
+
+def _fit(value: Any, hint: Any, dotted: str) -> Any:
+    """Raises `ValueError` or `TypeError` where it does not fit, `ConfigError` for an item that does not."""
+    origin = typing.get_origin(hint)
+    is_text_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if value is None and hint is types.NoneType:
+        return None
+    if origin is list and (is_text_or_number or isinstance(value, list)):
+        (item_hint,) = typing.get_args(hint)
+        items = enumerate(value if isinstance(value, list) else [value])
+        return [_coerce(item, item_hint, f"{dotted}[{n}]" if isinstance(item, dict) else dotted) for n, item in items]
+    if isinstance(value, dict) and (origin is dict or dataclasses.is_dataclass(hint)):
+        return value if origin is dict else _build(hint, value, f"{dotted}.")
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is float and is_text_or_number and not math.isnan(number := float(value)):
+        return number
+    if hint is int and is_text_or_number and (number := float(value)).is_integer():
+        return int(number)
+    if hint is str and is_text_or_number:
         return str(value)
-    name = getattr(hint, "__name__", None) or str(hint)
-    raise ConfigError(f"'{dotted}' must be {name if origin is None else hint}, got {value!r}")
+    raise ValueError

@@ -1,130 +1,322 @@
-"""Every key of the configuration and its type; `conf/sft.yaml` holds the defaults and one comment per key."""
+"""Every key of the configuration, declared once: type, default, meaning, checks.
 
+`conf/sft.yaml` and the table of docs/config.md are written from here by `python tests/architecture/config_table.py`.
+Values that are names of parts (`model.loss`, `trainer.logger`) are checked against the dictionaries of these parts.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config.keys import (
+    at_least,
+    at_most,
+    duration,
+    group,
+    inside_checkpoints,
+    key,
+    not_empty,
+    not_negative,
+    one_of,
+    positive,
+    within,
+)
+
 QUICKSTART = "quickstart"
-BACKENDS = ("console", "wandb", "tensorboard", "mlflow")
-SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config")
 AUTO, SELECTIVE = "auto", "selective"
-
-
-class ConfigError(ValueError):
-    """The user's configuration is wrong; the message names the key and a fix. Exit code 2."""
+YEAR_S = 365 * 24 * 3600
+_LOADED = ("model", "optimizer", "extra")
+_RATIO = within("[0, 1]")
+_TIMEOUT = (at_least(1), at_most(YEAR_S, "a year"))
+_COUNT_OR_NULL = at_least(1, means="null")
+_COUNT_OR_ALL = at_least(1, special=-1, means="-1 (all)")
+_STEPS_OR_END = at_least(1, special=-1, means="-1 (only at the end)")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: str | list[str]
-    val_files: str | list[str] | None
-    val_ratio: float
-    train_batch_size: int
-    micro_batch_size_per_gpu: int | None
-    max_token_len_per_gpu: int | None
-    max_length: int
-    truncation: str
-    messages_key: str
-    tools_key: str
-    prompt_key: str | None
-    response_key: str | None
-    chat_template: str | None
-    apply_chat_template_kwargs: dict[str, Any]
-    special_in_content: str
-    train_max_samples: int
-    val_max_samples: int
-    on_bad_row: str
-    max_bad_fraction: float
-    num_workers: int
-    cache_dir: str
+    """What is trained on and how it is batched."""
+
+    train_files: str | list[str] = key(
+        QUICKSTART, "path, glob or list of .jsonl, .json, .parquet; quickstart = the generated samples", not_empty
+    )
+    val_files: str | list[str] | None = key(None, "the same; null = hold out val_ratio of the training rows")
+    val_ratio: float = key(
+        0.02, "share of training rows held out when val_files is null; 0 = no validation", within("[0, 1)")
+    )
+    train_batch_size: int = key(
+        32, "samples per optimizer step over all ranks; the result does not depend on their number", at_least(1)
+    )
+    micro_batch_size_per_gpu: int | None = key(
+        None, "at most this many samples per forward pass; null = no limit", _COUNT_OR_NULL
+    )
+    max_token_len_per_gpu: int | None = key(
+        8192, "at most this many tokens per forward pass; null = no limit", _COUNT_OR_NULL
+    )
+    max_length: int = key(2048, "longest sample in tokens", at_least(1))
+    truncation: str = key(
+        "error",
+        "longer samples: error | left | right (cut that side) | drop",
+        one_of("error", "left", "right", "drop"),
+    )
+    messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
+    tools_key: str = key("tools", "column with tool definitions, if any")
+    prompt_key: str | None = key(None, "single-turn data: column of the user's text; null = recognise the shape")
+    response_key: str | None = key(None, "single-turn data: column of the assistant's text")
+    chat_template: str | None = key(None, "path of a jinja template replacing the tokenizer's; exported with the model")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "further variables for the template, e.g. {enable_thinking: false}"
+    )
+    special_in_content: str = key(
+        "error",
+        "tokens that the template writes around turns, in a text: error (bad row) | text (ordinary characters) | "
+        "parse (as the tokenizer takes them)",
+        one_of("error", "text", "parse"),
+    )
+    train_max_samples: int = key(-1, "use only the first rows; -1 = all", _COUNT_OR_ALL)
+    val_max_samples: int = key(-1, "the same for validation", _COUNT_OR_ALL)
+    on_bad_row: str = key(
+        "error", "unusable rows: error (list them and stop) | skip (count and list them)", one_of("error", "skip")
+    )
+    max_bad_fraction: float = key(0.01, "with skip: stop when more than this share of rows is unusable", _RATIO)
+    num_workers: int = key(
+        1,
+        "loader processes per rank; 0 = build batches in the training process",
+        not_negative,
+        at_most(64, "each is a process beside every rank"),
+    )
+    cache_dir: str = key("checkpoints/.cache", "prepared tokens and the quickstart files, under content hashes")
 
 
 @dataclass(frozen=True)
 class FsdpConfig:
-    param_dtype: str
-    reduce_dtype: str
-    cpu_offload: bool
-    reshard_after_forward: bool | str
-    fsdp_size: int
+    """How parameters are sharded and computed with."""
+
+    param_dtype: str = key(
+        AUTO,
+        "compute dtype: bfloat16 | float32 | auto (bfloat16 where the hardware computes it); stored parameters and "
+        "optimizer state are always float32",
+        one_of(AUTO, *DTYPES[:2]),
+    )
+    reduce_dtype: str = key(
+        "float32", "dtype of the gradient reduction between ranks: float32 | bfloat16", one_of(*DTYPES[:2])
+    )
+    cpu_offload: bool = key(False, "keep parameters and optimizer state in host memory")
+    reshard_after_forward: bool | str = key(
+        AUTO,
+        "true: free gathered parameters after each layer's forward (ZeRO-3); false: keep them for the backward pass "
+        "(ZeRO-2); auto = true where several ranks share layers of more than 1 GiB in the compute dtype",
+        one_of("true", "false", AUTO),
+    )
+    fsdp_size: int = key(
+        -1,
+        "ranks that share one copy of the parameters; smaller = HSDP; -1 = all",
+        at_least(1, special=-1, means="-1 (all ranks)"),
+    )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    partial_pretrain: str
-    random_weights: bool
-    trust_remote_code: bool
-    enable_gradient_checkpointing: bool | str
-    compile: bool
-    loss: str
-    attention: str
-    fsdp_config: FsdpConfig
+    """What is trained."""
+
+    partial_pretrain: str = key(
+        QUICKSTART, "local directory or Hub id (downloaded once) of a causal LM; quickstart = embedded tiny model"
+    )
+    random_weights: bool = key(False, "take only the architecture and start from random weights")
+    trust_remote_code: bool = key(False, "run Python code that comes with the model")
+    enable_gradient_checkpointing: bool | str = key(
+        False,
+        "recompute activations in the backward pass: less memory, slower; selective = all but matrix products and "
+        "attention: in between",
+        one_of("true", "false", SELECTIVE),
+    )
+    compile: bool = key(False, "torch.compile each decoder layer")
+    loss: str = key(
+        "cross_entropy",
+        "what is trained: cross_entropy | dft (each token's loss weighted by its own probability: for pretrained "
+        "weights); validation always measures cross_entropy",
+    )
+    attention: str = key(
+        AUTO,
+        "auto | packed (documents side by side) | per_document (one per forward; any architecture)",
+        one_of(AUTO, "packed", "per_document"),
+    )
+    fsdp_config: FsdpConfig = group(FsdpConfig)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: str
-    lr: float | None
-    betas: list[float]
-    eps: float
-    weight_decay: float
-    clip_grad: float
-    lr_scheduler: str
-    lr_warmup_steps_ratio: float
-    min_lr_ratio: float
-    stable_ratio: float
+    """Optimizer and learning rate."""
 
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    save_contents: list[str]
-    load_contents: list[str]
-    export_dtype: str
-    async_save: bool
-    save_timeout_s: int
+    name: str = key("adamw", "adamw | muon (orthogonal updates for the layers' matrices, AdamW for the rest)")
+    lr: float | None = key(
+        None, "peak learning rate; null = 1e-5 for pretrained weights, 2e-3 for random ones", within("(0, 1)")
+    )
+    betas: list[float] = key(
+        [0.9, 0.95],
+        "AdamW: decay of the first and second moment",
+        lambda betas: "" if len(betas) == 2 and all(0 <= b < 1 for b in betas) else "must be two numbers in [0, 1)",
+    )
+    eps: float = key(1e-8, "AdamW: added to the root of the second moment", positive())
+    weight_decay: float = key(0.01, "not applied to norms and biases", not_negative)
+    clip_grad: float = key(1.0, "largest global gradient norm", positive(" (large: never clips)"))
+    lr_scheduler: str = key("cosine", "cosine | linear | constant | wsd (stable, then linear decay)")
+    lr_warmup_steps_ratio: float = key(0.1, "share of all steps that warm up linearly", _RATIO)
+    min_lr_ratio: float = key(0.0, "final learning rate as a share of the peak", _RATIO)
+    stable_ratio: float = key(0.9, "wsd: share of the steps after warm-up at peak before the decay", _RATIO)
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    on_nonfinite: str
-    on_severe: str
-    on_diverging: str
-    rules: list[str]
+    """Watches loss and gradient norm against their own recent past."""
+
+    on_nonfinite: str = key("stop", "after max_nonfinite_steps: stop (exit 76) | rollback", one_of("stop", "rollback"))
+    on_severe: str = key(
+        "warn",
+        "a step far off: warn (and keep its samples) | skip its update | rollback | stop",
+        one_of("warn", "skip", "rollback", "stop"),
+    )
+    on_diverging: str = key(
+        "warn",
+        "the loss keeps rising: warn | rollback (to a checkpoint before, past the batches) | stop",
+        one_of("warn", "rollback", "stop"),
+    )
+    rules: list[str] = key(
+        [],
+        'your own, e.g. ["train/grad_norm > 50 for 3: snapshot, rollback"]; actions: warn, snapshot, skip, rollback, '
+        "stop",
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a checkpoint holds and how it is written."""
+
+    save_contents: list[str] = key(
+        [*_LOADED, "hf_model"],
+        "model, optimizer and extra always; hf_model = weights in huggingface/",
+        one_of(*_LOADED, "hf_model"),
+    )
+    load_contents: list[str] = key(
+        [*_LOADED],
+        "what a resume takes over of model, optimizer, extra; [model] = only the weights, from step 1",
+        one_of(*_LOADED),
+    )
+    export_dtype: str = key(
+        "bfloat16", "dtype of the weights in huggingface/: float32 | bfloat16 | float16", one_of(*DTYPES)
+    )
+    async_save: bool = key(
+        True, "write behind training from a copy in host memory; false = training waits for the disk"
+    )
+    save_timeout_s: int = key(1800, "a save that takes longer is given up; training goes on and tries again", *_TIMEOUT)
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    project_name: str
-    experiment_name: str
-    default_local_dir: str
-    logger: list[str]
-    total_epochs: int
-    total_training_steps: int | None
-    save_freq: int
-    test_freq: int
-    max_ckpt_to_keep: int | None
-    resume_mode: str
-    resume_from_path: str | None
-    resume_allow: list[str]
-    max_time: str | None
-    seed: int
-    device: str
-    max_nonfinite_steps: int
-    dist_timeout_s: int
-    hang_timeout_s: int
-    early_stop_patience: int | None
-    early_stop_min_delta: float
-    roll_detail: str
-    trace: bool
-    guard: GuardConfig
-    checkpoint: CheckpointConfig
+    """The run: its name, length, checkpoints and watch."""
+
+    project_name: str = key("sft", "groups runs, here and in the trackers", not_empty, inside_checkpoints)
+    experiment_name: str = key(
+        QUICKSTART, "one name per run: the same name continues that run", not_empty, inside_checkpoints
+    )
+    default_local_dir: str = key(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "the run directory: logs and checkpoints",
+        not_empty,
+    )
+    logger: list[str] = key(
+        ["console"], "any of console, wandb, tensorboard, mlflow; metrics.jsonl and CSV are always written"
+    )
+    total_epochs: int = key(2, "passes over the training samples", at_least(1))
+    total_training_steps: int | None = key(None, "overrides total_epochs", _COUNT_OR_NULL)
+    save_freq: int = key(100, "checkpoint every N steps and at the end; -1 = only at the end", _STEPS_OR_END)
+    test_freq: int = key(50, "validate every N steps and at the end; -1 = only at the end", _STEPS_OR_END)
+    max_ckpt_to_keep: int | None = key(5, "newest checkpoints kept; null = all", _COUNT_OR_NULL)
+    resume_mode: str = key(
+        "auto",
+        "auto (newest good checkpoint of this run) | disable | resume_path",
+        one_of("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = key(None, ".../global_step_N to continue from, with resume_mode=resume_path")
+    resume_allow: list[str] = key(
+        [],
+        "changes that a resume accepts: data, train_batch_size, seed, tokenizer, model_config",
+        one_of(*RESUME_ALLOW),
+    )
+    max_time: str | None = key(None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration)
+    seed: int = key(1, "data order, initial weights, dropout")
+    device: str = key(AUTO, "auto | cuda | cpu", one_of(AUTO, "cuda", "cpu"))
+    max_nonfinite_steps: int = key(
+        5,
+        "NaN or infinity: the update is skipped; after this many in a row trainer.guard.on_nonfinite",
+        at_least(1),
+    )
+    dist_timeout_s: int = key(
+        1800,
+        "a collective that waits longer ends the run, and so does a rank silent for so long before its first step",
+        *_TIMEOUT,
+    )
+    hang_timeout_s: int = key(
+        600, "no micro-batch, file or step for so long: write all stacks, end the run (exit 75)", *_TIMEOUT
+    )
+    early_stop_patience: int | None = key(
+        None, "end the run (exit 0) when so many validations in a row brought no better val/loss", _COUNT_OR_NULL
+    )
+    early_stop_min_delta: float = key(0.002, "what counts as better, in nats", not_negative)
+    roll_detail: str = key(
+        "off",
+        "time/ and memory/ of phases under the names of ROLL, Alibaba's trainer for reinforcement learning: off | "
+        "checkpoint (each save) | step",
+        one_of("off", "checkpoint", "step"),
+    )
+    trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")
+    guard: GuardConfig = group(GuardConfig)
+    checkpoint: CheckpointConfig = group(CheckpointConfig)
 
 
 @dataclass(frozen=True)
 class Config:
-    data: DataConfig
-    model: ModelConfig
-    optim: OptimConfig
-    trainer: TrainerConfig
+    """Every key; `resolved` is the same tree as plain containers: printed, stored with the run, sent to trackers."""
+
+    data: DataConfig = group(DataConfig)
+    model: ModelConfig = group(ModelConfig)
+    optim: OptimConfig = group(OptimConfig)
+    trainer: TrainerConfig = group(TrainerConfig)
     resolved: dict[str, Any] = field(default_factory=dict, compare=False)
-    """The same tree as plain containers: what is printed, stored with the run and sent to trackers."""
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """What is wrong between keys that are each right, with a fix."""
+    data, model, trainer, checkpoint = config.data, config.model, config.trainer, config.trainer.checkpoint
+    if data.max_token_len_per_gpu is not None and data.max_token_len_per_gpu < data.max_length:
+        yield (
+            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}) is below 'data.max_length' "
+            f"({data.max_length}): a single sample would not fit; raise the first or lower the second"
+        )
+    if (data.prompt_key is None) != (data.response_key is None):
+        yield "'data.prompt_key' and 'data.response_key' go together: set both or neither"
+    if model.compile and model.enable_gradient_checkpointing == SELECTIVE:
+        yield (
+            "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' exclude each other: compiled "
+            "layers already compute again what is cheap; use false or true"
+        )
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"
+    if trainer.hang_timeout_s >= trainer.dist_timeout_s:
+        yield (
+            f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below 'trainer.dist_timeout_s' "
+            f"({trainer.dist_timeout_s}): the hang must be found before a collective gives up"
+        )
+    if "model" not in checkpoint.load_contents:
+        yield "'trainer.checkpoint.load_contents' must contain 'model'"
+    elif "extra" not in checkpoint.load_contents and trainer.resume_mode != "resume_path":
+        yield (
+            "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with resume_mode=resume_path"
+        )
+    if not set(_LOADED) <= set(checkpoint.save_contents):
+        yield (
+            "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without them a run cannot "
+            "resume"
+        )

@@ -1,12 +1,40 @@
-"""The learning rate as a pure function of the step: resume needs no state, and the horizon is what really runs."""
+"""The learning rate as a pure function of the step: resume needs no state, and the horizon is what really runs.
+
+Imports no torch, so that a mistyped name of a schedule fails at once.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
-from trainer.config import OptimConfig
+    from trainer.config import OptimConfig
+
+Decay = Callable[[float, float], float]
+
+
+def cosine(progress: float, _stable_ratio: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def linear(progress: float, _stable_ratio: float) -> float:
+    return 1 - progress
+
+
+def constant(_progress: float, _stable_ratio: float) -> float:
+    return 1.0
+
+
+def wsd(progress: float, stable_ratio: float) -> float:
+    return 1.0 if progress <= stable_ratio else (1 - progress) / (1 - stable_ratio)
+
+
+DECAYS: dict[str, Decay] = {"cosine": cosine, "linear": linear, "constant": constant, "wsd": wsd}
+"""By `optim.lr_scheduler`: from the share of the steps after warm-up (0 at the first of them) and `optim.stable_ratio`
+to the rate as a share of the peak, before `min_lr_ratio`."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +50,7 @@ class Schedule:
     stable_ratio: float
 
     @classmethod
-    def from_config(cls, config: OptimConfig, *, peak_lr: float, total_steps: int) -> "Schedule":
+    def from_config(cls, config: "OptimConfig", *, peak_lr: float, total_steps: int) -> "Schedule":
         return cls(
             kind=config.lr_scheduler,
             peak_lr=peak_lr,
@@ -37,18 +65,10 @@ class Schedule:
             return self.peak_lr * (step + 1) / self.warmup_steps
         # 0 at the first step after warm-up, 1 one step after the last
         progress = (step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
-        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * self._decay(progress))
+        decay = DECAYS[self.kind](progress, self.stable_ratio)
+        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
-    def _decay(self, progress: float) -> float:
-        if self.kind == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        if self.kind == "linear":
-            return 1 - progress
-        if self.kind == "wsd":
-            return 1.0 if progress <= self.stable_ratio else (1 - progress) / (1 - self.stable_ratio)
-        return 1.0
-
-    def apply(self, optimizer: Optimizer, *, step: int, factor: float) -> float:
+    def apply(self, optimizer: "Optimizer", *, step: int, factor: float) -> float:
         """Set the rate of every group for `step`, lowered by `factor`, and return it."""
         lr = factor * self.lr_at(step)
         for group in optimizer.param_groups:
