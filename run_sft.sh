@@ -4,4 +4,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/trainer/launch/environment.sh"
 prepare_python ""
-exec "$python" -m trainer.launch.launcher "$@"
+exec "$python" -m trainer.launch "$@"

@@ -158,7 +158,7 @@ def start_once(kind: str, case: "Case", base_run: Path, number: int) -> dict[str
         found = run_probe(overrides, output)
         return found["start"] | {"whole_run_s": found["wall_s"], "peak_mib": found["peak_bytes"] / 2**20}
     spawned = time.time()
-    words = [sys.executable, "-m", "trainer.launch.launcher", "1", *overrides]
+    words = [sys.executable, "-m", "trainer.launch", "1", *overrides]
     wall_s, _ = run_command(words, cwd=REPOSITORY, threads=None, log=output.with_suffix(".log"))
     return {"total_s": read_metrics(run_dir / "metrics.jsonl")[0]["ts"] - spawned, "whole_run_s": wall_s}
 

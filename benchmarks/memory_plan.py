@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    from trainer.cli.plan import Forecast
+    from trainer.planner.forecast import Forecast
     from trainer.planner.memory_plan import plan_memory
 
     with tempfile.TemporaryDirectory() as name:

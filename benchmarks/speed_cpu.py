@@ -68,7 +68,7 @@ def run_one(contender: Contender, case: Case, *, ranks: int, dtype: str, steps: 
     """Rates, losses and peak memory of one run of `steps` steps."""
     log = case.directory / f"{name}.log"
     if contender.script is None:
-        words = [sys.executable, "-m", "trainer.launch.launcher", str(ranks), *our_overrides(case, dtype, steps, name)]
+        words = [sys.executable, "-m", "trainer.launch", str(ranks), *our_overrides(case, dtype, steps, name)]
         rows_file = case.directory / "runs" / name / "metrics.jsonl"
         threads = None
     else:

@@ -7,7 +7,7 @@ import pytest
 from trainer.__main__ import load_config
 from trainer.config import ConfigError, find_foreign, known_keys, own_words
 from trainer.config.foreign import foreign_keys
-from trainer.launch.launcher import parse_arguments
+from trainer.launch.ranks import parse_arguments
 
 VERL_SCRIPT = [
     "data.train_files=train.parquet",

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from trainer.config import ConfigError
-from trainer.launch import launcher
-from trainer.launch.launcher import (
+from trainer.launch import __main__ as launch
+from trainer.launch import ranks
+from trainer.launch.__main__ import agent_command
+from trainer.launch.ranks import (
     Arguments,
     NodeLayout,
-    UsageError,
-    agent_command,
     choose_num_ranks,
     first_host,
     node_layout,
@@ -46,7 +46,7 @@ def test_arguments(argv: list[str], expected: Arguments) -> None:
 
 @pytest.mark.parametrize("first", ["0", "-1", "eight", "2.5", "1e3", ""])
 def test_wrong_first_word(first: str) -> None:
-    with pytest.raises(UsageError, match=r"usage: bash run_sft\.sh"):
+    with pytest.raises(ConfigError, match=r"usage: bash run_sft\.sh"):
         parse_arguments([first, "optim.lr=1e-5"])
 
 
@@ -55,14 +55,14 @@ def test_number_of_ranks() -> None:
     assert choose_num_ranks(None, num_gpus=0) == 2
     assert choose_num_ranks(8, num_gpus=0) == 8
     assert choose_num_ranks(3, num_gpus=4) == 3
-    with pytest.raises(UsageError, match="8 ranks asked for, but this machine has 4 GPUs"):
+    with pytest.raises(ConfigError, match="8 ranks asked for, but this machine has 4 GPUs"):
         choose_num_ranks(8, num_gpus=4)
 
 
 def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "GPU_DRIVERS", ("/nonexistent",))
+    monkeypatch.setattr(ranks, "GPU_DRIVERS", ("/nonexistent",))
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("asked"))
-    assert launcher.count_gpus() == 0
+    assert ranks.count_gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_node_layout(env: dict[str, str], expected: NodeLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
     assert node_layout(env) == expected
 
 
@@ -95,12 +95,12 @@ def test_node_layout(env: dict[str, str], expected: NodeLayout, monkeypatch: pyt
     ],
 )
 def test_wrong_layout(change: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(ConfigError, match=message):
         node_layout({**NODES, **change})
 
 
 def test_several_slurm_tasks_on_a_node() -> None:
-    with pytest.raises(UsageError, match="ntasks-per-node=1"):
+    with pytest.raises(ConfigError, match="ntasks-per-node=1"):
         node_layout({**SLURM, "SLURM_LOCALID": "1"})
 
 
@@ -109,7 +109,7 @@ def test_several_slurm_tasks_on_a_node() -> None:
     [("a1", "a1"), ("a1,b2", "a1"), ("n[01-04]", "n01"), ("gpu-[3,5-7]-ib,x", "gpu-3-ib"), ("n[007],m1", "n007")],
 )
 def test_first_host_without_scontrol(nodelist: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
     assert first_host(nodelist) == host
 
 
@@ -142,7 +142,7 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
     from torch.distributed.run import parse_args
 
     command = agent_command(3, layout, ["optim.lr=1e-5"])
-    assert command[:4] == [sys.executable, "-m", "trainer.launch.launcher", "--agent"]
+    assert command[:4] == [sys.executable, "-m", "trainer.launch", "--agent"]
     args = parse_args(command[4:])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == (str(layout.num_nodes), "3", 0)
     assert (args.module, args.training_script, args.training_script_args) == (True, "trainer", ["optim.lr=1e-5"])
@@ -178,7 +178,7 @@ def test_exit_code_of_a_run_that_the_launcher_killed(reported: int | None, code:
 
 
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from trainer.launch.launcher import main; code = main(sys.argv[1:]); "
+    code = "import sys; from trainer.launch.__main__ import main; code = main(sys.argv[1:]); "
     code += "assert 'torch' not in sys.modules; sys.exit(code)"
     full_env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     return subprocess.run([sys.executable, "-c", code, *argv], env=full_env, capture_output=True, text=True, timeout=30)
@@ -219,10 +219,10 @@ def test_main_starts_the_agent_and_names_the_way_on(
         seen.update(command=command, env=env, existed=status_dir.is_dir(), status_dir=status_dir, watchdog=watchdog)
         return 75
 
-    monkeypatch.setattr(launcher, "supervise", supervise)
-    monkeypatch.setattr(launcher, "count_gpus", lambda: 0)
-    monkeypatch.setattr(launcher.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launcher.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
+    monkeypatch.setattr(launch, "supervise", supervise)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launch.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
     assert "--nproc-per-node=3" in seen["command"] and seen["command"][-4:-1] == ["-m", "trainer", "optim.lr=0.5"]
     watchdog = seen["watchdog"]
     assert (watchdog.status_dir, watchdog.run_dir) == (seen["status_dir"], Path("some/where"))
@@ -236,6 +236,6 @@ def test_configuration_errors_end_with_2(monkeypatch: pytest.MonkeyPatch, capsys
         raise ConfigError(f"wrong {overrides}")
 
     monkeypatch.setattr("trainer.__main__.load_config", load_config)
-    monkeypatch.setattr(launcher.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launcher.main(["a=1"]) == 2
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launch.main(["a=1"]) == 2
     assert capsys.readouterr().err == "ERROR: wrong ['a=1']\n"

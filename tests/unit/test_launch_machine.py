@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from trainer.launch import launcher, network_interface
-from trainer.launch.launcher import NodeLayout, UsageError, count_gpus, rank_environment, warn_of_few_cores
+from trainer.config import ConfigError
+from trainer.launch import network_interface, ranks
 from trainer.launch.network_interface import gloo_interface
+from trainer.launch.ranks import NodeLayout, count_gpus, rank_environment, warn_of_few_cores
 
 
 def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str) -> None:
     """A machine with one driver of two, and a torch that is this source."""
     drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
     drivers[not is_nvidia].touch()
-    monkeypatch.setattr(launcher, "GPU_DRIVERS", tuple(map(str, drivers)))
+    monkeypatch.setattr(ranks, "GPU_DRIVERS", tuple(map(str, drivers)))
     (tmp_path / "torch.py").write_text(torch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -45,7 +46,7 @@ def test_a_driver_without_a_card_that_torch_sees_is_refused_with_the_reason(
     is_built: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=FAKE_TORCH.format(is_built=is_built, num_gpus=0))
-    with pytest.raises(UsageError, match="torch sees no card") as caught:
+    with pytest.raises(ConfigError, match="torch sees no card") as caught:
         count_gpus()
     assert reason in str(caught.value) and "trainer.device=cpu" in str(caught.value)
 
@@ -60,9 +61,7 @@ def test_cards_are_counted_by_torch(
 
 
 def test_the_question_is_one_that_torch_understands() -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", launcher.ASK_TORCH], capture_output=True, text=True, check=True
-    ).stdout
+    answer = subprocess.run([sys.executable, "-c", ranks.ASK_TORCH], capture_output=True, text=True, check=True).stdout
     number, _, reason = answer.strip().partition(" ")
     assert number.isdecimal() and reason
 
@@ -140,7 +139,7 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
 
 
 def test_only_runs_on_several_machines_are_told_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
+    monkeypatch.setattr(ranks, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
     nodes = NodeLayout(2, 1, "head", 1234)
     alone, several = [
         rank_environment({}, layout, num_ranks=1, status_dir=tmp_path) for layout in (NodeLayout(), nodes)

@@ -12,12 +12,12 @@ from trainer.model.source import find_architecture, find_model, require_model
 
 TRY_ALL = """
 import sys
-from trainer.launch import launcher
+from trainer.launch import __main__ as launch
 
-launcher.supervise = lambda *args, **kwargs: 99  # a run that would start
+launch.supervise = lambda *args, **kwargs: 99  # a run that would start
 sys.modules["alembic"] = None  # is not installed
 for line in sys.stdin.read().splitlines():
-    code = launcher.main(["2", *line.split("\\t")])
+    code = launch.main(["2", *line.split("\\t")])
     print(code, flush=True)
     print(f"-- {code}", file=sys.stderr, flush=True)
 assert "torch" not in sys.modules and "transformers" not in sys.modules

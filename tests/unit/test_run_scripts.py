@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import requirements
+from trainer.launch import requirements
 
 ROOT = Path(requirements.__file__).parents[2]
 COPIED = ("run_sft.sh", "run_tests.sh", "pyproject.toml", "constraints.txt", "trainer/launch/environment.sh")
@@ -58,7 +58,7 @@ class Checkout:
         return result, [call for call in calls if "requirements" not in call]
 
 
-LAUNCH = ".venv -m trainer.launch.launcher 2 optim.lr=1"
+LAUNCH = ".venv -m trainer.launch 2 optim.lr=1"
 
 
 def installed(calls: list[str]) -> list[str]:
@@ -68,7 +68,7 @@ def installed(calls: list[str]) -> list[str]:
 def test_the_active_environment_is_used_as_it_is(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, lacks_requirements=False)
     result, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
-    assert calls == ["system -m trainer.launch.launcher 2 optim.lr=1"]
+    assert calls == ["system -m trainer.launch 2 optim.lr=1"]
     assert (result.stdout, result.stderr) == ("", "")
     assert not (checkout.root / ".venv").exists()
 
@@ -101,7 +101,7 @@ def test_an_interrupted_installation_starts_over(tmp_path: Path) -> None:
     result, calls = checkout.run("run_sft.sh", "2")
     assert result.returncode != 0
     (half_installed := checkout.root / ".venv" / "half-installed").touch()
-    assert not any("trainer.launch.launcher" in call for call in calls)
+    assert not any("trainer.launch" in call for call in calls)
     checkout.broken_network.unlink()
     result, calls = checkout.run("run_sft.sh", "2", "optim.lr=1")
     assert result.returncode == 0

@@ -57,6 +57,29 @@ def runs_below(root: Path) -> Iterator[Path]:
         names[:] = sorted(name for name in names if name[0] != "." and layout.parse_step(name) is None)
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint itself, or all of a run. Raises `ConfigError` if there is none: nothing would be proven."""
+    if layout.parse_step(path.name) is not None:
+        require_dir(path)
+        return [path]
+    require_run(path)
+    if found := layout.checkpoints(path):
+        return [info.path for info in found]
+    raise ConfigError(f"'{path}' holds no checkpoint to verify: wait for the first save")
+
+
+def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """The checkpoint itself, or the one of a run that a resume takes, with the notes on why that one."""
+    if layout.parse_step(path.name) is not None:
+        require_dir(path)
+        return path, ()
+    require_run(path)
+    selection = layout.select(path)
+    if selection.chosen is None:
+        raise ConfigError(f"'{path}' holds no checkpoint to export: wait for the first save")
+    return selection.chosen.path, selection.notes
+
+
 @dataclass(frozen=True)
 class Listing:
     """`resume_step`: which one a resume takes. `notes`: why, or why none of them."""

@@ -13,12 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import fsio
 from trainer.checkpoint.space import readable
 from trainer.checkpoint_tools.listing import (
     RUNS_ROOT,
     as_lines,
     as_tree,
+    checkpoint_to_export,
+    checkpoints_at,
     is_run,
     printable,
     prove,
@@ -28,7 +30,7 @@ from trainer.checkpoint_tools.listing import (
     runs_below,
     tree_bytes,
 )
-from trainer.checkpoint_tools.prune import prune
+from trainer.checkpoint_tools.prune import plan_pruning, prune
 from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
 from trainer.config import DTYPES, ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
@@ -81,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--keep", metavar="N", type=_keep, required=True, help="the newest N stay, and the pointer's")
     command.add_argument("--corrupt", action="store_true", help="delete what was set aside as damaged, too")
     command.add_argument("--yes", action="store_true", help="delete")
-    command.set_defaults(run=prune)
+    command.set_defaults(run=_prune)
 
     about = "make a directory for transformers and vLLM from the shards"
     rule = (
@@ -128,7 +130,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     code = EXIT_DONE
-    for path in [checkpoint for given in arguments.paths for checkpoint in _checkpoints_at(given)]:
+    for path in [checkpoint for given in arguments.paths for checkpoint in checkpoints_at(given)]:
         started, size_bytes = time.perf_counter(), tree_bytes(path)
         problems = prove(path)
         rate = f"{size_bytes / 1e9 / (time.perf_counter() - started):.2f} GB/s"
@@ -142,19 +144,26 @@ def _verify(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint itself, or all of a run. Raises `ConfigError` if there is none: nothing would be proven."""
-    if layout.parse_step(path.name) is not None:
-        require_dir(path)
-        return [path]
-    require_run(path)
-    if found := layout.checkpoints(path):
-        return [info.path for info in found]
-    raise ConfigError(f"'{path}' holds no checkpoint to verify: wait for the first save")
+def _prune(arguments: argparse.Namespace) -> int:
+    pruning = plan_pruning(arguments.run_dir, keep=arguments.keep, is_corrupt_deleted=arguments.corrupt)
+    sizes_bytes = {path: tree_bytes(path) for path in pruning.to_delete}
+    lines = [f"{arguments.run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
+    verb = "delete" if arguments.yes else "would delete"
+    lines += [f"  {verb} {path.name}  {readable(size_bytes)}" for path, size_bytes in sizes_bytes.items()]
+    print("\n".join(map(printable, lines)), flush=True)
+    total = readable(sum(sizes_bytes.values()))
+    if not pruning.to_delete or not arguments.yes:
+        print(f"{total}; nothing is deleted without --yes" if pruning.to_delete else "nothing to delete")
+        return EXIT_DONE
+    prune(pruning)
+    print(f"deleted {total}")
+    return EXIT_DONE
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    checkpoint, target = _checkpoint_to_export(arguments.checkpoint), arguments.target
+    (checkpoint, notes), target = checkpoint_to_export(arguments.checkpoint), arguments.target
+    for note in notes:
+        print(printable(note))
     started = time.perf_counter()
     from trainer.checkpoint.export import export_from_shards
 
@@ -162,20 +171,6 @@ def _export(arguments: argparse.Namespace) -> int:
     export_from_shards(checkpoint, target, dtype=arguments.dtype)
     print(printable(f"wrote {target}  {readable(tree_bytes(target))}, {time.perf_counter() - started:.1f} s"))
     return EXIT_DONE
-
-
-def _checkpoint_to_export(path: Path) -> Path:
-    """The checkpoint itself, or the one of a run that a resume takes, with the notes on why that one."""
-    if layout.parse_step(path.name) is not None:
-        require_dir(path)
-        return path
-    require_run(path)
-    selection = layout.select(path)
-    if selection.chosen is None:
-        raise ConfigError(f"'{path}' holds no checkpoint to export: wait for the first save")
-    for note in selection.notes:
-        print(printable(note))
-    return selection.chosen.path
 
 
 def _verify_resume(argv: list[str]) -> int:

@@ -1,35 +1,8 @@
-"""Whether this interpreter has the package's dependencies; `run_sft.sh` asks before it makes an environment (floor 5).
+"""`python -m trainer.cli.requirements [extra]` exits 0 when all of pyproject.toml is met, else 1 (floor 5)."""
 
-`python -m trainer.cli.requirements [extra]` exits 0 when every requirement of pyproject.toml is met, else 1.
-"""
-
-import importlib.metadata
 import sys
-import tomllib
-from pathlib import Path
 
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-
-
-def unmet_requirements(extra: str | None = None) -> list[str]:
-    """The requirements, of `extra` too, that are absent or of another version."""
-    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    wanted = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
-    return [text for text in wanted if not _is_met(text)]
-
-
-def _is_met(text: str) -> bool:
-    try:
-        from packaging.requirements import Requirement
-        from packaging.version import Version
-
-        requirement = Requirement(text)
-        # GPU images carry builds such as 2.11.0a0+...: what counts is the release they were made from.
-        installed = Version(importlib.metadata.version(requirement.name)).base_version
-    except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
-        return False
-    return requirement.specifier.contains(installed)
-
+from trainer.launch.requirements import unmet_requirements
 
 if __name__ == "__main__":
     sys.exit(1 if unmet_requirements(*sys.argv[1:2]) else 0)

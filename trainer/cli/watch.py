@@ -6,27 +6,20 @@ Exit codes: 0, 2 wrong usage.
 
 import sys
 import time
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from trainer.checkpoint_tools.listing import require_dir
 from trainer.cli.arguments import Parser
 from trainer.cli.report_options import answer
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.report.formatting import MISSING, clean, duration, number, percent, step
-from trainer.watch.run_status import NUM_ROWS, RunFollower, Status
+from trainer.watch.run_status import NUM_ROWS, RunFollower
+from trainer.watch.screen import lines
 
 REFRESH_S = 3.0
-MAX_ALERTS, MAX_EPOCHS = 5, 10
-COLUMNS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/time(s)", "throughput/train/tokens_per_s")
-STYLES = {"error": "bold red", "warn": "bold yellow"}
 
 
 def main(argv: list[str]) -> int:
@@ -46,86 +39,16 @@ def _watch(argv: list[str]) -> int:
     if not status.rows and status.checkpoints is None and not status.alerts:
         raise ConfigError(f"'{arguments.run_dir}' is no run directory, or its first step is still to come")
     if arguments.once or not console.is_terminal:
-        console.print(*_lines(status, has_rows=arguments.rows), sep="\n", highlight=False, markup=False, soft_wrap=True)
+        console.print(*lines(status, has_rows=arguments.rows), sep="\n", highlight=False, markup=False, soft_wrap=True)
         return EXIT_DONE
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                live.update(Group(*_lines(status, has_rows=arguments.rows)), refresh=True)
+                live.update(Group(*lines(status, has_rows=arguments.rows)), refresh=True)
                 time.sleep(REFRESH_S)
                 status = follower.read(now_s=time.time())
         except KeyboardInterrupt:
             return EXIT_DONE
-
-
-def _lines(status: Status, *, has_rows: bool) -> Iterator[RenderableType]:
-    """Worst first: what does not move, what was warned about; then where the run stands."""
-    now_s = time.time()
-    yield Text(f"{clean(str(status.run_dir))}  {_state(status, now_s)}", style="bold")
-    for rank in status.silent:
-        where = f"in {clean(rank.phase)} at step {step(rank.step)}"
-        yield Text(f"rank {rank.rank} is silent for {duration(rank.silent_s)}, {where}", style=STYLES["error"])
-    for alert in status.alerts[-MAX_ALERTS:]:
-        words = f"step {alert.get('step')}: {clean(str(alert.get('message')))}"
-        yield Text.assemble((f"{alert['level']} ", STYLES[alert["level"]]), words)
-    if len(status.alerts) > MAX_ALERTS:
-        yield Text(f"… and {len(status.alerts) - MAX_ALERTS} earlier alerts of this attempt", style="dim")
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    for name, words in _facts(status):
-        facts.add_row(Text(name, style="dim"), Text(words))
-    yield facts
-    if has_rows:
-        yield _rows(status)
-
-
-def _state(status: Status, now_s: float) -> str:
-    if status.exit_code is not None:
-        return f"ended with exit code {status.exit_code}"
-    if not status.rows or "ts" not in status.rows[-1]:
-        return "starting"
-    return f"last row {duration(max(0.0, now_s - status.rows[-1]['ts']))} ago"
-
-
-def _facts(status: Status) -> Iterator[tuple[str, str]]:
-    if status.rows:
-        last = status.rows[-1]
-        share = last.get("progress/pct", 0.0)
-        done = f" of {step(round(100 * last['step'] / share))} ({percent(share)})" if share > 0 else ""
-        yield "step", f"{step(last['step'])}{done}"
-        yield "loss", number(last.get("train/loss"))
-        if status.exit_code is None and "progress/eta_s" in last:
-            yield "time left", duration(last["progress/eta_s"])
-        if "throughput/train/tokens_per_s" in last:
-            yield "tokens/s", number(last["throughput/train/tokens_per_s"])
-    if status.validations:
-        newest, best = max(status.validations), min(status.validations, key=lambda at: status.validations[at])
-        words = f"{number(status.validations[newest])} at step {step(newest)}"
-        yield "validation", f"{words}; best {number(status.validations[best])} at step {step(best)}"
-    for name, values in status.epochs.items():
-        shown = values[-MAX_EPOCHS:]
-        mean = number(sum(shown) / len(shown))
-        yield f"{name} by epoch", f"{' '.join(map(number, shown))} (mean {mean}{_trend(shown)})"
-    if status.checkpoints is not None:
-        steps = ", ".join(step(info.step) for info in status.checkpoints.checkpoints) or "none yet"
-        resume = status.checkpoints.resume_step
-        yield "checkpoints", steps if resume is None else f"{steps}; a resume takes {step(resume)}"
-
-
-def _trend(values: tuple[float, ...]) -> str:
-    """How often it fell from one epoch to the next: single batches say little."""
-    num_falls = sum(after < before for before, after in pairwise(values))
-    return f", fell {num_falls} of {len(values) - 1} times" if len(values) > 1 else ""
-
-
-def _rows(status: Status) -> Table:
-    shown = [key for key in COLUMNS if any(key in row for row in status.rows)]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("step", *shown):
-        table.add_column(Text(name), justify="right")
-    for row in status.rows:
-        cells = (number(row[key]) if isinstance(row.get(key), int | float) else MISSING for key in shown)
-        table.add_row(step(row["step"]), *cells)
-    return table
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ DIGEST_LENGTH = 16
 NO_DIGEST = "none"
 
 
-class Flaw(str):
-    """Stands for what a run lacks: equal to nothing, another flaw included."""
+class Damage(str):
+    """Stands for what is missing or damaged in a run: equal to nothing, another damage included."""
 
 
-MISSING = Flaw("missing")
+MISSING = Damage("missing")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def digest_of_parameters(run_dir: Path, *, steps: int) -> str:
     digest, world_size = hashlib.sha256(), checkpoint.manifest.world_size
     for rank in range(world_size):
         for name, value in _leaves(checkpoint.path / layout.model_file(world_size, rank)).items():
-            if isinstance(value, Flaw):
+            if isinstance(value, Damage):
                 return NO_DIGEST
             tensor = _local(value)
             digest.update(f"{rank} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -150,7 +150,7 @@ _ENDS: dict[str, Callable[[Path], Any]] = {
 def _pairs_of_checkpoints(left: Path, right: Path, steps: int) -> Iterator[Pair]:
     found = [layout.inspect(run_dir / layout.step_dir_name(steps)) for run_dir in (left, right)]
     where = f"final {found[0].path.name}"
-    sizes = [info.manifest.world_size if info.manifest else Flaw(info.reason or info.status) for info in found]
+    sizes = [info.manifest.world_size if info.manifest else Damage(info.reason or info.status) for info in found]
     yield Pair(f"{where}, ranks", *sizes)
     if not isinstance(sizes[0], int) or sizes[0] != sizes[1]:
         return
@@ -173,7 +173,7 @@ def _leaves(path: Path) -> dict[str, Any]:
     try:
         tree = read_torch(path)
     except CorruptShardError as error:
-        return {UNREADABLE: Flaw(error)}
+        return {UNREADABLE: Damage(error)}
     if path.name == layout.DATA:
         tree = {name: value for name, value in tree.items() if name != LOADER}
     return dict(_flat(tree, ""))
@@ -193,9 +193,9 @@ def _judge(pair: Pair, left_name: str, right_name: str) -> tuple[bool, float, st
     left, right = pair.left, pair.right
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return _judge_tensors(left, right, left_name, right_name)
-    has_flaw = isinstance(left, Flaw) or isinstance(right, Flaw)
+    is_damaged = isinstance(left, Damage) or isinstance(right, Damage)
     # the shortest text that reads back as the same float: exact, and NaN equals NaN
-    is_equal = not has_flaw and repr(left) == repr(right)
+    is_equal = not is_damaged and repr(left) == repr(right)
     numbers = [value for value in (left, right) if isinstance(value, int | float)]
     gap = 0.0 if is_equal else math.inf
     if len(numbers) == 2 and not is_equal:

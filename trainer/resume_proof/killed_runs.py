@@ -23,7 +23,7 @@ from trainer.checkpoint import layout
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
-LAUNCHER = ("-m", "trainer.launch.launcher")
+LAUNCHER = ("-m", "trainer.launch")
 POLL_S = 0.05
 SIGNAL_POLL_S = 0.002
 STOPPED_S = 1.0
@@ -42,7 +42,7 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Moment:
-    """Strike `delay_s` after the row of `step` was seen."""
+    """Kill `delay_s` after the row of `step` was seen."""
 
     step: int
     delay_s: float

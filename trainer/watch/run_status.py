@@ -64,7 +64,7 @@ class RunFollower:
         for row in self._metrics.new_rows():
             self._take(row)
         for event in self._events.new_rows():
-            self._hear(event)
+            self._handle(event)
         return Status(
             run_dir=self._run_dir,
             rows=tuple(self._rows),
@@ -93,7 +93,7 @@ class RunFollower:
         self._rows = deque((row for row in self._rows if row["step"] <= step), maxlen=NUM_ROWS)
         self._validations = {at: loss for at, loss in self._validations.items() if at <= step}
 
-    def _hear(self, event: Row) -> None:
+    def _handle(self, event: Row) -> None:
         kind = event.get("kind")
         if kind == "start":
             self._alerts, self._exit_code = [], None

@@ -21,14 +21,15 @@ from finished_runs import STEPS, write_run
 from trainer.__main__ import load_config
 from trainer.checkpoint import layout
 from trainer.cli import verify_resume
-from trainer.cli.verify_resume import Plan, launcher_words, moments, parse_plan, report
+from trainer.cli.verify_resume import parse_trial
 from trainer.config import ConfigError
 from trainer.resume_proof import killed_runs
 from trainer.resume_proof.bit_equality import Comparison
 from trainer.resume_proof.killed_runs import Kill, Run, RunFailedError
+from trainer.resume_proof.proof import Trial, launcher_words, moments, report
 
-ROOT = Path(verify_resume.__file__).parents[2]
-PLAN = Plan(num_ranks=2, steps=12, kills=3, seed=1, overrides=(), run_dir=Path("run"), is_on_gpu=False)
+ROOT = Path(__file__).parents[2]
+TRIAL = Trial(num_ranks=2, steps=12, kills=3, seed=1, overrides=(), run_dir=Path("run"), is_on_gpu=False)
 EQUAL = "verdict: interrupted equals uninterrupted, bit for bit"
 FAKE = """
 import json, os, shutil, signal, subprocess, sys, tempfile, time
@@ -207,7 +208,7 @@ verify_resume.main(["--steps=6", "trainer.default_local_dir={tmp_path}/runs/mine
 
 def test_a_run_that_is_over_before_the_first_kill_proves_nothing(call: Call, tmp_path: Path) -> None:
     assert call(kills=0)[0] == 2  # for the fake's environment
-    words = launcher_words(dataclasses.replace(PLAN, steps=STEPS), tmp_path / "resumed")
+    words = launcher_words(dataclasses.replace(TRIAL, steps=STEPS), tmp_path / "resumed")
     late = killed_runs.Moment(step=99, delay_s=0.0)
     with pytest.raises(RunFailedError, match="complete before the first kill") as caught:
         Run("resumed", tmp_path, words, tmp_path).train_with_kills([late])
@@ -215,16 +216,16 @@ def test_a_run_that_is_over_before_the_first_kill_proves_nothing(call: Call, tmp
 
 
 def test_moments_are_drawn_by_seed_and_spread_over_the_run() -> None:
-    assert moments(PLAN, step_s=2.0) == moments(PLAN, step_s=2.0)
-    assert moments(PLAN, step_s=2.0) != moments(dataclasses.replace(PLAN, seed=2), step_s=2.0)
+    assert moments(TRIAL, step_s=2.0) == moments(TRIAL, step_s=2.0)
+    assert moments(TRIAL, step_s=2.0) != moments(dataclasses.replace(TRIAL, seed=2), step_s=2.0)
     for steps, kills, seed in ((4, 1, 0), (4, 9, 1), (5, 2, 2), (12, 3, 3), (12, 7, 4), (100, 10, 5)):
-        plan = dataclasses.replace(PLAN, steps=steps, kills=kills, seed=seed)
-        drawn = moments(plan, step_s=0.5)
+        trial = dataclasses.replace(TRIAL, steps=steps, kills=kills, seed=seed)
+        drawn = moments(trial, step_s=0.5)
         struck = [moment.step for moment in drawn]
-        assert len(struck) == kills and struck == sorted(struck), plan
-        assert plan.save_freq < min(struck) and max(struck) <= steps - 2, plan
-        assert all(0 <= moment.delay_s < 0.5 for moment in drawn), plan
-    tenths = [moment.step // 10 for moment in moments(dataclasses.replace(PLAN, steps=122, kills=9), step_s=0.0)]
+        assert len(struck) == kills and struck == sorted(struck), trial
+        assert trial.save_freq < min(struck) and max(struck) <= steps - 2, trial
+        assert all(0 <= moment.delay_s < 0.5 for moment in drawn), trial
+    tenths = [moment.step // 10 for moment in moments(dataclasses.replace(TRIAL, steps=122, kills=9), step_s=0.0)]
     assert tenths == [3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
@@ -261,7 +262,7 @@ def test_several_machines_are_refused(monkeypatch: Patch) -> None:
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="on one machine: set NNODES=1"):
-        parse_plan([])
+        parse_trial([])
 
 
 def test_options_and_words_mix(tmp_path: Path) -> None:
@@ -274,10 +275,10 @@ def test_options_and_words_mix(tmp_path: Path) -> None:
         f"trainer.default_local_dir={tmp_path}/a",
         "--seed=5",
     ]
-    plan = parse_plan(argv)
+    trial = parse_trial(argv)
     overrides = ("trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/a")
-    assert plan == Plan(3, 7, 1, 5, overrides, tmp_path / "a", is_on_gpu=False) and plan.save_freq == 1
-    assert parse_plan(["trainer.device=cpu"]).num_ranks == 2
+    assert trial == Trial(3, 7, 1, 5, overrides, tmp_path / "a", is_on_gpu=False) and trial.save_freq == 1
+    assert parse_trial(["trainer.device=cpu"]).num_ranks == 2
 
 
 def test_a_directory_that_cannot_be_written_is_73(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,9 +289,9 @@ def test_a_directory_that_cannot_be_written_is_73(tmp_path: Path, capsys: pytest
 
 def test_the_launcher_gets_the_recipe_and_what_this_command_changes() -> None:
     overrides = ("trainer.save_freq=100", "trainer.max_time=3h", "trainer.logger=[wandb]", "optim.lr=1e-3")
-    plan = dataclasses.replace(PLAN, overrides=overrides)
+    trial = dataclasses.replace(TRIAL, overrides=overrides)
     run_dir = Path("/a b/it's, {x} [1]=$y/straight")
-    num_ranks, *words = launcher_words(plan, run_dir)
+    num_ranks, *words = launcher_words(trial, run_dir)
     config = load_config(words)
     assert num_ranks == "2" and config.optim.lr == 1e-3 and config.trainer.default_local_dir == str(run_dir)
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (12, 3)

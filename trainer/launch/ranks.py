@@ -1,27 +1,19 @@
-"""The second half of `run_sft.sh`: check the configuration and the machine, start the ranks, return the exit code.
+"""How many ranks start here, which of several machines this is, and what the ranks find in their environment.
 
-Floor 5; imports no torch, so that a mistyped key fails at once.
+No torch: it is asked in a process of its own, and only where there may be a GPU (floor 5).
 """
 
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import ConfigError, own_words
-from trainer.errors import EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
 from trainer.launch.network_interface import gloo_interface
-from trainer.launch.supervise import run_agent, status_directory, supervise
-from trainer.launch.watchdog import Watchdog
-from trainer.runtime.exit_codes import DOCUMENTED
-from trainer.runtime.log import keep_streams_safe
-from trainer.runtime.signals import heeded_signals
 
 USAGE = """usage: bash run_sft.sh [N] [key=value ...]
   N                      ranks on this machine; default: the number of GPUs, else 2
@@ -45,10 +37,6 @@ print(torch.cuda.device_count(), reason)
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
-class UsageError(ValueError):
-    """The command line or the environment variables are wrong. Exit code 2."""
-
-
 @dataclass(frozen=True)
 class Arguments:
     num_ranks: int | None
@@ -65,62 +53,24 @@ class NodeLayout:
     master_port: int = 0
 
 
-def main(argv: list[str]) -> int:
-    if argv[:1] == ["--agent"]:
-        return run_agent(argv[1:])
-    signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # from here on they wait for `supervise`
-    try:
-        arguments = parse_arguments(argv)
-        from trainer.__main__ import load_config
-        from trainer.__main__ import main as run_here
-
-        if {"--help", "-h", "--cfg"} & set(arguments.overrides):
-            return run_here(arguments.overrides)
-        config = load_config(arguments.overrides)
-        from trainer.run.preflight import require_ready
-
-        require_ready(config)
-        layout = node_layout(os.environ)
-        num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
-        num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
-    except (ConfigError, UsageError, DataError, CannotWriteError) as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return DOCUMENTED.get(type(error), EXIT_USAGE)
-    warn_of_few_cores(num_ranks, num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
-    if layout.num_nodes > 1:
-        print(
-            f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
-            flush=True,
-        )
-    with status_directory() as status_dir:
-        env = rank_environment(os.environ, layout, num_ranks=num_ranks, status_dir=status_dir)
-        run_dir = Path(config.trainer.default_local_dir)
-        watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
-        command = agent_command(num_ranks, layout, arguments.overrides)
-        code = supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
-    if code == EXIT_RESUMABLE:
-        print("resume with the same command", flush=True)
-    return code
-
-
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """The number of ranks, if given, and the words for hydra, in our own keys. Raises `UsageError`."""
+    """The number of ranks, if given, and the words for hydra, in our own keys. Raises `ConfigError`."""
     if not argv:
         return Arguments(None, [])
     first = argv[0]
     if re.fullmatch(r"[+-]?\d+", first):
         if int(first) < 1:
-            raise UsageError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
+            raise ConfigError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
         return Arguments(int(first), own_words(argv[1:]))
     if "=" not in first and not first.startswith(("-", "~")):
-        raise UsageError(f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}")
+        raise ConfigError(f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}")
     return Arguments(None, own_words(argv))
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
-    """Ranks to start here; `num_gpus` is 0 for a run on CPU. Raises `UsageError` for more ranks than GPUs."""
+    """Ranks to start here; `num_gpus` is 0 for a run on CPU. Raises `ConfigError` for more ranks than GPUs."""
     if asked is not None and 0 < num_gpus < asked:
-        raise UsageError(
+        raise ConfigError(
             f"{asked} ranks asked for, but this machine has {num_gpus} GPUs: start at most {num_gpus}, or set "
             f"trainer.device=cpu"
         )
@@ -130,16 +80,16 @@ def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
 def count_gpus() -> int:
     """The GPUs torch sees; without a driver torch is not asked, because importing it takes seconds.
 
-    Raises `UsageError` when NVIDIA's driver is there and torch sees no card: a run on CPUs is not what is meant then.
+    Raises `ConfigError` when NVIDIA's driver is there and torch sees no card: a run on CPUs is not what is meant then.
     """
     if not any(Path(driver).exists() for driver in GPU_DRIVERS):
         return 0
     answer = subprocess.run([sys.executable, "-c", ASK_TORCH], stdout=subprocess.PIPE, text=True)
     if answer.returncode:
-        raise UsageError(f"{sys.executable} cannot import torch (its error stands above): repair this environment")
+        raise ConfigError(f"{sys.executable} cannot import torch (its error stands above): repair this environment")
     number, _, reason = answer.stdout.strip().partition(" ")
     if number == "0" and Path(GPU_DRIVERS[0]).exists():
-        raise UsageError(
+        raise ConfigError(
             f"this machine has NVIDIA's driver ({GPU_DRIVERS[0]}), but torch sees no card: {reason}; "
             f"repair that, or train on CPUs with trainer.device=cpu"
         )
@@ -157,7 +107,7 @@ def warn_of_few_cores(num_ranks: int, *, num_gpus: int, num_cores: int) -> None:
 
 
 def node_layout(env: Mapping[str, str]) -> NodeLayout:
-    """This machine's place, from `NNODES` and its companions or from SLURM. Raises `UsageError`.
+    """This machine's place, from `NNODES` and its companions or from SLURM. Raises `ConfigError`.
 
     Under SLURM the port follows from the job id; two multi-machine runs inside one job need `MASTER_PORT`.
     """
@@ -169,39 +119,39 @@ def node_layout(env: Mapping[str, str]) -> NodeLayout:
         layout = NodeLayout(num_nodes, _whole(env, "NODE_RANK"), _needed(env, "MASTER_ADDR"), port)
     elif env.get("SLURM_NNODES", "1") != "1":
         if env.get("SLURM_LOCALID", "0") != "0":
-            raise UsageError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
+            raise ConfigError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
         port = _port(env, SLURM_PORTS[_whole(env, "SLURM_JOB_ID") % len(SLURM_PORTS)])
         host = env.get("MASTER_ADDR") or first_host(_needed(env, "SLURM_JOB_NODELIST"))
         layout = NodeLayout(_whole(env, "SLURM_NNODES"), _whole(env, "SLURM_NODEID"), host, port)
     else:
         return NodeLayout()
     if layout.node_rank >= layout.num_nodes:
-        raise UsageError(f"NODE_RANK={layout.node_rank}, but NNODES={layout.num_nodes}: machines count from 0")
+        raise ConfigError(f"NODE_RANK={layout.node_rank}, but NNODES={layout.num_nodes}: machines count from 0")
     return layout
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of SLURM's list: `gpu[03-07,11]-a,cpu1` gives `gpu03-a`. Raises `UsageError`."""
+    """The first host of SLURM's list: `gpu[03-07,11]-a,cpu1` gives `gpu03-a`. Raises `ConfigError`."""
     if shutil.which("scontrol"):
         shown = subprocess.run(["scontrol", "show", "hostnames", nodelist], stdout=subprocess.PIPE, text=True)
         if shown.returncode == 0 and shown.stdout.strip():
             return shown.stdout.split()[0]
     match = re.match(r"([^\[\],]+)(?:\[(\d+)[^\[\]]*\])?([^\[\],]*)(?:,|$)", nodelist)
     if match is None:
-        raise UsageError(f"cannot read SLURM_JOB_NODELIST={nodelist}: set MASTER_ADDR to the first machine")
+        raise ConfigError(f"cannot read SLURM_JOB_NODELIST={nodelist}: set MASTER_ADDR to the first machine")
     return "".join(part or "" for part in match.groups())
 
 
 def _needed(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
-        raise UsageError(f"{name} is not set: a run on several machines needs it\n{USAGE}")
+        raise ConfigError(f"{name} is not set: a run on several machines needs it\n{USAGE}")
     return env[name]
 
 
 def _whole(env: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
     text = _needed(env, name)
     if not text.isdecimal() or int(text) < minimum:
-        raise UsageError(f"{name} must be a whole number of at least {minimum}, got '{text}'")
+        raise ConfigError(f"{name} must be a whole number of at least {minimum}, got '{text}'")
     return int(text)
 
 
@@ -223,22 +173,3 @@ def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: i
     if "PYTORCH_CUDA_ALLOC_CONF" not in env:
         added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {**added, **env, "SFT_STATUS_DIR": str(status_dir)}
-
-
-def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str]) -> list[str]:
-    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host never meet."""
-    if layout.num_nodes == 1:
-        meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-        meeting += [f"--rdzv-id={uuid.uuid4().hex}"]
-    else:
-        meeting = [f"--node-rank={layout.node_rank}", f"--master-addr={layout.master_addr}"]
-        meeting += [f"--master-port={layout.master_port}"]
-    options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
-    # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in TMPDIR
-    options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]
-    return [sys.executable, "-m", "trainer.launch.launcher", "--agent", *options, "-m", "trainer", *overrides]
-
-
-if __name__ == "__main__":
-    keep_streams_safe(says_so=False)  # the rank that writes most tells of a broken stdout
-    sys.exit(main(sys.argv[1:]))

@@ -14,10 +14,10 @@ from transformers import AttentionInterface
 
 from trainer.__main__ import load_config
 from trainer.cli import plan
-from trainer.cli.plan import Change, Forecast, change_series, smallest_change
 from trainer.model import attention, grouped_attention
 from trainer.optim import OPTIMIZERS
-from trainer.planner import fake_step, live_storage, memory_plan
+from trainer.planner import fake_step, forecast, live_storage, memory_plan
+from trainer.planner.forecast import Change, Forecast, change_series, smallest_change
 from trainer.planner.live_storage import (
     ACTIVATIONS,
     GATHERED,
@@ -284,7 +284,7 @@ def test_the_change_it_names_makes_it_fit(
 ) -> None:
     write_model_config(tmp_path, **WIDE)
     words = [f"model.partial_pretrain={tmp_path}", *words]
-    needed_gib = plan.forecaster(words, 1.0)(change).needed_gib
+    needed_gib = forecast.forecaster(words, 1.0)(change).needed_gib
     limit = ["--memory-gib", str(needed_gib + 1e-6)]
     code, lines, _ = run(capsys, str(num_ranks), *words, *limit)
     assert code == 1
@@ -327,10 +327,10 @@ def test_wrong_usage_ends_with_2(
 
 def test_memory_is_that_of_a_card_or_a_share_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu, on_gpu = (load_config([f"trainer.device={device}"]) for device in ("cpu", "auto"))
-    whole_gib = plan.default_memory_gib(on_cpu, 1)
-    assert plan.default_memory_gib(on_cpu, 4) == whole_gib / 4
+    whole_gib = forecast.default_memory_gib(on_cpu, 1)
+    assert forecast.default_memory_gib(on_cpu, 4) == whole_gib / 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert plan.default_memory_gib(on_gpu, 4) == 80
+    assert forecast.default_memory_gib(on_gpu, 4) == 80
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * 2**30))
-    assert plan.default_memory_gib(on_gpu, 4) == 24
+    assert forecast.default_memory_gib(on_gpu, 4) == 24

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_cli_plan import RECOMPUTE, a_plan, planned, run, tokens
+from test_memory_plan import RECOMPUTE, a_plan, planned, run, tokens
 from toy import START, build_toy_model, optim_config, write_model_config
 
 from trainer.checkpoint import shards, snapshot
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.cli.plan import Forecast
 from trainer.optim import OPTIMIZERS
 from trainer.planner import fake_step
+from trainer.planner.forecast import Forecast
 from trainer.planner.memory_plan import SAVE_COPY
 
 CPU = "trainer.device=cpu"
@@ -73,5 +73,5 @@ def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
     assert (code, lines) == (2, [])
     named = f"ERROR: model.partial_pretrain={tmp_path}: its step cannot be planned (RuntimeError: a and"
     assert errors.splitlines()[-1].startswith(named)
-    assert "memory/max_reserved_gib" in errors and "test_cli_plan_outside.py:" in errors
+    assert "memory/max_reserved_gib" in errors and "test_memory_plan_outside.py:" in errors
     assert "Traceback" not in errors and "and more" not in errors

@@ -1,0 +1,85 @@
+"""The second half of `run_sft.sh`: check the configuration and the machine, start the ranks, return the exit code.
+
+Floor 5; imports no torch, so that a mistyped key fails at once.
+"""
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.errors import EXIT_RESUMABLE, CannotWriteError, DataError
+from trainer.launch.ranks import (
+    NodeLayout,
+    choose_num_ranks,
+    count_gpus,
+    node_layout,
+    parse_arguments,
+    rank_environment,
+    warn_of_few_cores,
+)
+from trainer.launch.supervise import run_agent, status_directory, supervise
+from trainer.launch.watchdog import Watchdog
+from trainer.runtime.exit_codes import DOCUMENTED
+from trainer.runtime.log import keep_streams_safe
+from trainer.runtime.signals import heeded_signals
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["--agent"]:
+        return run_agent(argv[1:])
+    signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # from here on they wait for `supervise`
+    try:
+        arguments = parse_arguments(argv)
+        from trainer.__main__ import load_config
+        from trainer.__main__ import main as run_here
+
+        if {"--help", "-h", "--cfg"} & set(arguments.overrides):
+            return run_here(arguments.overrides)
+        config = load_config(arguments.overrides)
+        from trainer.run.preflight import require_ready
+
+        require_ready(config)
+        layout = node_layout(os.environ)
+        num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+        num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
+    except (ConfigError, DataError, CannotWriteError) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
+    warn_of_few_cores(num_ranks, num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
+    if layout.num_nodes > 1:
+        print(
+            f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
+            flush=True,
+        )
+    with status_directory() as status_dir:
+        env = rank_environment(os.environ, layout, num_ranks=num_ranks, status_dir=status_dir)
+        run_dir = Path(config.trainer.default_local_dir)
+        watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
+        command = agent_command(num_ranks, layout, arguments.overrides)
+        code = supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
+    if code == EXIT_RESUMABLE:
+        print("resume with the same command", flush=True)
+    return code
+
+
+def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str]) -> list[str]:
+    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host never meet."""
+    if layout.num_nodes == 1:
+        meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        meeting += [f"--rdzv-id={uuid.uuid4().hex}"]
+    else:
+        meeting = [f"--node-rank={layout.node_rank}", f"--master-addr={layout.master_addr}"]
+        meeting += [f"--master-port={layout.master_port}"]
+    options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
+    # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in TMPDIR
+    options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]
+    return [sys.executable, "-m", "trainer.launch", "--agent", *options, "-m", "trainer", *overrides]
+
+
+if __name__ == "__main__":
+    keep_streams_safe(says_so=False)  # the rank that writes most tells of a broken stdout
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""Whether this interpreter has the package's dependencies; `environment.sh` asks before it makes one (floor 5)."""
+
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+def unmet_requirements(extra: str | None = None) -> list[str]:
+    """The requirements, of `extra` too, that are absent or of another version."""
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    wanted = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
+    return [text for text in wanted if not _is_met(text)]
+
+
+def _is_met(text: str) -> bool:
+    try:
+        from packaging.requirements import Requirement
+        from packaging.version import Version
+
+        requirement = Requirement(text)
+        # GPU images carry builds such as 2.11.0a0+...: what counts is the release they were made from.
+        installed = Version(importlib.metadata.version(requirement.name)).base_version
+    except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
+        return False
+    return requirement.specifier.contains(installed)
