@@ -6,9 +6,13 @@ which our trainer takes them, so every trainer sees the same tokens, labels and 
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import make_quickstart
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -17,13 +21,12 @@ from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.token_cache import TokenDataset, prepare
-from trainer.quickstart import files, tokenizer
 from trainer.runtime import seeding
 
 SEED = 1
 BATCH = 32
 LR = 1e-3
-MODEL_CONFIG = {**files.MODEL_CONFIG, "num_hidden_layers": 6}
+MODEL_CONFIG = {**make_quickstart.MODEL_CONFIG, "num_hidden_layers": 6}
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,7 @@ def make_case(directory: Path, train_file: Path) -> Case:
 def write_model(directory: Path, texts: list[str], **changes: int) -> None:
     """Configuration, fp32 weights from `SEED`, and a tokenizer trained on `texts`."""
     (directory / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
-    template = (Path(files.__file__).parent / "chat_template.jinja").read_text()
-    tokenizer.write_tokenizer(directory, tokenizer=tokenizer.train_tokenizer(texts), chat_template=template)
+    make_quickstart.write_tokenizer(directory, make_quickstart.train_tokenizer(texts))
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     model.save_pretrained(directory)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.quickstart import ensure_quickstart
+from trainer.quickstart import MODEL_DIR
 from trainer.runtime import seeding
 from trainer.tracking import read_metrics
 
@@ -49,7 +49,7 @@ def main() -> None:
             for size in arguments.micro_batches
         }
         lrs = next(iter(curves.values()))["lr"]
-        reference = plain_loop(ensure_quickstart(cache).model_dir, arguments, lrs)
+        reference = plain_loop(MODEL_DIR, arguments, lrs)
     report(curves, reference, arguments)
 
 

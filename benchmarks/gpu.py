@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from case import LR, SEED, Case, prepare_tokens, write_samples
 from flops import training_flops
+from make_quickstart import ENGLISH, MODEL_CONFIG, train_tokenizer, write_tokenizer
 from measuring import REPOSITORY, header, middle, table, write_result
 from speed_cpu import PEERS
 
-from trainer.quickstart import files, tokenizer
 from trainer.runtime import seeding
 from trainer.tracking import read_metrics
 
@@ -58,7 +58,7 @@ def make_case(directory: Path, size: str) -> Case:
     case = Case(directory)
     case.model.mkdir(parents=True)
     hidden, layers, heads, key_heads, intermediate, vocabulary = SHAPES[size]
-    config = files.MODEL_CONFIG | {
+    config = MODEL_CONFIG | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": hidden,
@@ -71,9 +71,8 @@ def make_case(directory: Path, size: str) -> Case:
         "tie_word_embeddings": size in TIED,
     }
     (case.model / "config.json").write_text(json.dumps(config))
-    words = Path(files.__file__).with_name("english.txt").read_text().split()
-    template = Path(files.__file__).with_name("chat_template.jinja").read_text()
-    tokenizer.write_tokenizer(case.model, tokenizer=tokenizer.train_tokenizer(words), chat_template=template)
+    words = ENGLISH.read_text().split()
+    write_tokenizer(case.model, train_tokenizer(words))
     generator = np.random.default_rng(seeding.key("benchmark", SEED))
     with case.train_file.open("w") as file:
         for length in np.clip(generator.lognormal(6.0, 0.9, NUM_CHATS), 20, 2500).astype(int):

@@ -11,6 +11,7 @@ against the planned tensors with what the tool assumes besides.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from measuring import REPOSITORY, header, own_peak_bytes, table, write_result
 
 from trainer.__main__ import load_config
 from trainer.batch import StepBatch
-from trainer.quickstart import ensure_quickstart, files
+from trainer.quickstart import MODEL_DIR
 
 NUM_STEPS = 2
 WORKER = "--worker"
@@ -143,13 +144,11 @@ def run_case(case: Case) -> dict[str, Any]:
 
 def write_inputs(directory: Path, case: Case) -> None:
     """A model directory without weights, and rows that are all longer than `max_length`."""
-    quickstart = ensure_quickstart(directory / "cache").model_dir
-    (directory / "model").mkdir()
-    for file in quickstart.iterdir():
-        (directory / "model" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(MODEL_DIR, directory / "model")
+    quickstart = json.loads((MODEL_DIR / "config.json").read_text())
     size = {"hidden_size": case.hidden, "intermediate_size": case.hidden * 11 // 4, "num_hidden_layers": case.layers}
     heads = {"num_attention_heads": case.hidden // 64, "num_key_value_heads": case.hidden // 128}
-    (directory / "model" / "config.json").write_text(json.dumps(files.MODEL_CONFIG | size | heads | case.model))
+    (directory / "model" / "config.json").write_text(json.dumps(quickstart | size | heads | case.model))
     turns = [
         {"role": "user", "content": "Count."},
         {"role": "assistant", "content": "one two three " * case.max_length},

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from case import SEED, Case, prepare_tokens
 from lifecycle import run_probe, tree_bytes
 from measuring import RESULTS, header, middle, peak_bytes, table, write_bytes_per_s, write_result
+from quickstart_tasks import WORDS
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -47,8 +48,7 @@ from trainer.config import CheckpointConfig
 from trainer.data.batch_plan import START
 from trainer.model.packed_lm import ModelSource
 from trainer.protocols import Position
-from trainer.quickstart import ensure_quickstart
-from trainer.quickstart.families import WORDS
+from trainer.quickstart import MODEL_DIR
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory
 from trainer.sft_trainer import Cadence, Parts
@@ -98,7 +98,7 @@ def write_rows(path: Path, num_rows: int) -> None:
 def write_tiny_model(root: Path) -> Path:
     """The quickstart's tokenizer with one layer of width 64."""
     model = root / "tiny"
-    shutil.copytree(ensure_quickstart(root).model_dir, model)
+    shutil.copytree(MODEL_DIR, model)
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     config = json.loads((model / "config.json").read_text()) | small
     (model / "config.json").write_text(json.dumps(config))

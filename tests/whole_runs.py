@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from trainer.launch.supervise import run_exit_code
-from trainer.quickstart.files import ensure_quickstart
+from trainer.quickstart import MODEL_DIR
 from trainer.runtime.distributed import free_port
 
 # the server imports before it is told the parent's sys.path
@@ -39,9 +39,8 @@ POLL_S = 0.002
 
 def tiny_model(root: Path) -> tuple[str, ...]:
     """Words for a run of the quickstart's samples with a model of one small layer; `root` holds it and the cache."""
-    files = ensure_quickstart(root / "cache")
     if not (root / "model").exists():
-        shutil.copytree(files.model_dir, root / "model")
+        shutil.copytree(MODEL_DIR, root / "model")
         config = json.loads((root / "model" / "config.json").read_text())
         small = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2}
         small |= {"num_key_value_heads": 1, "head_dim": 16, "layer_types": ["full_attention"], "max_window_layers": 1}

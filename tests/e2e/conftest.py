@@ -1,4 +1,4 @@
-"""One cache of the quickstart's files for all runs, so that each starts as a second run does."""
+"""One cache of the quickstart's tokens for all runs, so that each starts as a second run does."""
 
 import sys
 from pathlib import Path

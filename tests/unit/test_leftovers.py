@@ -1,7 +1,6 @@
 """What killed processes leave behind goes with the next start, and nothing else does."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 
 from trainer.launch import supervise
 from trainer.launch.supervise import status_directory
-from trainer.quickstart import ensure_quickstart, files
 from trainer.runtime.file_lock import locked, try_lock
 
 ROOT = Path(__file__).parents[2]
@@ -56,27 +54,6 @@ def test_a_directory_in_the_making_is_not_removed(temporary: Path) -> None:
     (temporary / "sft-abcdefgh").mkdir()
     with status_directory():
         assert (temporary / "sft-abcdefgh").is_dir()
-
-
-def test_half_made_quickstart_files_of_a_killed_process_go_with_the_next_start(tmp_path: Path) -> None:
-    made = ensure_quickstart(tmp_path)
-    directory = made.model_dir.parent
-    shutil.copytree(directory, directory.with_name(".0123456789ab.f00d"))
-    assert ensure_quickstart(tmp_path) == made
-    assert list(directory.parent.iterdir()) == [directory]
-
-
-def test_half_made_quickstart_files_of_a_living_process_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    def make(directory: Path) -> None:
-        with (tmp_path / "quickstart.lock").open("a") as other:
-            seen.append(try_lock(other.fileno()) is None)
-        directory.mkdir(parents=True)
-
-    monkeypatch.setattr(files, "_make", make)
-    ensure_quickstart(tmp_path)
-    assert seen == [True], "who comes meanwhile can make and remove nothing"
 
 
 def test_whoever_waits_for_a_lock_shows_that_it_lives(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class DataConfig:
         not_negative,
         at_most(64, "each is a process beside every rank"),
     )
-    cache_dir: str = key("checkpoints/.cache", "prepared tokens and the quickstart files, under content hashes")
+    cache_dir: str = key("checkpoints/.cache", "prepared tokens, under content hashes")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,11 @@
-"""The embedded default (floor 2): a tiny model, its tokenizer and a generated instruction set, without network."""
+"""The embedded default (floor 2): a tiny model without weights, its tokenizer and 3,000 instructions, as files.
 
-from trainer.quickstart.files import QuickstartFiles, ensure_quickstart
+`python tests/make_quickstart.py` makes them; a test holds that they are what it makes.
+"""
 
-__all__ = ["QuickstartFiles", "ensure_quickstart"]
+from pathlib import Path
+
+MODEL_DIR = Path(__file__).parent / "model"
+"""Configuration, tokenizer and chat template; weights are made from the run's seed."""
+TRAIN_FILE = Path(__file__).parent / "train.jsonl"
+"""Rows of `messages`, and `check`: an expression that is true after executing the answer."""

@@ -17,7 +17,7 @@ from trainer.errors import DataError
 from trainer.model.assemble import per_document_reason
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
-from trainer.quickstart import ensure_quickstart
+from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.run.preflight import read_chat_template
 from trainer.runtime.environment import local_rank
 
@@ -64,8 +64,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
     model = config.model
     if model.partial_pretrain == QUICKSTART:
-        files = ensure_quickstart(Path(config.data.cache_dir))
-        return ModelSource(str(files.model_dir), random_weights=True, trust_remote_code=False)
+        return ModelSource(str(MODEL_DIR), random_weights=True, trust_remote_code=False)
     path = find_model(model.partial_pretrain, random_weights=model.random_weights, progress=progress)
     return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
 
@@ -75,7 +74,7 @@ def _data_files(config: Config) -> tuple[list[Path], list[Path] | None]:
 
     def resolved(files: str | list[str]) -> list[Path]:
         if files == QUICKSTART:
-            return [ensure_quickstart(Path(config.data.cache_dir)).train_file]
+            return [TRAIN_FILE]
         return resolve_files(files)
 
     val_files = config.data.val_files

@@ -1,0 +1,165 @@
+"""Makes the quickstart's files: `python tests/make_quickstart.py` writes them into trainer/quickstart/.
+
+Without random numbers: the choice of tasks and their order follow from digests of the text.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quickstart_tasks import FAMILIES, Family, Parameter
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from trainer.quickstart import MODEL_DIR, TRAIN_FILE
+
+ENGLISH = Path(__file__).with_name("quickstart_english.txt")
+CHAT_TEMPLATE = MODEL_DIR / "chat_template.jinja"
+SAMPLES_PER_FAMILY = 63
+OPENERS = (
+    "Write a Python function",
+    "Write a short Python function",
+    "Please write a function",
+    "Define a Python function",
+    "Implement a function",
+    "I need a Python function",
+)
+VOCAB_SIZE = 4096
+MAX_LENGTH = 4096
+PAD_TOKEN, START_TOKEN, END_TOKEN = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Qwen2's own pattern: transformers 5 sets it for every model of this type, whatever tokenizer.json says.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TOKEN_IDS = {"eos_token_id": SPECIAL_TOKENS.index(END_TOKEN), "pad_token_id": SPECIAL_TOKENS.index(PAD_TOKEN)}
+MODEL_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LENGTH,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    **TOKEN_IDS,
+}
+GENERATION_CONFIG: dict[str, Any] = {**TOKEN_IDS, "do_sample": False}
+
+
+def generate_samples() -> list[dict[str, Any]]:
+    """Rows of `messages` (user, assistant) and `check`, an expression that is true after executing the answer.
+
+    Choice and order follow from digests of the text, not from a random generator.
+    """
+    tasks = [(family, parameters) for family in FAMILIES for parameters in _chosen(family)]
+    rows = [_row(family, *parameters) for family, parameters in tasks]
+    return sorted(rows, key=lambda row: _digest(row["messages"][0]["content"]))
+
+
+def _chosen(family: Family) -> Iterable[tuple[Parameter, ...]]:
+    key = family.name + family.args
+    return sorted(family.parameters, key=lambda parameters: _digest(f"{key}{parameters}"))[:SAMPLES_PER_FAMILY]
+
+
+def _row(family: Family, a: Parameter, b: Parameter = "") -> dict[str, Any]:
+    name, what, body = (text.format(a=a, b=b) for text in (family.name, family.what, family.body))
+    signature = f"{name}({family.args})"
+    opener = OPENERS[int(_digest(signature), 16) % len(OPENERS)]
+    lines = [
+        f"def {signature}:",
+        f'    """{what[0].upper()}{what[1:]}."""',
+        *(f"    {line}" for line in body.splitlines()),
+    ]
+    if '"' in what:
+        lines[1] = f"    # {what[0].upper()}{what[1:]}."
+    arguments, expected = family.case(a, b) if b != "" else family.case(a)
+    return {
+        "messages": [
+            {"role": "user", "content": f"{opener} {signature} that {what}."},
+            {"role": "assistant", "content": "\n".join(["```python", *lines, "```"])},
+        ],
+        "check": f"{name}({', '.join(map(repr, arguments))}) == {expected!r}",
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """A tokenizer of at most `VOCAB_SIZE` entries; the same texts give the same ids, 0 to 2 are the special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Write the files of a Hugging Face tokenizer with the quickstart's chat template.
+
+    They are written here and not by transformers, whose version 5 names a class that older readers do not know.
+    """
+    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.model.save(str(directory))  # vocab.json and merges.txt
+    chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
+    special_tokens = {
+        "eos_token": END_TOKEN,
+        "pad_token": PAD_TOKEN,
+        "additional_special_tokens": [START_TOKEN],
+    }
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special_tokens,
+        "bos_token": None,
+        "unk_token": None,
+        "model_max_length": MAX_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
+    _write_json(directory / "tokenizer_config.json", config)
+    _write_json(directory / "special_tokens_map.json", special_tokens)
+    (directory / CHAT_TEMPLATE.name).write_text(chat_template, encoding="utf-8")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def make(model_dir: Path, train_file: Path) -> None:
+    """Write all files but the chat template, which is written by hand."""
+    rows = generate_samples()
+    train_file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    for name, content in (("config.json", MODEL_CONFIG), ("generation_config.json", GENERATION_CONFIG)):
+        _write_json(model_dir / name, content)
+    texts = [message["content"] for row in rows for message in row["messages"]]
+    english = ENGLISH.read_text(encoding="utf-8").splitlines(keepends=True)
+    write_tokenizer(model_dir, train_tokenizer([*texts, *english]))
+
+
+if __name__ == "__main__":
+    make(MODEL_DIR, TRAIN_FILE)
