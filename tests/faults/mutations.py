@@ -270,7 +270,7 @@ def apply(mutation: Mutation, text: str) -> str:
     return text.replace(mutation.old, mutation.new)
 
 
-def killed_by(mutation: Mutation) -> str | None:
+def caught_by(mutation: Mutation) -> str | None:
     """The first test file that fails without the safeguard; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         root = Path(directory)
@@ -294,7 +294,7 @@ def _record(found: dict[str, str | None], output: Path, *, minutes: float) -> No
     result = {
         "command": "python tests/faults/mutations.py",
         "failed test by safeguard removed": lines,
-        "survivors": [name for name, test in lines.items() if test is None],
+        "missed": [name for name, test in lines.items() if test is None],
         "minutes": round(known.get("minutes", 0.0) * (len(found) < len(lines)) + minutes, 1),
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
@@ -308,12 +308,12 @@ def main(argv: list[str]) -> int:
     started, found = time.monotonic(), {}
     for mutation in MUTATIONS:
         if arguments.only in (None, mutation.name):
-            found[mutation.name] = killed_by(mutation)
-            print(f"{'SURVIVED' if found[mutation.name] is None else 'killed  '} {mutation.name}", flush=True)
-    survivors = [name for name, test in found.items() if test is None]
+            found[mutation.name] = caught_by(mutation)
+            print(f"{'MISSED' if found[mutation.name] is None else 'caught'} {mutation.name}", flush=True)
+    missed = [name for name, test in found.items() if test is None]
     _record(found, arguments.output, minutes=(time.monotonic() - started) / 60)
-    print(f"{len(found) - len(survivors)} of {len(found)} killed")
-    return 1 if survivors else 0
+    print(f"{len(found) - len(missed)} of {len(found)} caught")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

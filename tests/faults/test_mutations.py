@@ -19,7 +19,7 @@ def test_every_safeguard_is_still_where_the_list_says(mutation: Mutation) -> Non
 def test_a_removed_safeguard_makes_its_test_fail() -> None:
     """One of them for real, the cheapest: that the command can tell."""
     mutation = next(m for m in MUTATIONS if m.name == "a damaged checkpoint means step 0")
-    assert mutations.killed_by(mutation) == mutation.tests[0]
+    assert mutations.caught_by(mutation) == mutation.tests[0]
 
 
 def test_names_are_unique() -> None:
