@@ -15,14 +15,14 @@ from trainer.tracking import read_metrics
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SMALL = (
     "data.train_max_samples=96",
-    "data.train_batch_size=8",
+    "data.train_batch_size=4",
     "model.fsdp_config.param_dtype=float32",
     "trainer.total_training_steps=12",
     "trainer.save_freq=3",
     "trainer.test_freq=6",
     "trainer.project_name=e2e",
 )
-"""The quickstart, small: 12 steps of 8 samples, a checkpoint every third."""
+"""The quickstart, small: 12 steps of 4 samples, a checkpoint every third."""
 
 
 def command(num_ranks: int, *overrides: str) -> list[str]:

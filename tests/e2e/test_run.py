@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.tensor  # for weights_only loading of shards
+import whole_runs
 from runs import REPOSITORY, SMALL, command, curve, environment, processes_of, run, started, wait_for_step
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +29,7 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     cwd = tmp_path_factory.mktemp("straight")
     done = run(cwd, 2, cache, *SMALL)
     assert done.returncode == 0, done.stdout
-    return cwd / "checkpoints" / "e2e" / "quickstart", done.stdout
+    return run_dir_of(cwd), done.stdout
 
 
 @pytest.mark.covers("S0.2", "S0.29", "S0.30", "S2.3:C", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15")
@@ -34,7 +37,7 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, output = straight
     for text in (
-        "plan: batch 8 = 2 ranks (CPU) x 1 micro-batches; 12 steps",
+        "plan: batch 4 = 2 ranks (CPU) x 1 micro-batches; 12 steps",
         "<|im_end|>]]",
         "step 12/12",
         "val/loss",
@@ -67,27 +70,56 @@ def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> N
     assert snapshot(run_dir) == before
 
 
-@pytest.mark.covers("S3.27", "S3.29")
-@pytest.mark.parametrize("seed", range(5))
-def test_kill_9_then_the_same_command(straight: tuple[Path, str], cache: str, tmp_path: Path, seed: int) -> None:
-    """Every process killed at a random moment: the continued run equals the uninterrupted one, bit by bit."""
-    generator = torch.Generator().manual_seed(seed)
-    step, delay_s = int(torch.randint(1, 11, (1,), generator=generator)), float(torch.rand(1, generator=generator))
-    print(f"seed {seed}: kill {delay_s:.2f} s after step {step}")
-    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
-    with started(tmp_path, 2, cache, *SMALL) as process:
-        wait_for_step(run_dir, step, process)
-        time.sleep(delay_s * 0.5)
+def run_dir_of(cwd: Path) -> Path:
+    return cwd / "checkpoints" / "e2e" / "quickstart"
+
+
+def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> None:
+    """Start the command; kill every process of it so long after it logged this step and has any checkpoint."""
+    with started(cwd, 2, *overrides) as process:
+        wait_for_step(run_dir_of(cwd), step, process)
+        while not (run_dir_of(cwd) / "latest_checkpointed_iteration.txt").exists():
+            assert process.poll() is None, f"the run ended with {process.returncode} before it saved"
+            time.sleep(0.02)
+        time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     deadline = time.monotonic() + 3
-    while processes_of(tmp_path) and time.monotonic() < deadline:
+    while processes_of(cwd) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes_of(tmp_path) == [], "a rank outlived its job"
+    assert processes_of(cwd) == [], "a rank outlived its job"
+
+
+def every_value(run_dir: Path, key: str) -> set[tuple[int, float]]:
+    """(step, value) of all attempts, those too that no longer count."""
+    lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
+    return {(row["step"], row[key]) for row in map(json.loads, lines) if key in row}
+
+
+@pytest.fixture(scope="module")
+def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run was started that was killed after step 4."""
+    cwd = tmp_path_factory.mktemp("killed")
+    kill_after(4, cwd, cache, *SMALL)
+    return cwd
+
+
+@pytest.mark.covers("S3.27", "S3.29")
+def test_kill_9_then_the_same_command(straight: tuple[Path, str], killed: Path, cache: str, tmp_path: Path) -> None:
+    """Killed five times at random moments, and continued: every attempt equals the uninterrupted run, bit by bit."""
+    seed = 0
+    chance = random.Random(seed)
+    run_dir = run_dir_of(tmp_path)
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    for step in sorted(chance.sample(range(5, 12), 4)):
+        delay_s = chance.uniform(0.0, 0.5)
+        print(f"seed {seed}: kill {delay_s:.2f} s after step {step}")
+        kill_after(step, tmp_path, cache, *SMALL, delay_s=delay_s)
     again = run(tmp_path, 2, cache, *SMALL)
     assert again.returncode == 0, again.stdout
     for key in ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss"):
         assert curve(run_dir, key) == curve(straight[0], key), key
+        assert every_value(run_dir, key) == every_value(straight[0], key), key
     for rank in range(2):
         name = f"global_step_12/optim_world_size_2_rank_{rank}.pt"
         ours, theirs = (torch.load(d / name, weights_only=True)["state"] for d in (run_dir, straight[0]))
@@ -99,11 +131,11 @@ def test_kill_9_then_the_same_command(straight: tuple[Path, str], cache: str, tm
 
 @pytest.mark.covers("S3.29", "S3.30", "S3.31")
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_continue_on_other_ranks(straight: tuple[Path, str], cache: str, tmp_path: Path, num_ranks: int) -> None:
-    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
-    with started(tmp_path, 2, cache, *SMALL) as process:
-        wait_for_step(run_dir, 5, process)
-        os.killpg(process.pid, signal.SIGKILL)
+def test_continue_on_other_ranks(
+    straight: tuple[Path, str], killed: Path, cache: str, tmp_path: Path, num_ranks: int
+) -> None:
+    run_dir = run_dir_of(tmp_path)
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     again = run(tmp_path, num_ranks, cache, *SMALL)
     assert again.returncode == 0 and "Found checkpoint" in again.stdout, again.stdout
     expected = curve(straight[0], "train/loss")
@@ -114,33 +146,34 @@ def test_continue_on_other_ranks(straight: tuple[Path, str], cache: str, tmp_pat
 
 
 @pytest.mark.covers("S3.16", "S3.26")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str, tmp_path: Path, number: int) -> None:
-    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
-    with started(tmp_path, 2, cache, *SMALL, "trainer.save_freq=-1") as process:
-        wait_for_step(run_dir, 2, process)
-        at = max(curve(run_dir, "train/loss"))
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert "resume with the same command" in output and "Traceback" not in output
-    saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
-    assert at <= saved <= at + 2
-    again = run(tmp_path, 2, cache, *SMALL)
+def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str, tmp_path: Path) -> None:
+    """One run stopped by each signal in turn, and by SIGTERM to one rank alone, then left in peace."""
+    words = (cache, *SMALL, "trainer.save_freq=-1")
+    run_dir, saved = run_dir_of(tmp_path), 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, None):
+        with started(tmp_path, 2, *words) as process:
+            wait_for_step(run_dir, saved + 1, process)
+            at = max(curve(run_dir, "train/loss"))
+            if number is None:
+                signal_second_rank(tmp_path)
+            else:
+                process.send_signal(number)
+            output, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, output
+        assert "resume with the same command" in output and "Traceback" not in output
+        assert processes_of(tmp_path) == []
+        saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
+        assert at <= saved <= at + 2
+    again = run(tmp_path, 2, *words)
     assert again.returncode == 0, again.stdout
     assert curve(run_dir, "train/loss") == curve(straight[0], "train/loss")
 
 
-def test_one_rank_signalled_alone_stops_all(cache: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
-    with started(tmp_path, 2, cache, *SMALL) as process:
-        wait_for_step(run_dir, 2, process)
-        ranks = [p for p in processes_of(tmp_path) if f"RANK=1{chr(0)}" in Path(f"/proc/{p}/environ").read_text()]
-        for pid in ranks:
-            os.kill(pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-    assert ranks and process.returncode == 75, output
-    assert processes_of(tmp_path) == []
+def signal_second_rank(cwd: Path) -> None:
+    ranks = [p for p in processes_of(cwd) if f"RANK=1{chr(0)}" in Path(f"/proc/{p}/environ").read_text()]
+    assert ranks
+    for pid in ranks:
+        os.kill(pid, signal.SIGTERM)
 
 
 def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_path: Path) -> None:
@@ -152,7 +185,7 @@ def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_pa
         first = run(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="0")
         assert first.returncode == 0, first.stdout
         assert second.wait(timeout=30) == 0
-    ours = curve(tmp_path / "checkpoints" / "e2e" / "quickstart", "train/loss")
+    ours = curve(run_dir_of(tmp_path), "train/loss")
     assert ours == curve(straight[0], "train/loss")
 
 
@@ -186,8 +219,8 @@ def test_mistyped_key_is_2_at_once(tmp_path: Path) -> None:
 @pytest.mark.covers("S0.30", "S3.15", "S3.17", "S3.24")
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
 def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
+    run_dir = tmp_path / "gsm"
+    code, output = whole_runs.run(
         2,
         cache,
         f"data.train_files={GSM8K}/train.jsonl",
@@ -200,11 +233,10 @@ def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
         "trainer.total_training_steps=12",
         "trainer.save_freq=4",
         "trainer.max_ckpt_to_keep=2",
-        "trainer.project_name=bars",
-        "trainer.experiment_name=gsm",
+        f"trainer.default_local_dir={run_dir}",
+        log=tmp_path / "log",
     )
-    assert done.returncode == 0, done.stdout
-    run_dir = tmp_path / "checkpoints" / "bars" / "gsm"
+    assert code == 0, output
     assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_12", "global_step_8"]
     losses = curve(run_dir, "train/loss")
     assert losses[12] < losses[1] - 1
@@ -227,10 +259,11 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache: str, tmp_path: P
     roles = ("user", "assistant", "user", "assistant")
     messages = [[{"role": r, "content": t} for r, t in zip(roles, chat, strict=True)] for chat in texts]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+    run_dir = tmp_path / "run"
     changes = ("trainer.total_training_steps=4", "trainer.checkpoint.export_dtype=float32", "trainer.save_freq=-1")
-    done = run(tmp_path, 2, cache, *SMALL, *changes, f"data.val_files={tmp_path}/val.jsonl")
-    assert done.returncode == 0, done.stdout
-    run_dir = tmp_path / "checkpoints" / "e2e" / "quickstart"
+    files = (f"data.val_files={tmp_path}/val.jsonl", f"trainer.default_local_dir={run_dir}")
+    code, output = whole_runs.run(2, cache, *SMALL, *changes, *files, log=tmp_path / "log")
+    assert code == 0, output
     export = run_dir / "global_step_4" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(export)
