@@ -17,7 +17,6 @@ from trainer.data.loader import RankPlan, TrainLoader, build_step, pack, validat
 from trainer.protocols import Position
 from trainer.run.main import _validation_batches
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's own
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
 UNLIMITED = Limits(None, None)
 

@@ -1,7 +1,4 @@
-"""From the plan to batches: one item per optimizer step, built by torchdata's `StatefulDataLoader`.
-
-The position of a run is one integer, the step; torchdata's own state is stored beside it as a cross-check only.
-"""
+"""From the plan to batches: one item per optimizer step. The position of a run is one integer, the step."""
 
 import dataclasses
 import hashlib
@@ -14,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, split_batch
@@ -129,17 +126,6 @@ class _StepDataset(Dataset[StepBatch]):
         return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
 
 
-class _StepSampler(Sampler[int]):
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-
 class _WorkerHandle(popen_fork.Popen):
     def terminate(self) -> None:
         self.kill()  # a worker ignores SIGTERM, and a process that is about to exit waits for those it has terminated
@@ -181,21 +167,20 @@ class TrainLoader:
         self._num_workers, self._pin_memory, self._skipped_steps = num_workers, pin_memory, skipped_steps
         self.last_step = total_steps
         self.next_step = schedule.start.step
-        self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
         """Its workers are gone when the generator is closed."""
         steps = [step for step in range(self.next_step, self.last_step) if step + 1 not in self._skipped_steps]
-        self._loader = StatefulDataLoader(
+        loader = DataLoader(
             _StepDataset(self._samples, self._plan, self._schedule),
-            sampler=_StepSampler(steps),
+            sampler=steps,
             batch_size=None,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             worker_init_fn=_ignore_signals,
             multiprocessing_context=_WorkerContext() if self._num_workers else None,
         )
-        batches = iter(self._loader)
+        batches = iter(loader)
         try:
             for step, batch in zip(steps, batches, strict=True):
                 if batch.step != step:
@@ -203,7 +188,8 @@ class TrainLoader:
                 self.next_step = step + 1
                 yield batch
         finally:
-            if self._num_workers:  # the frames of an error may keep the iterator, which would stop them when it goes
+            if isinstance(batches, _MultiProcessingDataLoaderIter):
+                # the frames of an error may keep the iterator, which would stop them when it goes
                 batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
@@ -216,13 +202,12 @@ class TrainLoader:
         return self._schedule.position(self.next_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it depends on ranks."""
+        """`data.pt`: the position, and what it counts in. Nothing in it depends on ranks."""
         return {
             **dataclasses.asdict(self.position),
             "train_batch_size": self._schedule.batch_size,
             "num_samples": self._schedule.num_samples,
             "seed": self._schedule.seed,
-            "loader": self._loader.state_dict() if self._loader is not None else {},
         }
 
 
