@@ -84,8 +84,9 @@ class Probe(importlib.abc.MetaPathFinder):
             (build.CheckpointManager, "load", "load_s"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name), phase))
-        trainer = build.SFTTrainer
-        trainer.fit, trainer.training_step = self._fit(trainer.fit), self._training_step(trainer.training_step)
+        build.fit = self._fit(build.fit)
+        loop = importlib.import_module("trainer.loop.fit")
+        loop.training_step = self._training_step(loop.training_step)
 
     def _timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -98,8 +99,8 @@ class Probe(importlib.abc.MetaPathFinder):
         return timed
 
     def _training_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(trainer: Any, batch: Any) -> Any:
-            metrics, decision = step(trainer, batch)
+        def timed(run: Any, batch: Any) -> Any:
+            metrics, decision = step(run, batch)
             found = {phase: metrics[f"time/train/{phase}"] for phase in STEP_PHASES}
             found["step_s"] = metrics["train/time(s)"]
             self.steps.append(found | {"num_tokens": metrics["train/total_token_count"]})

@@ -160,21 +160,22 @@ def write_inputs(directory: Path, case: Case) -> None:
 def train(report: Path, words: list[str]) -> None:
     """One rank of the real run; rank 0 follows the tensors of its second step."""
     import trainer.run.main  # noqa: F401  before the process is looked at
-    from trainer.__main__ import main as run
+    from trainer.__main__ import main
+    from trainer.loop import fit
+    from trainer.loop.run import Run
     from trainer.planner.fake_step import follow
     from trainer.planner.live_storage import LiveStorages
-    from trainer.sft_trainer import SFTTrainer
 
     imported_bytes = psutil.Process().memory_info().rss
-    step = SFTTrainer.training_step
+    step = fit.training_step
 
-    def followed(self: SFTTrainer, batch: StepBatch) -> Any:
-        if not self.parts.world.is_main or batch.step != NUM_STEPS - 1:
-            return step(self, batch)
+    def followed(run: Run, batch: StepBatch) -> Any:
+        if not run.world.is_main or batch.step != NUM_STEPS:
+            return step(run, batch)
         live = LiveStorages()
         with live:
-            follow(self.parts.model, self.parts.optimizer, live)  # type: ignore[arg-type]
-            metrics = step(self, batch)
+            follow(run.model, run.optimizer, live)
+            metrics = step(run, batch)
         peak = max(live.peaks().values(), key=lambda held: held.total())
         found = {
             "measured_bytes": peak,
@@ -185,8 +186,8 @@ def train(report: Path, words: list[str]) -> None:
         report.write_text(json.dumps(found))
         return metrics
 
-    with patch.object(SFTTrainer, "training_step", followed):
-        code = run(words)
+    with patch.object(fit, "training_step", followed):
+        code = main(words)
     if code:
         raise SystemExit(code)
 

@@ -20,15 +20,14 @@ from unittest.mock import patch
 from measuring import header, middle, table, write_result
 
 from trainer.__main__ import load_config
-from trainer.guard.guard import Guard
+from trainer.guard.guard import Decision, Guard
+from trainer.loop import fit
 from trainer.monitor.clock import PhaseClock
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter
-from trainer.protocols import Decision
 from trainer.run import main as build_run
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import SFTTrainer
 from trainer.tracking import Tracking
 
 BLOCK_STEPS = 5
@@ -58,17 +57,17 @@ class Switch:
 
 
 def bare_signals(meter: Meter, batch: Any, totals: Any, *, lr: float) -> dict[str, float]:
-    return {"train/loss": totals.loss_sum / batch.num_loss_tokens, "train/grad_norm": totals.grad_norm}
+    return {"train/loss": totals.sums["loss_sum"] / batch.num_loss_tokens, "train/grad_norm": totals.sums["grad_norm"]}
 
 
 def run(num_steps: int, directory: Path) -> list[tuple[float, bool]]:
     """(seconds, whether it was watched) of each step."""
     switch = Switch()
-    own_step = SFTTrainer.training_step
+    own_step = fit.training_step
 
-    def training_step(trainer: SFTTrainer, batch: Any) -> Any:
+    def training_step(run: Any, batch: Any) -> Any:
         switch.begin_step()
-        return own_step(trainer, batch)
+        return own_step(run, batch)
 
     overrides = [
         f"trainer.total_training_steps={num_steps}",
@@ -80,7 +79,7 @@ def run(num_steps: int, directory: Path) -> list[tuple[float, bool]]:
     ]
     nothing: dict[str, float] = {}
     patches = [
-        patch.object(SFTTrainer, "training_step", training_step),
+        patch.object(fit, "training_step", training_step),
         switch.replace(PhaseClock, "mark", lambda clock, phase: 0.0),
         switch.replace(Memory, "sample", lambda memory: nothing),
         switch.replace(Meter, "signals", bare_signals),

@@ -24,11 +24,12 @@ import torch
 from case import MODEL_CONFIG, SEED
 from measuring import header, middle, table, write_result
 from ranks import run_ranks
-from toy import build_toy_model, toy_parts, trainer, write_model_config
+from toy import build_toy_model, toy_run, write_model_config
 
 from trainer.batch import StepBatch
 from trainer.data.batch_plan import Limits, split_batch
 from trainer.data.loader import RankPlan, build_step
+from trainer.loop.fit import fit
 from trainer.model import flops
 from trainer.model.packed_lm import ModelSource
 from trainer.runtime.distributed import World, compute_dtype
@@ -80,10 +81,10 @@ class Turns:
         rounds = np.arange(len(lengths)).reshape(-1, len(KINDS))
         rounds[1::2] = rounds[1::2, ::-1]
         self.order = [int(batch) for batch in rounds.ravel()]
-        self.next_step = 0
+        self.step = 0
 
     def __iter__(self) -> Iterator[StepBatch]:
-        for step, batch in enumerate(self.order):
+        for step, batch in enumerate(self.order, start=1):
             yield build_step(self._samples, self._ids[batch], self._plan, step=step, epoch=0)
 
 
@@ -93,11 +94,9 @@ def train(world: World, source: ModelSource, lengths: list[np.ndarray], dtype: s
     model = build_toy_model(world, source, param_dtype=dtype)
     quadratic_cost = flops.quadratic_cost(model)
     batches = Turns(world, lengths, quadratic_cost)
-    parts: Any = toy_parts(
-        world, model, RandomSamples(lengths[0]), total_steps=len(batches.order), train_batches=batches
-    )
-    trainer(parts).fit()
-    rows = dict(zip(batches.order, parts.tracker.rows, strict=True))
+    parts: Any = toy_run(world, model, RandomSamples(lengths[0]), total_steps=len(batches.order), batches=batches)
+    fit(parts)
+    rows = dict(zip(batches.order, parts.tracking.rows, strict=True))
     return [
         {"seconds": rows[index][1]["train/time(s)"], **shape(batch, world.size, quadratic_cost)}
         for index, batch in enumerate(lengths)

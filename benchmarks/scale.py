@@ -20,9 +20,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -36,22 +36,24 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import ToySamples, build_toy_model, toy_parts, trainer, write_model_config
-from toy_runs import CONTENTS
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy_runs import CONTENTS, saved_parts
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.export import ExportSource, export_from_shards
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.resume import RunState, own_position
 from trainer.config import CheckpointConfig
 from trainer.data.batch_plan import START
+from trainer.loop import step
+from trainer.loop.fit import fit
+from trainer.loop.run import Cadence, Run
 from trainer.model.packed_lm import ModelSource
-from trainer.protocols import Position
+from trainer.optim.clip import local_square_sum
+from trainer.progress import Position
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory
-from trainer.sft_trainer import Cadence, Parts
 
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -179,9 +181,9 @@ def train_on_documents(world: World, source: ModelSource, length: int, steps: in
     """In a fresh process: seconds per step after the first, and memory above that before the first step."""
     keep_freed_memory()
     model = build_toy_model(world, source, param_dtype="auto")
-    parts = toy_parts(world, model, Documents(length, steps), total_steps=steps, batch_size=1)
+    parts = toy_run(world, model, Documents(length, steps), total_steps=steps, batch_size=1)
     before = peak_bytes()
-    trainer(parts).fit()
+    fit(parts)
     times: Any = parts.tracker
     return {"step_s": min(times.column("train/time(s)")[1:]), "peak_bytes": peak_bytes() - before, "before": before}
 
@@ -246,15 +248,15 @@ def held_bytes(tensors: Iterable[Tensor | None]) -> int:
 def count_step(world: World, source: ModelSource) -> dict[str, Any]:
     """What one rank holds at the end of a backward pass, and what it receives during the step."""
     model = build_toy_model(world, source, param_dtype="bfloat16", reshard_after_forward=True)
-    parts = toy_parts(world, model, ToySamples(), total_steps=1)
+    parts = toy_run(world, model, ToySamples(), total_steps=1)
     held: dict[str, int] = {}
 
-    def local_square_sum(parameters: Any) -> Tensor:
+    def watched(parameters: Any) -> Tensor:
         held["gradients"] = held_bytes(p.grad for p in parameters)
-        return parts.local_square_sum(parameters)
+        return local_square_sum(parameters)
 
-    with Traffic() as traffic:
-        trainer(replace(parts, local_square_sum=local_square_sum)).fit()
+    with Traffic() as traffic, patch.object(step, "local_square_sum", watched):
+        fit(parts)
     held["parameters"] = held_bytes(model.parameters())
     held["optimizer"] = held_bytes(value for state in parts.optimizer.state.values() for value in state.values())
     layers = [p for name, p in model.named_parameters() if ".layers." in name]
@@ -298,18 +300,17 @@ def measure_ranks(root: Path, arguments: argparse.Namespace) -> list[dict[str, A
 
 
 def manager_of(world: World, run_dir: Path, source: ModelSource, parts: Any) -> CheckpointManager:
-    state = RunState(
-        parts.model, parts.optimizer, parts.train_batches, parts.guard, parts.loop, None, parts.schedule.state_dict()
-    )
     return CheckpointManager(
         run_dir,
         world=world,
         config=CheckpointConfig(CONTENTS, CONTENTS[:3], "bfloat16", async_save=False, save_timeout_s=300),
-        state=state,
+        state=saved_parts(parts),
+        model=parts.model,
         source=ExportSource(Path(source.path), None, (3,)),
         keep=1,
         lock=None,
         fingerprints={"data": "toy", "train_batch_size": "8", "model_config": "toy"},
+        tell=lambda *event: None,
     )
 
 
@@ -319,9 +320,9 @@ def seconds_of(action: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def make_parts(world: World, source: ModelSource, steps: int, start: Position = START) -> Parts:
+def make_parts(world: World, source: ModelSource, steps: int, start: Position = START) -> Run:
     model, cadence = build_toy_model(world, source), Cadence(steps, save_freq=1, test_freq=-1)
-    return toy_parts(world, model, ToySamples(), total_steps=steps, cadence=cadence, start=start)
+    return toy_run(world, model, ToySamples(), total_steps=steps, cadence=cadence, start=start)
 
 
 def train_and_save(world: World, run_dir: Path, source: ModelSource, steps: int) -> tuple[int, list[float]]:
@@ -329,8 +330,9 @@ def train_and_save(world: World, run_dir: Path, source: ModelSource, steps: int)
     parts, seconds = make_parts(world, source, steps), []
     manager: Any = manager_of(world, run_dir, source, parts)
     save = manager.save
-    manager.save = lambda **arguments: seconds.append(seconds_of(lambda: save(**arguments)))
-    trainer(replace(parts, checkpoints=manager)).fit()
+    manager.save = lambda *where, **arguments: seconds.append(seconds_of(lambda: save(*where, **arguments)))
+    parts.checkpoints = manager
+    fit(parts)
     return sum(p.numel() for p in parts.model.parameters()), seconds
 
 
@@ -342,12 +344,12 @@ def save_and_resume(world: World, root: Path, source: ModelSource, rounds: int) 
     checkpoint = layout.select(run_dir).chosen
     assert checkpoint is not None and checkpoint.manifest is not None
     manifest, proofs, loads, exports = checkpoint.manifest, [], [], []
-    parts = make_parts(world, source, rounds + 1, start=own_position(manifest))
+    parts = make_parts(world, source, rounds + 1, start=manifest.position)
     manager = manager_of(world, run_dir, source, parts)
     for number in range(rounds):
         target = root / f"export{number}"
         proofs.append(seconds_of(lambda: verify_files(checkpoint.path, manifest)))
-        loads.append(seconds_of(lambda: manager.load(checkpoint)))
+        loads.append(seconds_of(lambda: manager.load(checkpoint, contents=CONTENTS[:3])))
         exports.append(seconds_of(lambda to=target: export_from_shards(checkpoint.path, to, dtype="bfloat16")))
         shutil.rmtree(target)
     return {

@@ -12,19 +12,18 @@ from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard, GuardSettings
+from trainer.loop.run import Cadence, Run
 from trainer.losses import LOSSES
 from trainer.model import flops, load, packed_lm, parallelize
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail
-from trainer.monitor.validation import Validation
-from trainer.optim import OPTIMIZERS, clip
+from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import Schedule as LrSchedule
-from trainer.protocols import LoopState, Position
+from trainer.progress import LoopState, Position
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence, Parts, SFTTrainer
 
 VOCAB = 160
 
@@ -133,12 +132,8 @@ class Recorder:
         return [data[key] for _, data in self.rows if key in data]
 
 
-def trainer(parts: Parts, stop: StopRequest | None = None) -> SFTTrainer:
-    return SFTTrainer(parts, stop or StopRequest(), Heartbeat())
-
-
 class NoCheckpoints:
-    def save(self, *, loss: float, grad_norm: float, is_required: bool) -> None:
+    def save(self, position: Position, **_: Any) -> None:
         pass
 
     def is_retry_due(self) -> bool:
@@ -147,14 +142,14 @@ class NoCheckpoints:
     def finish(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def settle(self, step: int, history: Any) -> None:
         pass
 
-    def take_metrics(self) -> dict[str, float]:
+    def take_metrics(self, step: int) -> dict[str, float]:
         return {}
 
-    def roll_back(self, *, onset: int, reason: str) -> bool:
-        return False
+    def decide_rollback(self, **_: Any) -> None:
+        return None
 
 
 def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
@@ -164,7 +159,6 @@ def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
     return {
         "guard": Guard(guard_settings()),
         "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=None),
-        "new_validation": lambda: Validation(world, length_facts={}),
         "detail": RollDetail(memory, level="off"),
         "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str, seed=3),
     }
@@ -176,7 +170,7 @@ def guard_settings(**changes: Any) -> GuardSettings:
     return GuardSettings(**(defaults | changes))
 
 
-def toy_parts(
+def toy_run(
     world: World,
     model: Any,
     samples: ToySamples,
@@ -188,7 +182,7 @@ def toy_parts(
     start: Position = START,
     skipped_steps: frozenset[int] = frozenset(),
     **changes: Any,
-) -> Parts:
+) -> Run:
     optim = optim_config(name=changes.pop("optimizer_name", "adamw"))
     if not model.is_packed:
         max_samples = 1
@@ -198,31 +192,29 @@ def toy_parts(
         "world": world,
         "model": model,
         "optimizer": OPTIMIZERS[optim.name](model, optim),
-        "schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
+        "lr_schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
         "loop": LoopState(),
-        "train_batches": TrainLoader(
+        "batches": TrainLoader(
             samples,
             plan=plan,
             schedule=schedule,
             total_steps=total_steps,
             num_workers=0,
-            pin_memory=False,
             skipped_steps=skipped_steps,
         ),
         "validation_batches": None,
         "checkpoints": NoCheckpoints(),
-        "tracker": Recorder(),
+        "tracking": Recorder(),
         "cadence": Cadence(total_steps, save_freq=-1, test_freq=-1),
         "seed": 3,
         "hang_timeout_s": 60.0,
         "save_timeout_s": 30.0,
-        "clip_grad": optim.clip_grad,
-        "local_square_sum": clip.local_square_sum,
-        "clipped_step": clip.clipped_step,
-        "norm_squares": clip.norm_squares,
+        "max_norm": optim.clip_grad,
+        "stop": StopRequest(),
+        "heartbeat": Heartbeat(),
         **monitoring(world, model, total_steps=total_steps),
     }
-    return Parts(**{**settings, **changes})
+    return Run(**{**settings, **changes})
 
 
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,26 +3,31 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
-from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_parts, trainer
+from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_run
 
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.resume import RunState
 from trainer.checkpoint.start import RunShape, decide_start
+from trainer.checkpoint.state import Stateful
 from trainer.config import CheckpointConfig, GuardConfig, TrainerConfig
 from trainer.data.batch_plan import Schedule
-from trainer.protocols import Position
+from trainer.loop import step
+from trainer.loop.fit import fit
+from trainer.loop.run import Cadence, Run
+from trainer.loop.state import stateful_parts
+from trainer.optim.clip import local_square_sum
+from trainer.progress import History, Position
 from trainer.runtime.distributed import World
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence, Parts
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
@@ -91,33 +96,44 @@ def checkpoint_manager(
     world: World,
     run_dir: Path,
     source: Any,
-    parts: Parts,
+    parts: Run,
     recipe: Recipe,
     *,
     lock: RunLock | None = None,
     **settings: Any,
 ) -> CheckpointManager:
-    state = RunState(
-        parts.model,
-        parts.optimizer,
-        parts.train_batches,
-        parts.guard,
-        parts.loop,
-        parts.meter,
-        None,
-        parts.schedule.state_dict(),
-    )  # type: ignore[arg-type, attr-defined]
     return CheckpointManager(
         run_dir,
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
-        state=state,
+        state=saved_parts(parts),
+        model=parts.model,
         source=ExportSource(Path(source.path), None, (3,)),
         keep=recipe.keep,
         lock=lock,
         fingerprints=fingerprints(recipe),
+        tell=lambda *event: None,
         **settings,
     )
+
+
+def saved_parts(parts: Run) -> dict[str, Stateful]:
+    return stateful_parts(
+        parts.world,
+        parts.model,
+        parts.optimizer,
+        parts.lr_schedule,
+        parts.batches,
+        parts.guard,
+        parts.loop,
+        parts.meter,
+        None,
+    )
+
+
+def save_now(manager: CheckpointManager, parts: Run, *, is_required: bool = True) -> None:
+    """As the loop would."""
+    manager.save(parts.batches.position, loss=1.0, grad_norm=1.0, history=History(), is_required=is_required)
 
 
 def fingerprints(recipe: Recipe) -> dict[str, str]:
@@ -137,7 +153,8 @@ def run(
     shape = RunShape(len(samples.lengths), recipe.batch_size, total_steps, lineage)
     start = decide_start(trainer_config(run_dir, recipe), shape, world)
     model = build_toy_model(world, source, loss=changes.pop("loss", "cross_entropy"))
-    parts = toy_parts(
+    gradient_sum = changes.pop("local_square_sum", local_square_sum)
+    parts = toy_run(
         world,
         model,
         samples,
@@ -145,16 +162,18 @@ def run(
         batch_size=recipe.batch_size,
         start=start.position,
         skipped_steps=start.rollbacks.skipped_steps,
-        **{"cadence": Cadence(recipe.total_steps, recipe.save_freq, -1), **changes},
+        **{"cadence": Cadence(recipe.total_steps, recipe.save_freq, -1), "stop": stop or StopRequest(), **changes},
     )
-    parts.guard.note_rollbacks(start.rollbacks)  # type: ignore[attr-defined]
+    parts.guard.note_rollbacks(start.rollbacks)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
     if start.checkpoint is not None:
-        checkpoints.load(start.checkpoint)
+        checkpoints.load(start.checkpoint, contents=CONTENTS[:3])
+        checkpoints.settle(start.checkpoint.step, parts.guard.history)
     loaded, loaded_moments = full_parameters(model), moments_of(parts)
     recorder = Tracer(run_dir / TRACE, parts, recipe) if recipe.has_trace and world.is_main else Recorder()
-    parts = replace(parts, checkpoints=checkpoints, tracker=recorder)
-    code = 0 if start.is_complete else trainer(parts, stop).fit()
+    parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
+    with patch.object(step, "local_square_sum", gradient_sum):
+        code = 0 if start.is_complete else fit(parts)
     if start.lock is not None:
         start.lock.release()
     losses = {step: (row["train/loss"], row["train/grad_norm"]) for step, row in recorder.rows if "train/loss" in row}
@@ -170,7 +189,7 @@ def run(
     )
 
 
-def moments_of(parts: Parts) -> dict[str, torch.Tensor]:
+def moments_of(parts: Run) -> dict[str, torch.Tensor]:
     """{name.key: whole tensor}, collective."""
     return {
         f"{name}.{key}": value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
@@ -182,7 +201,7 @@ def moments_of(parts: Parts) -> dict[str, torch.Tensor]:
 class Tracer(Recorder):
     """Appends a line per step to a file: exact loss, norm, rate; digests of samples and of this rank's state."""
 
-    def __init__(self, path: Path, parts: Parts, recipe: Recipe) -> None:
+    def __init__(self, path: Path, parts: Run, recipe: Recipe) -> None:
         super().__init__()
         self._parts = parts
         self._schedule = Schedule(24, recipe.batch_size, seed=3)
@@ -197,7 +216,7 @@ class Tracer(Recorder):
             "loss": float(data["train/loss"]).hex(),
             "grad_norm": float(data["train/grad_norm"]).hex(),
             "lr": float(data["train/lr(1e-3)"]).hex(),
-            "ids": hashlib.sha256(self._schedule.samples(step - 1).tobytes()).hexdigest()[:16],
+            "ids": hashlib.sha256(self._schedule.samples(step).tobytes()).hexdigest()[:16],
             "state": self._digest(),
         }
         os.write(self._file, (json.dumps(line) + "\n").encode())

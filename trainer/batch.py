@@ -89,6 +89,7 @@ class StepBatch:
     """
 
     step: int
+    """Counted from 1."""
     epoch: int
     micro_batches: tuple[PackedBatch, ...]
     num_loss_tokens: int

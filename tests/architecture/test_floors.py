@@ -23,7 +23,10 @@ FREE_OF_TORCH = (
 )
 STEP_FILES = (
     "trainer/batch.py",
-    "trainer/sft_trainer.py",
+    "trainer/loop/fit.py",
+    "trainer/loop/run.py",
+    "trainer/loop/step.py",
+    "trainer/loop/validation.py",
     "trainer/data/loader.py",
     "trainer/data/batch_plan.py",
     "trainer/model/attention.py",
@@ -42,8 +45,7 @@ STEP_FILES = (
     "trainer/runtime/seeding.py",
 )
 ALLOWED_WAITS = {
-    "trainer/monitor/packet.py:StepSums.read": "the one wait of a training step: loss, norm and stop requests together",
-    "trainer/monitor/packet.py:reduce_sums": "the one wait of a validation step",
+    "trainer/monitor/packet.py:Packet.read": "the one wait of a training or a validation step",
     "trainer/runtime/seeding.py:set_rng_state": "restores a checkpoint, before the first step",
 }
 

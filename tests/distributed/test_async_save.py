@@ -14,17 +14,16 @@ import torch
 import toy_runs
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
-from toy import ToySamples, build_toy_model, guard_settings, toy_parts, write_model_config
-from toy_runs import Recipe, checkpoint_manager, read_trace, run
+from toy import ToySamples, build_toy_model, guard_settings, toy_run, write_model_config
+from toy_runs import Recipe, checkpoint_manager, read_trace, run, save_now
 
 from trainer.checkpoint import fsio, layout, shards
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, ResumableError
-from trainer.guard.guard import Guard
+from trainer.guard.guard import Decision, Guard
 from trainer.optim.clip import local_square_sum
-from trainer.protocols import Decision
 from trainer.runtime.distributed import World
 from trainer.runtime.signals import StopRequest
 
@@ -148,20 +147,16 @@ def test_it_holds_the_state_of_its_step_while_training_changes_it(source: Any, t
 
 
 def manager_of(world: World, run_dir: Path, source: Any, **settings: Any) -> tuple[Any, Any]:
-    """(manager of saves behind training, where its run stands: set `next_step`)."""
+    """(manager of saves behind training, the run that it saves)."""
     run_dir.mkdir(exist_ok=True)
-    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     manager = checkpoint_manager(world, run_dir, source, parts, Recipe(async_save=True), **settings)
-    return manager, parts.train_batches
-
-
-def save(manager: Any, *, is_required: bool = False) -> None:
-    manager.save(loss=1.0, grad_norm=1.0, is_required=is_required)
+    return manager, parts
 
 
 def save_while_busy(world: World, run_dir: Path, source: Any) -> tuple[list[int], list[int], float, int]:
     """Steps on disk when the first save returns and when the second does, how long that took, and most in flight."""
-    manager, batches = manager_of(world, run_dir, source)
+    manager, parts = manager_of(world, run_dir, source)
     held, in_flight = threading.Event(), [0]
 
     def observer(operation: Operation) -> None:
@@ -170,13 +165,13 @@ def save_while_busy(world: World, run_dir: Path, source: Any) -> tuple[list[int]
             assert held.wait(GIVEN_UP_S)
 
     fsio.observer = observer
-    batches.next_step = 1
-    save(manager)
+    parts.batches.step = 1
+    save_now(manager, parts, is_required=False)
     first = whole_steps(run_dir)
     threading.Timer(HELD_S, held.set).start()
-    batches.next_step = 2
-    save(manager)
-    second, stalled_s = whole_steps(run_dir), manager.take_metrics()[STALL]
+    parts.batches.step = 2
+    save_now(manager, parts, is_required=False)
+    second, stalled_s = whole_steps(run_dir), manager.take_metrics(parts.batches.step)[STALL]
     manager.finish()
     return first, second[:1], stalled_s, in_flight[0]
 
@@ -190,12 +185,12 @@ def test_the_next_save_waits_for_the_one_in_flight(source: Any, tmp_path: Path) 
 
 def save_again_when_required(world: World, run_dir: Path, source: Any) -> list[Operation]:
     """What a required save does whose step is being saved already."""
-    manager, _ = manager_of(world, run_dir, source)
-    save(manager)
+    manager, parts = manager_of(world, run_dir, source)
+    save_now(manager, parts, is_required=False)
     manager.finish()
     operations: list[Operation] = []
     fsio.observer = operations.append
-    save(manager, is_required=True)
+    save_now(manager, parts)
     return operations
 
 
@@ -219,7 +214,7 @@ def pointers(tree: Any) -> list[int]:
 
 def buffers_of_saves(world: World, run_dir: Path, source: Any) -> tuple[list[list[int]], set[int], int]:
     """(addresses of the copies of each of three saves, those of the live state, bytes of the live parameters)."""
-    manager, batches = manager_of(world, run_dir, source)
+    manager, parts = manager_of(world, run_dir, source)
     copies: list[list[int]] = []
     live: set[int] = set()
     copy = HostBuffers.copy
@@ -231,10 +226,10 @@ def buffers_of_saves(world: World, run_dir: Path, source: Any) -> tuple[list[lis
         return copied
 
     HostBuffers.copy = spy  # type: ignore[method-assign]  # of this process, which ends with this function
-    for batches.next_step in (1, 2, 3):
-        save(manager)
+    for parts.batches.step in (1, 2, 3):
+        save_now(manager, parts, is_required=False)
     manager.finish()
-    return copies, live, shards.num_bytes(shards.model_state(manager._state.model))
+    return copies, live, shards.num_bytes(shards.model_state(parts.model))
 
 
 def test_buffers_are_reused_and_a_tied_head_is_written_once(source: Any, tmp_path: Path) -> None:

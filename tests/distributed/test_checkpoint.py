@@ -3,20 +3,22 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from toy import ToySamples, build_toy_model, toy_parts, write_model_config
-from toy_runs import Recipe, checkpoint_manager, run
+from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_config
+from toy_runs import Recipe, checkpoint_manager, run, save_now
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
-from trainer.checkpoint.resume import schedule_changes
 from trainer.errors import CannotWriteError
+from trainer.loop.state import RateState
+from trainer.optim.schedule import Schedule as LrSchedule
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +136,14 @@ def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path: Pa
         run_ranks(run, 2, run_dir, source, Recipe())
 
 
-def test_a_changed_schedule_is_named() -> None:
-    saved = {"kind": "cosine", "peak_lr": 1e-5, "total_steps": 12, "last_epoch": 12}
-    assert schedule_changes(saved, {"kind": "cosine", "peak_lr": 1e-5, "total_steps": 12}) == ""
-    assert schedule_changes(saved, {"kind": "cosine", "peak_lr": 2e-5, "total_steps": 20}) == (
-        "peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20"
-    )
+def test_a_changed_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    part = RateState(LrSchedule.from_config(optim_config(), peak_lr=2e-5, total_steps=20), SimpleNamespace(step=12))
+    saved = part.state_dict()
+    assert saved["last_epoch"] == 12
+    part.load_state_dict(saved | {"last_epoch": 3})
+    assert caplog.text == ""
+    part.load_state_dict(saved | {"peak_lr": 1e-5, "total_steps": 12})
+    assert "another schedule from here on: peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20" in caplog.text
 
 
 @pytest.mark.covers("S3.24")
@@ -152,7 +156,7 @@ def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ign
 def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> Any:
     """One rank cannot write its shards: steps saved after a try, (errors) of a required save, and of a good one."""
     run_dir.mkdir(exist_ok=True)
-    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
 
     def full_disk(operation: fsio.Operation) -> None:
@@ -160,15 +164,15 @@ def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> A
             raise OSError(28, "No space left on device", str(operation.path))
 
     fsio.observer = full_disk if world.rank == failing_rank else None
-    checkpoints.save(loss=1.0, grad_norm=1.0, is_required=False)
-    metrics = checkpoints.take_metrics()
+    save_now(checkpoints, parts, is_required=False)
+    metrics = checkpoints.take_metrics(0)
     try:
-        checkpoints.save(loss=1.0, grad_norm=1.0, is_required=True)
+        save_now(checkpoints, parts, is_required=True)
         error = ""
     except CannotWriteError as failure:
         error = str(failure)
     fsio.observer = None
-    checkpoints.save(loss=1.0, grad_norm=1.0, is_required=True)
+    save_now(checkpoints, parts, is_required=True)
     return metrics["checkpoint/failed_in_a_row"], error
 
 
@@ -184,12 +188,12 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path: Path, 
 def save_poisoned(world: Any, run_dir: Path, source: Any) -> str:
     run_dir.mkdir(exist_ok=True)
     model = build_toy_model(world, source)
-    parts = toy_parts(world, model, ToySamples(), total_steps=6)
+    parts = toy_run(world, model, ToySamples(), total_steps=6)
     if world.rank == 1:
         next(iter(model.parameters())).to_local().data[0] = float("nan")
     try:
         checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
-        checkpoints.save(loss=1.0, grad_norm=1.0, is_required=True)
+        save_now(checkpoints, parts, is_required=True)
     except CannotWriteError as error:
         return str(error)
     return ""

@@ -11,11 +11,12 @@ from toy_runs import Recipe
 
 from trainer.checkpoint import layout, rollback
 from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, validation_batches
+from trainer.data.loader import RankPlan, ValidationBatches
 from trainer.errors import EXIT_DONE
 from trainer.guard.guard import Guard
+from trainer.loop.run import Cadence
+from trainer.progress import History
 from trainer.runtime.distributed import World
-from trainer.sft_trainer import Cadence
 
 NUM_STEPS = 40
 
@@ -31,7 +32,7 @@ def train(world: World, run_dir: Path, source: Any) -> tuple[int, list[int], dic
         Recipe(total_steps=NUM_STEPS, save_freq=2, keep=2),
         guard=Guard(guard_settings(early_stop_patience=2, early_stop_min_delta=0.002)),
         cadence=Cadence(NUM_STEPS, save_freq=2, test_freq=4),
-        validation_batches=validation_batches(held_out, plan, batch_size=8, pin_memory=False),
+        validation_batches=ValidationBatches(held_out, plan, batch_size=8),
     )
     validated = {step: row["val/loss"] for step, row in result.rows if "val/loss" in row}
     return result.exit_code, sorted(result.losses), validated
@@ -45,6 +46,6 @@ def test_a_run_stops_early_keeps_its_best_checkpoint_and_stays_stopped(tmp_path:
     best_step = min(validated, key=lambda step: validated[step])
     found = [info.step for info in layout.checkpoints(run_dir)]
     assert found == sorted({best_step, steps[-1] - 2, steps[-1]}), "the best, and the newest two"
-    assert rollback.worth_keeping(run_dir, best_step=best_step, episodes=()) == {best_step}
+    assert rollback.worth_keeping(run_dir, History(best_step)) == {best_step}
     again, more_steps, _ = run_ranks(train, 2, run_dir, source, timeout_s=120)[0]
     assert again == EXIT_DONE and more_steps == []

@@ -15,8 +15,8 @@ import torch
 import toy_runs
 from ranks import run_ranks
 from safetensors.torch import load_file
-from toy import ToySamples, build_toy_model, toy_parts, write_model_config
-from toy_runs import Recipe, Result, checkpoint_manager, run
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy_runs import Recipe, Result, checkpoint_manager, run, save_now
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import export, fsio, layout
@@ -146,8 +146,8 @@ def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> 
     model = build_toy_model(world, source)
     if largest is not None:
         model.model.norm.weight.to_local().data.fill_(largest)
-    parts = toy_parts(world, model, ToySamples(), total_steps=6)
-    checkpoint_manager(world, run_dir, source, parts, Recipe()).save(loss=1.0, grad_norm=1.0, is_required=True)
+    parts = toy_run(world, model, ToySamples(), total_steps=6)
+    save_now(checkpoint_manager(world, run_dir, source, parts, Recipe()), parts)
     return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
 
 

@@ -21,9 +21,8 @@ from trainer.checkpoint.fsio import Operation
 from trainer.data.batch_plan import Schedule
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
-from trainer.guard.guard import Guard
+from trainer.guard.guard import Decision, Guard
 from trainer.optim.clip import local_square_sum
-from trainer.protocols import Decision
 from trainer.runtime.distributed import World
 
 BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
@@ -52,7 +51,7 @@ class Samples:
 
 def samples_of(step: int) -> frozenset[int]:
     order = Schedule(NUM_STEPS * BATCH_SIZE, BATCH_SIZE, seed=3)
-    return frozenset(int(i) for i in order.samples(step - 1))
+    return frozenset(int(i) for i in order.samples(step))
 
 
 class WatchedGuard(Guard):

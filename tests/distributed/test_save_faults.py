@@ -14,8 +14,8 @@ import pytest
 from faults.failpoints import ERRORS, Failure, Matrix, Outcome, Outcomes, Scene, failing_saves
 from faults.save_points import Point, Survey, Watch, thinned
 from ranks import _receive, started_ranks
-from toy import ToySamples, build_toy_model, toy_parts, write_model_config
-from toy_runs import Recipe, checkpoint_manager
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy_runs import Recipe, checkpoint_manager, save_now
 
 from trainer.checkpoint import fsio, manager
 from trainer.checkpoint.board import GRACE_S, Board
@@ -67,13 +67,13 @@ def save_around_a_stop(
     """Save step 1; in the save of step 2 the rank `victim` stops itself before the operation `label`; save step 3."""
     run_dir.mkdir(exist_ok=True)
     manager.Board = partial(Board, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
-    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
     outcomes = Outcomes()
 
     def save(step: int, *, is_required: bool) -> None:
-        parts.train_batches.next_step = step
-        checkpoints.save(loss=1.0, grad_norm=1.0, is_required=is_required)
+        parts.batches.step = step
+        save_now(checkpoints, parts, is_required=is_required)
         checkpoints.finish()
 
     def stop(point: Point) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, toy_parts, write_model_config
-from toy_runs import Recipe, checkpoint_manager
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy_runs import Recipe, checkpoint_manager, save_now
 
 from trainer.checkpoint import fsio, layout, save
 from trainer.checkpoint.fsio import Operation
@@ -30,7 +30,7 @@ def save_watched(world: Any, run_dir: Path, source: Any, disturb: Any, save_time
         disturb(world, operation, run_dir)
 
     run_dir.mkdir(exist_ok=True)
-    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     lock = RunLock(run_dir) if world.is_main else None
     if lock is not None:
         lock.acquire()
@@ -38,7 +38,7 @@ def save_watched(world: Any, run_dir: Path, source: Any, disturb: Any, save_time
         world, run_dir, source, parts, Recipe(save_timeout_s=save_timeout_s), lock=lock, retry_after_s=(1000.0, 1000.0)
     )
     fsio.observer = observe
-    manager.save(loss=1.0, grad_norm=1.0, is_required=False)
+    save_now(manager, parts, is_required=False)
     fsio.observer = None
     dist.barrier()  # the ranks of a run do not leave one by one
     return log, manager._last_error

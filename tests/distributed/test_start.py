@@ -15,10 +15,10 @@ from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.start import RunShape
 from trainer.config import ConfigError
 from trainer.data.batch_plan import Limits
-from trainer.data.loader import RankPlan, validation_batches
+from trainer.data.loader import RankPlan, ValidationBatches
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
+from trainer.loop.run import Cadence
 from trainer.runtime.signals import StopRequest
-from trainer.sft_trainer import Cadence
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ class StopsInValidation(StopRequest):
 def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> Any:
     """Validate after steps 3 and 6, 3 batches each; the stop is asked for after `stop_after` steps and batches."""
     plan = RankPlan(world.rank, world.size, Limits(None, None), 0.01)
-    batches = validation_batches(ToySamples(seed=5), plan, batch_size=8, pin_memory=False)
+    batches = ValidationBatches(ToySamples(seed=5), plan, batch_size=8)
     changes = {"validation_batches": batches, "cadence": Cadence(6, 2, 3)}
     return run(world, run_dir, source, Recipe(), stop=StopsInValidation(stop_after), **changes)
 

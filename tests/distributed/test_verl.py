@@ -12,7 +12,7 @@ from toy import write_model_config
 from toy_runs import Recipe, run
 
 from trainer.checkpoint import verl
-from trainer.protocols import Position
+from trainer.progress import Position
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, full_parameters, toy_parts, write_model_config
+from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
 from toy_runs import Recipe, Result, checkpoint_manager, moments_of, run
 
 from trainer.checkpoint import layout
@@ -49,10 +49,9 @@ def load_all(world: Any, run_dirs: list[Path], source: Any) -> list[tuple[dict[s
     """What this number of ranks makes of each checkpoint: whole parameters and moments."""
     found = []
     for run_dir in run_dirs:
-        parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+        parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
         manager = checkpoint_manager(world, run_dir.parent / "elsewhere", source, parts, Recipe())
-        manager._config = type(manager._config)(**{**manager._config.__dict__, "load_contents": ["model", "optimizer"]})
-        manager.load(layout.inspect(run_dir / "global_step_6"))
+        manager.load(layout.inspect(run_dir / "global_step_6"), contents=["model", "optimizer"])
         found.append((full_parameters(parts.model), moments_of(parts)))
     return found
 
@@ -95,15 +94,14 @@ def anonymous_memory_bytes() -> int:
 
 def memory_of_loading(world: Any, run_dir: Path, source: Any) -> tuple[int, int]:
     """(bytes of this rank's state, bytes of memory that loading took beside it)."""
-    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     manager = checkpoint_manager(world, run_dir.parent / "elsewhere", source, parts, Recipe())
-    manager._config = type(manager._config)(**{**manager._config.__dict__, "load_contents": ["model", "optimizer"]})
     state_bytes = sum(3 * p.to_local().nbytes for p in parts.model.parameters())  # type: ignore[attr-defined]
     for parameter in parts.model.parameters():  # touch the moments, so that their pages exist before
         for value in parts.optimizer.state[parameter].values():
             value.add_(1)
     before = anonymous_memory_bytes()
-    manager.load(layout.inspect(run_dir / "global_step_2"))
+    manager.load(layout.inspect(run_dir / "global_step_2"), contents=["model", "optimizer"])
     return state_bytes, anonymous_memory_bytes() - before
 
 

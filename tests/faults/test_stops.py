@@ -43,30 +43,30 @@ def start(base: tuple[str, ...], tmp_path: Path) -> Start:
 
 def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
     """In this process: the signal comes within the step, counted from 1."""
-    from trainer.sft_trainer import SFTTrainer
+    from trainer.loop import fit
 
-    whole = SFTTrainer.training_step
+    whole = fit.training_step
 
-    def training_step(self: SFTTrainer, batch: Any) -> Any:
-        if batch.step + 1 == step:
+    def training_step(run: Any, batch: Any) -> Any:
+        if batch.step == step:
             os.kill(os.getpid(), number)
-        return whole(self, batch)
+        return whole(run, batch)
 
-    SFTTrainer.training_step = training_step  # type: ignore[method-assign]
+    fit.training_step = training_step
 
 
 def expire_in_step(step: int) -> None:
     """In this process: `trainer.max_time` is over within the step."""
-    from trainer.sft_trainer import SFTTrainer
+    from trainer.loop import fit
 
-    whole = SFTTrainer.training_step
+    whole = fit.training_step
 
-    def training_step(self: SFTTrainer, batch: Any) -> Any:
-        if batch.step + 1 == step:
-            self.stop._ends_at = 0.0
-        return whole(self, batch)
+    def training_step(run: Any, batch: Any) -> Any:
+        if batch.step == step:
+            run.stop._ends_at = 0.0
+        return whole(run, batch)
 
-    SFTTrainer.training_step = training_step  # type: ignore[method-assign]
+    fit.training_step = training_step
 
 
 def stop_in_validation(count: int) -> None:

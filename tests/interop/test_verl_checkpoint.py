@@ -17,7 +17,7 @@ from ranks import run_ranks
 from toy import write_model_config
 
 from trainer.checkpoint import verl
-from trainer.protocols import Position
+from trainer.progress import Position
 
 pytestmark = [
     pytest.mark.verl,

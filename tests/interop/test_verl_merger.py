@@ -15,9 +15,11 @@ from interop.verl_files import run_in_verl
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from toy import ToySamples, build_toy_model, toy_parts, trainer, write_model_config
-from toy_runs import Recipe, checkpoint_manager, trainer_config
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy_runs import Recipe, checkpoint_manager, save_now, trainer_config
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from trainer.loop.fit import fit
 
 pytestmark = [
     pytest.mark.verl,
@@ -29,13 +31,13 @@ STEP = 2
 def save(world: Any, run_dir: Path, source: Any) -> None:
     """Train a few steps and save, with an export in the dtype that verl's merger writes."""
     run_dir.mkdir(exist_ok=True)
-    parts = toy_parts(world, build_toy_model(world, source), ToySamples(), total_steps=STEP)
-    assert trainer(parts).fit() == 0
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=STEP)
+    assert fit(parts) == 0
     config = trainer_config(run_dir, Recipe())
     config = replace(config, checkpoint=replace(config.checkpoint, export_dtype="bfloat16"))
     with mock.patch("toy_runs.trainer_config", return_value=config):
         manager = checkpoint_manager(world, run_dir, source, parts, Recipe())
-    manager.save(loss=1.0, grad_norm=1.0, is_required=True)
+    save_now(manager, parts, is_required=True)
 
 
 def write_model(path: Path, **changes: Any) -> Any:

@@ -8,7 +8,7 @@ from interop.verl_files import loader_state, position, write_directory
 from interop.verl_run import Settings, build_loader
 
 from trainer.config import ConfigError
-from trainer.protocols import Position
+from trainer.progress import Position
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -26,7 +26,7 @@ from toy import build_toy_model, optim_config
 
 from trainer.checkpoint import shards, verl
 from trainer.optim import OPTIMIZERS
-from trainer.protocols import Position
+from trainer.progress import Position
 
 EXPECTED = "expected.safetensors"
 NAMES = ["embed.weight", "norm.weight"]

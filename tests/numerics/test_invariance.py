@@ -5,6 +5,7 @@ for twelve steps of training on top of each other.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from toy import (
     build_toy_model,
     full_parameters,
     optim_config,
-    toy_parts,
-    trainer,
+    toy_run,
     write_model_config,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.batch_plan import Schedule
-from trainer.data.loader import validation_batches
+from trainer.data.loader import ValidationBatches
+from trainer.loop.fit import fit
 from trainer.optim.schedule import Schedule as LrSchedule
 from trainer.runtime import seeding
 
@@ -36,11 +37,10 @@ def train(  # type: ignore[no-untyped-def]
     model = build_toy_model(world, source, is_packed=is_packed, **model_changes)
     held_out = ToySamples(5, seed=1)
     limits = {"max_samples": max_samples, "max_tokens": max_tokens}
-    parts = toy_parts(world, model, ToySamples(), total_steps=STEPS, optimizer_name=optimizer, **limits)
-    batches = validation_batches(held_out, parts.train_batches._plan, batch_size=4, pin_memory=False)
-    parts = type(parts)(**{**parts.__dict__, "validation_batches": batches})
-    assert trainer(parts).fit() == 0
-    rows = parts.tracker
+    parts = toy_run(world, model, ToySamples(), total_steps=STEPS, optimizer_name=optimizer, **limits)
+    parts.validation_batches = ValidationBatches(held_out, parts.batches.plan, batch_size=4)
+    assert fit(parts) == 0
+    rows: Any = parts.tracking
     return rows.column("train/loss"), rows.column("train/grad_norm"), rows.column("val/loss"), full_parameters(model)
 
 
@@ -56,7 +56,7 @@ def plain_transformers(source):  # type: ignore[no-untyped-def]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(1, STEPS + 1):
         total, count = torch.zeros((), dtype=torch.float64), 0
         for index in schedule.samples(step):
             ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))

@@ -12,10 +12,11 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import ToySamples, build_toy_model, toy_parts, trainer, write_model_config
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
 
 from trainer.batch import LossOutput
-from trainer.monitor.packet import DEVICE_FIELDS, HOST_FIELDS, StepSums, StepTotals
+from trainer.loop.step import training_step
+from trainer.monitor.packet import Packet, Totals
 
 aten = torch.ops.aten
 READS_A_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default)
@@ -36,13 +37,16 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-TOTALS = StepTotals(1.0, 1.0, 0, False, 0.0, 0.0, False, dict.fromkeys((*DEVICE_FIELDS, *HOST_FIELDS), (1.0,) * 2))
+def read_nothing(packet: Packet, **derived: torch.Tensor) -> Totals:
+    """A packet of ones."""
+    num_ranks = (len(packet.values) - len(packet.names)) // len(packet.fields)
+    by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
+    return Totals(dict.fromkeys((*derived, *packet.names), 1.0), by_rank)
 
 
 def reads_of_a_step(world: Any, source: Any, is_broken: bool) -> list[str]:
     model = build_toy_model(world, source)
-    parts = toy_parts(world, model, ToySamples(), total_steps=3)
-    loop = trainer(parts)
+    parts = toy_run(world, model, ToySamples(), total_steps=3)
     if is_broken:
         plain = model.forward
 
@@ -51,10 +55,10 @@ def reads_of_a_step(world: Any, source: Any, is_broken: bool) -> list[str]:
             return output._replace(loss_sum=output.loss_sum * float(output.loss_sum > -1))
 
         model.forward = reading
-    batches = iter(parts.train_batches)
-    loop.training_step(next(batches))
-    with Reads() as reads, patch.object(StepSums, "read", lambda sums: TOTALS):
-        loop.training_step(next(batches))
+    batches = iter(parts.batches)
+    training_step(parts, next(batches))
+    with Reads() as reads, patch.object(Packet, "read", read_nothing):
+        training_step(parts, next(batches))
     return reads.found
 
 
@@ -75,20 +79,19 @@ def test_cuda_waits_for_nothing_in_a_step(tmp_path: Path, param_dtype: str) -> N
 
 def steps_under_sync_debug(world: Any, source: Any, param_dtype: str) -> int:
     model = build_toy_model(world, source, param_dtype=param_dtype)
-    parts = toy_parts(world, model, ToySamples(), total_steps=4)
-    loop = trainer(parts)
-    read = StepSums.read
+    parts = toy_run(world, model, ToySamples(), total_steps=4)
+    read = Packet.read
 
-    def allowed(sums: StepSums) -> StepTotals:
+    def allowed(packet: Packet, **derived: torch.Tensor) -> Totals:
         torch.cuda.set_sync_debug_mode("default")
-        return read(sums)
+        return read(packet, **derived)
 
     num_watched = 0
-    with patch.object(StepSums, "read", allowed):
-        for batch in parts.train_batches:
+    with patch.object(Packet, "read", allowed):
+        for batch in parts.batches:
             pinned = batch.pin_memory()
-            if batch.step:  # the first step loads kernels
+            if batch.step > 1:  # the first step loads kernels
                 torch.cuda.set_sync_debug_mode("error")
                 num_watched += 1
-            loop.training_step(pinned)
+            training_step(parts, pinned)
     return num_watched

@@ -30,7 +30,7 @@ LOGGED = re.compile(
     r"(?:train|val|time|throughput|memory|optim|progress|data|guard|system|ckpt|checkpoint|obs)/[\w/()-]+"
 )
 LOGGING_FILES = (
-    "sft_trainer.py",
+    "loop",
     "build",
     "batch.py",
     "monitor",

@@ -16,7 +16,7 @@ from interop.verl_files import NAMES, extra_state, moments, optimizer_state, pos
 from trainer.checkpoint import verl
 from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
-from trainer.protocols import Position
+from trainer.progress import Position
 
 
 def edit_config(**changes: Any) -> Callable[[Path], None]:

@@ -7,9 +7,8 @@ import pytest
 from toy import guard_settings
 
 from trainer.detection import parse_rule
-from trainer.guard.guard import Guard
+from trainer.guard.guard import Decision, Guard
 from trainer.guard.user_rules import require_known_keys, skip_limits
-from trainer.protocols import Decision
 
 INF, NAN = math.inf, math.nan
 

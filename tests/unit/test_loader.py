@@ -13,10 +13,11 @@ from toy import ToySamples
 
 from trainer.batch import PackedBatch, StepBatch
 from trainer.data.batch_plan import START, Limits, Schedule
-from trainer.data.loader import RankPlan, TrainLoader, build_step, pack, validation_batches
-from trainer.protocols import Position
+from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches, build_step, pack
+from trainer.progress import Position
 from trainer.run.main import _validation_batches
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's own
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
 UNLIMITED = Limits(None, None)
 
@@ -145,7 +146,7 @@ def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int
     ranks = []
     for rank in range(world_size):
         ranks.append(list(loader(rank=rank, world_size=world_size, start=two.position)))
-    for position, step in enumerate(range(1, TWO_EPOCHS)):
+    for position, step in enumerate(range(2, TWO_EPOCHS + 1)):
         trained = sample_ids([batches[position] for batches in ranks])
         assert sorted(trained) == sorted(schedule.samples(step))
         assert {batches[position].num_loss_tokens for batches in ranks} == {
@@ -157,7 +158,7 @@ def test_a_finished_run_has_no_step_left() -> None:
     done = loader()
     assert len(list(done)) == TWO_EPOCHS
     again = loader(start=done.position)
-    assert again.next_step == TWO_EPOCHS and list(again) == []
+    assert again.step == TWO_EPOCHS and list(again) == []
 
 
 @pytest.mark.covers("S3.11")
@@ -166,7 +167,7 @@ def test_a_finished_run_has_no_step_left() -> None:
 def test_validation_visits_every_sample_once(world_size: int, num_samples: int) -> None:
     samples = ToySamples(num_samples)
     plans = [plan_of(rank, world_size, Limits(64, 2)) for rank in range(world_size)]
-    ranks = [list(validation_batches(samples, plan, batch_size=3, pin_memory=False)()) for plan in plans]
+    ranks = [list(ValidationBatches(samples, plan, batch_size=3)) for plan in plans]
     assert sorted(sample_ids(list(itertools.chain(*ranks)))) == list(range(num_samples))
     for steps in zip(*ranks, strict=True):
         assert len({len(step.micro_batches) for step in steps}) == 1
@@ -176,8 +177,8 @@ def test_validation_visits_every_sample_once(world_size: int, num_samples: int) 
 
 
 def test_validation_can_be_walked_again() -> None:
-    batches = validation_batches(ToySamples(5), plan_of(0, 1), batch_size=2, pin_memory=False)
-    assert sample_ids(list(batches())) == sample_ids(list(batches())) == list(range(5))
+    batches = ValidationBatches(ToySamples(5), plan_of(0, 1), batch_size=2)
+    assert sample_ids(list(batches)) == sample_ids(list(batches)) == list(range(5))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -2,7 +2,6 @@
 
 import math
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from trainer.guard.user_rules import SIGNALS
 from trainer.monitor.clock import PhaseClock
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
-from trainer.monitor.packet import DEVICE_FIELDS, HOST_FIELDS, StepTotals
+from trainer.monitor.packet import Totals
 from trainer.monitor.roll_detail import RollDetail
 from trainer.monitor.system import GpuSampler
 from trainer.monitor.trace import TraceFile
@@ -43,18 +42,20 @@ def new_meter(*, world_size: int = 2, **plan: Any) -> Meter:
     return Meter(world, plan=Plan(**(settings | plan)), cost=None, memory=Memory(CPU), observe=None)
 
 
-def totals(**changes: Any) -> StepTotals:
-    by_rank = dict.fromkeys((*DEVICE_FIELDS, *HOST_FIELDS), (0.0, 0.0))
-    by_rank |= {"loss_sum": (30.0, 80.0), "num_loss_tokens": (30.0, 40.0), "data_s": (0.1, 0.4), "rss_gib": (1.0, 2.0)}
-    return replace(StepTotals(110.0, 4.0, 0, False, 0.0, 0.0, False, by_rank), **changes)
+def totals(by_rank: dict[str, tuple[float, ...]] | None = None, **sums: float) -> Totals:
+    """Of a step on two ranks; `sums` in place of the usual ones."""
+    own = new_meter().measured(batch(), data_s=0.0)
+    usual = dict.fromkeys((*own, "num_nonfinite", "decisions"), (0.0, 0.0))
+    usual |= {"loss_sum": (30.0, 80.0), "num_loss_tokens": (30.0, 40.0), "data_s": (0.1, 0.4), "rss_gib": (1.0, 2.0)}
+    return Totals({"loss_sum": 110.0, "grad_norm": 4.0} | sums, by_rank or usual)
 
 
-def batch(step: int = 0) -> StepBatch:
+def batch(step: int = 1) -> StepBatch:
     plan = RankPlan(0, 2, Limits(64, None), 0.0)
     return build_step(Samples(), np.arange(6), plan, step=step, epoch=0)
 
 
-def row_of(meter: Meter, *, step: int = 0, **changes: Any) -> dict[str, float]:
+def row_of(meter: Meter, *, step: int = 1, **changes: Any) -> dict[str, float]:
     for phase in ("data", "h2d", "forward", "backward", "optimizer"):
         meter.clock.mark(phase)
     found, one = totals(**changes), batch(step)
@@ -167,26 +168,26 @@ def test_ranks_whose_guards_decided_differently_are_found() -> None:
 def test_norms_are_reported_in_the_step_they_travelled_with() -> None:
     meter = new_meter()
     row_of(meter)
-    assert "optim/param_norm" not in row_of(meter, step=1)
-    row = row_of(meter, step=49, param_norm=4.0, update_norm=0.5)
+    assert "optim/param_norm" not in row_of(meter, step=2)
+    row = row_of(meter, step=50, param_square_sum=16.0, update_square_sum=0.25)
     assert (row["optim/param_norm"], row["optim/update_norm"], row["optim/update_ratio"]) == (4.0, 0.5, 0.125)
 
 
 def test_a_loss_that_is_not_a_number_is_shown_and_leaves_the_average_alone() -> None:
     meter = new_meter()
     first = row_of(meter)
-    row = row_of(meter, step=1, loss_sum=math.nan, grad_norm=math.nan)
+    row = row_of(meter, step=2, loss_sum=math.nan, grad_norm=math.nan)
     assert math.isnan(row["train/loss"]) and math.isnan(row["train/ppl"])
     assert row["train/loss_ema"] == pytest.approx(first["train/loss"])
 
 
 def test_totals_survive_a_restart_and_count_what_earlier_attempts_took() -> None:
     meter = new_meter()
-    for step in range(5):
+    for step in range(1, 6):
         last = row_of(meter, step=step)
     resumed = new_meter(attempt=2, past_s=50.0, num_lost_steps=3)
     resumed.load_state_dict(meter.state_dict())
-    row = row_of(resumed, step=5)
+    row = row_of(resumed, step=6)
     assert row["progress/tokens"] == last["progress/tokens"] + 112 == 6 * 112
     assert row["progress/attempt"] == 2 and row["progress/lost_steps"] == 3 and row["progress/elapsed_s"] > 50
     assert row["progress/goodput"] < 0.1, "almost nothing of fifty seconds was training"
@@ -196,9 +197,9 @@ def test_time_left_counts_steps_validations_and_saves() -> None:
     meter = new_meter()
     meter.note_duration("eval", 100.0)
     meter.note_duration("save", 1000.0)
-    row = row_of(meter, step=59)
+    row = row_of(meter, step=60)
     assert row["progress/eta_s"] == pytest.approx(5 * 100.0 + 3 * 1000.0, abs=1.0)
-    assert row_of(meter, step=99)["progress/eta_s"] == 0.0 and row_of(meter, step=99)["progress/pct"] == 100.0
+    assert row_of(meter, step=100)["progress/eta_s"] == 0.0 and row_of(meter, step=100)["progress/pct"] == 100.0
 
 
 # parts ----------------------------------------------------------------------------------------------------------------
@@ -315,12 +316,12 @@ def test_what_a_validation_took_is_told_by_the_next_step_once() -> None:
     meter = new_meter()
     meter.note_duration("eval", 3.0)
     assert row_of(meter)["time/train/eval_s"] == 3.0
-    assert "time/train/eval_s" not in row_of(meter, step=1)
+    assert "time/train/eval_s" not in row_of(meter, step=2)
 
 
 def test_facts_of_the_data_and_of_the_trackers_are_told_now_and_then() -> None:
     meter = new_meter(data_facts={"data/truncated": 3}, tracker_health=lambda: {"obs/queue_depth": 2})
-    first, second, fiftieth = row_of(meter), row_of(meter, step=1), row_of(meter, step=49)
+    first, second, fiftieth = row_of(meter), row_of(meter, step=2), row_of(meter, step=50)
     assert first["data/truncated"] == fiftieth["data/truncated"] == 3 and "data/truncated" not in second
     assert fiftieth["obs/queue_depth"] == 2 and fiftieth["data/epoch_repeat"] == 1
     assert fiftieth["system/disk_free_gib"] > 0

@@ -178,7 +178,7 @@ def test_numbers_are_written_as_on_the_pages() -> None:
 def test_the_schedules_of_this_trainer_are_recognised_however_short(kind: str, total_steps: int) -> None:
     own = Schedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0, stable_ratio=0.9)
     steps = np.arange(1, total_steps + 1)
-    rates = np.array([own.lr_at(int(step) - 1) for step in steps])
+    rates = np.array([own.lr_at(int(step)) for step in steps])
     told = learning_rate(Series(steps, rates), (), limits=LIMITS, total_steps=total_steps)
     few_points = {"wsd": "step"} if total_steps == 40 else {}  # its decay is four points long
     assert told.schedule == few_points.get(kind, kind) and told.raised == ()

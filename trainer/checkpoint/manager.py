@@ -4,15 +4,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio, layout, rollback, shards, space, start
 from trainer.checkpoint.board import SaveFailedError, UnresolvedSaveError
@@ -20,17 +19,19 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import TensorInfo
-from trainer.checkpoint.resume import RunState, load_state, own_position
+from trainer.checkpoint.rollback import Rollbacks
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
+from trainer.checkpoint.state import State, load_state, rank_state
 from trainer.config import CheckpointConfig
 from trainer.errors import CannotWriteError, ResumableError
-from trainer.runtime import seeding
+from trainer.progress import History, Position
 from trainer.runtime.distributed import World, on_main
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-ALL_CONTENTS = ["model", "optimizer", "extra"]
+Tell = Callable[[str, int, str, str], None]
+"""Takes kind, step, message and level of what happened."""
 RETRY_AFTER_S = (60.0, 300.0)
 """Training goes on for so long after the first and the second failed save in a row; the third ends the run."""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
@@ -47,17 +48,21 @@ class CheckpointManager:
         *,
         world: World,
         config: CheckpointConfig,
-        state: RunState,
+        state: State,
+        model: PreTrainedModel,
         source: ExportSource,
         keep: int | None,
         lock: RunLock | None,
         fingerprints: Mapping[str, str],
+        tell: Tell,
         retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
     ) -> None:
+        """`state` is what is saved, `model` what is exported; `tell` is told what became of each save."""
         self.run_dir = run_dir
         self._world, self._config, self._state, self._keep = world, config, state, keep
-        self._retry_after_s = retry_after_s
-        self._buffers = HostBuffers(next(state.model.parameters()).device) if config.async_save else None
+        self._parameters, self._tell, self._retry_after_s = dict(model.named_parameters()), tell, retry_after_s
+        device = next(iter(self._parameters.values())).device
+        self._buffers = HostBuffers(device) if config.async_save else None
         self._pending: _Pending | None = None
         self._num_failed_in_a_row = 0
         self._failed_at, self._last_error = 0.0, ""
@@ -65,7 +70,7 @@ class CheckpointManager:
         self._metrics: dict[str, float] = {}
         self._saver = Saver(
             run_dir,
-            state.model,
+            model,
             world=world,
             config=config,
             source=source,
@@ -76,7 +81,7 @@ class CheckpointManager:
 
     def require_space(self) -> None:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
-        size_bytes = self._saver.size_bytes([list(self._state.model.parameters()), self._state.optimizer.state])
+        size_bytes = self._saver.size_bytes([self._state[name].state_dict() for name in ("model", "optimizer")])
 
         def check() -> None:
             space.require_space(self.run_dir, size_bytes)
@@ -84,21 +89,22 @@ class CheckpointManager:
 
         self._on_main(check)
 
-    def save(self, *, loss: float, grad_norm: float, is_required: bool) -> None:
-        """Save the state as it is now, unless this step is saved already.
+    def save(self, position: Position, *, loss: float, grad_norm: float, history: History, is_required: bool) -> None:
+        """Save the state as it is now, at `position`, unless this step is saved already.
 
         A save behind training is finished first: one is in flight at most. With `is_required` the state is on disk on
         return, or `CannotWriteError` is raised. Raises `ResumableError` after the third failure in a row.
         """
         started = time.perf_counter()
         self.finish()
-        step = self._state.train_batches.position.step
+        step = position.step
         for pause_s in (0.0, *(REQUIRED_RETRY_AFTER_S if is_required else ())):
             if step == self._committed_step:
                 break
             self._raise_if_exhausted(is_required)
             time.sleep(pause_s)
-            self._try(step, loss=loss, grad_norm=grad_norm, in_background=not is_required)
+            snapshot = self._snapshot(position, loss=loss, grad_norm=grad_norm, history=history)
+            self._try(snapshot, in_background=not is_required)
         if is_required and step != self._committed_step:
             raise CannotWriteError(f"checkpoint of step {step} failed: {self._last_error}")
         self._raise_if_exhausted(is_required)
@@ -120,20 +126,19 @@ class CheckpointManager:
             pending.join()
             self._note(pending.step, pending.outcome, stall_s=0.0, total_s=pending.duration_s)
 
-    def take_metrics(self) -> dict[str, float]:
+    def take_metrics(self, step: int) -> dict[str, float]:
         """What became known since the last call, in seconds: training stood still, and writing went on behind it."""
         metrics, self._metrics = self._metrics, {}
         if self._committed_step is not None:
-            metrics["ckpt/age_steps"] = self._state.train_batches.position.step - self._committed_step
+            metrics["ckpt/age_steps"] = step - self._committed_step
         return metrics
 
-    def _try(self, step: int, *, loss: float, grad_norm: float, in_background: bool) -> None:
-        started = time.perf_counter()
-        if not self._is_finite():
+    def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
+        started, step = time.perf_counter(), snapshot.position.step
+        if not self._is_finite(snapshot):
             error = SaveFailedError("a parameter or moment is not finite; a poisoned state is never committed")
             self._note(step, error, stall_s=0.0, total_s=0.0)
             return
-        snapshot = self._snapshot(loss=loss, grad_norm=grad_norm)
         buffers = self._buffers if in_background else None
         if buffers is not None:
             snapshot = buffers.copy(snapshot)
@@ -150,11 +155,7 @@ class CheckpointManager:
             self._num_failed_in_a_row += 1
             self._failed_at, self._last_error = time.monotonic(), str(outcome)
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
-            if self._state.tracking is None:
-                logger.warning("checkpoint of step %d failed, the older ones stand: %s", step, outcome)
-            self._tell(
-                "checkpoint_failed", step, f"its checkpoint failed, the older ones stand: {outcome}", level="warn"
-            )
+            self._tell("checkpoint_failed", step, f"its checkpoint failed, the older ones stand: {outcome}", "warn")
             return
         if isinstance(outcome, BaseException):
             raise outcome
@@ -164,112 +165,75 @@ class CheckpointManager:
         with suppress(OSError):  # a count for the log must not end the run
             names = fsio.list_dir(self.run_dir)
             self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
-        self._tell("checkpoint", step, f"saved {path}", level="info")
+        self._tell("checkpoint", step, f"saved {path}", "info")
         if total_s is None:
             logger.info("saved %s (%s, %.1f s)", path, space.readable(outcome), stall_s)
         else:
             self._metrics["time/train/checkpoint_bg_s"] = total_s
             logger.info("saved %s (%s, %.1f s behind training)", path, space.readable(outcome), total_s)
 
-    def _tell(self, kind: str, step: int, message: str, *, level: str) -> None:
-        """To the run's events, which put warnings on the console too."""
-        if self._state.tracking is not None:
-            self._state.tracking.event(kind, step, message, level)
-            self._state.tracking.flush()
-
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
             raise ResumableError(f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}")
 
-    def _is_finite(self) -> bool:
+    def _is_finite(self, snapshot: Snapshot) -> bool:
         """Whether every parameter and moment of every rank is finite."""
-        tensors = [p.detach() for p in self._state.model.parameters()]
-        tensors += [v for s in self._state.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        bad = torch.stack([(~torch.isfinite(t)).any().to(self._world.device) for t in locals_ if t.numel()]).any()
+        tensors = shards.local_tensors([snapshot.model, snapshot.optim["state"]])
+        bad = torch.stack([(~torch.isfinite(t)).any().to(self._world.device) for t in tensors if t.numel()]).any()
         count = bad.double()
         dist.all_reduce(count)
         return count.item() == 0
 
-    def _snapshot(self, *, loss: float, grad_norm: float) -> Snapshot:
+    def _snapshot(self, position: Position, *, loss: float, grad_norm: float, history: History) -> Snapshot:
         """The live state of this rank; its tensors change with the next step."""
-        state = self._state
-        parameters = dict(state.model.named_parameters())
-        position = state.train_batches.position
+        parameters = self._parameters.items()
         return Snapshot(
             position=position,
-            model=shards.model_state(state.model),
-            optim=shards.optimizer_state(state.model, state.optimizer),
-            extra={
-                "step": position.step,
-                "lr_scheduler": {**state.schedule, "last_epoch": position.step},
-                "rng": seeding.rng_state(self._world.device),
-                "guard": state.guard.state_dict(),
-                "loop": state.loop.state_dict(),
-                "meter": state.meter.state_dict(),
-                "tracking": state.tracking.state_dict() if state.tracking is not None else {},
-                "buffers": shards.weight_buffers(state.model),
-            },
-            data=state.train_batches.state_dict(),
-            tensors={n: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters.items()},
+            model=self._state["model"].state_dict(),
+            optim=self._state["optimizer"].state_dict(),
+            extra=rank_state(self._state, position.step),
+            data=self._state["data"].state_dict(),
+            tensors={n: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters},
             loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-            best_step=state.guard.best_step,
-            episodes=tuple(state.guard.episodes),
+            history=history,
         )
 
-    def load(self, checkpoint: CheckpointInfo) -> None:
-        """Take over the state of a checkpoint whose contents are proven, then finish what a crash left undone.
+    def load(self, checkpoint: CheckpointInfo, *, contents: Sequence[str]) -> None:
+        """Take over `contents` of a checkpoint whose bytes are proven.
 
         Raises `ConfigError` if it belongs to another model or is not what it promises.
         """
-        load_state(checkpoint, self._state, contents=self._config.load_contents, world=self._world)
-        if "extra" in self._config.load_contents:
+        load_state(checkpoint, self._state, contents=contents, world=self._world)
+        if "extra" in contents:
             self._committed_step = checkpoint.step
-        self._settle(checkpoint.step)
 
-    def roll_back(self, *, onset: int, reason: str) -> bool:
-        """Go back to the newest good checkpoint well before step `onset`, and pass over the batches around it.
+    def decide_rollback(
+        self, *, onset: int, step: int, last_step: int, history: History, reason: str
+    ) -> tuple[CheckpointInfo, Rollbacks] | None:
+        """The newest good checkpoint well before step `onset`, with all rollbacks of the run; None if there is none.
 
-        Collective. False if there is none. A crash while this goes on leaves a run that continues either way.
+        Collective. It is written down before anything changes; to load the checkpoint is the caller's part.
         """
         self.finish()
-        state, step = self._state, self._state.train_batches.position.step
-        for info in self._on_main(
-            lambda: rollback.candidates(self.run_dir, onset=onset, episodes=state.guard.episodes)
-        ):
+        for info in self._on_main(lambda: rollback.candidates(self.run_dir, onset=onset, history=history)):
             if not start.verify(info, self._world):
                 break
         else:
             logger.warning("no checkpoint from well before step %d to go back to; training goes on: %s", onset, reason)
-            return False
-        last_step = state.train_batches.last_step
+            return None
         rollbacks = self._on_main(
             lambda: rollback.decide(
                 self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason
             )
         )
-        assert info.manifest is not None, "candidates are committed"
-        before = state.guard.state_dict()
-        state.train_batches.rewind(own_position(info.manifest), skipped_steps=rollbacks.skipped_steps)
-        load_state(info, replace(state, tracking=None), contents=ALL_CONTENTS, world=self._world)
-        state.guard.after_rollback(before, rollbacks)
-        state.meter.lose_steps(step - info.step)
-        if state.tracking is not None:
-            state.tracking.rewind(info.step)
-        self._committed_step = info.step
-        return True
+        return info, rollbacks
 
-    def settle(self) -> None:
-        """Point to the newest checkpoint, and delete those that are no longer to be kept."""
-        if self._committed_step is not None:
-            self._settle(self._committed_step)
-
-    def _settle(self, step: int) -> None:
+    def settle(self, step: int, history: History) -> None:
+        """Point to the checkpoint of `step`, and delete those that are no longer to be kept."""
         is_own = (self.run_dir / layout.step_dir_name(step)).is_dir()  # else a run branches from that of another
         if self._world.is_main and is_own:
-            guard = self._state.guard
-            worth = rollback.worth_keeping(self.run_dir, best_step=guard.best_step, episodes=guard.episodes)
+            worth = rollback.worth_keeping(self.run_dir, history)
             layout.settle(self.run_dir, step, keep=self._keep, protect={step, *worth})
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
+from trainer.progress import Position
 
 FORMAT = 2
 DROPPED_SINCE = {1: ("param_names", "finite")}
@@ -50,6 +51,10 @@ class Manifest:
     fingerprints: dict[str, str]
     loss: float | None
     grad_norm: float | None
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.epoch, self.samples_consumed)
 
     @property
     def num_shards(self) -> int:

@@ -8,13 +8,13 @@ checkpoint is set aside. The steps it names are passed over for good.
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
+from trainer.progress import History
 
 logger = logging.getLogger(__name__)
 FILE = "rollbacks.json"
@@ -76,10 +76,10 @@ def read(run_dir: Path) -> Rollbacks:
         raise ConfigError(f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them") from error
 
 
-def candidates(run_dir: Path, *, onset: int, episodes: Sequence[tuple[int, int]]) -> list[CheckpointInfo]:
+def candidates(run_dir: Path, *, onset: int, history: History) -> list[CheckpointInfo]:
     """Committed checkpoints from well before `onset` and outside any earlier trouble, newest first."""
     latest = onset - STEPS_BEFORE_ONSET
-    trouble = [(first, last + STEPS_BEFORE_ONSET) for first, last in episodes if first < onset]
+    trouble = [(first, last + STEPS_BEFORE_ONSET) for first, last in history.episodes if first < onset]
     return [
         info
         for info in reversed(layout.checkpoints(run_dir))
@@ -89,12 +89,12 @@ def candidates(run_dir: Path, *, onset: int, episodes: Sequence[tuple[int, int]]
     ]
 
 
-def worth_keeping(run_dir: Path, *, best_step: int | None, episodes: Sequence[tuple[int, int]]) -> set[int]:
+def worth_keeping(run_dir: Path, history: History) -> set[int]:
     """Checkpoints that rotation spares: that of the best validation, and the newest one before the last trouble."""
     committed = [info.step for info in layout.checkpoints(run_dir) if info.status == "committed"]
-    bounds = [] if best_step is None else [best_step]
-    if episodes:
-        bounds.append(episodes[-1][0] - STEPS_BEFORE_ONSET)
+    bounds = [] if history.best_step is None else [history.best_step]
+    if history.episodes:
+        bounds.append(history.episodes[-1][0] - STEPS_BEFORE_ONSET)
     return {max(before) for bound in bounds if (before := [step for step in committed if step <= bound])}
 
 

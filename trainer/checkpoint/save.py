@@ -150,7 +150,7 @@ class Saver:
             raise TimeoutError("the save took longer than trainer.checkpoint.save_timeout_s")
         self._require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
-        worth = rollback.worth_keeping(self._run_dir, best_step=snapshot.best_step, episodes=snapshot.episodes)
+        worth = rollback.worth_keeping(self._run_dir, snapshot.history)
         layout.settle(self._run_dir, manifest.step, keep=self._keep, protect=worth)
         return sum(record.size_bytes for record in records)
 

@@ -5,7 +5,7 @@ A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) wit
 
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -88,21 +88,18 @@ def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def num_bytes(tree: Any) -> int:
     """Memory of all local tensors in nested containers; what shares memory counts once."""
-    found: dict[int, int] = {}
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}.values())
 
-    def visit(value: Any) -> None:
-        if isinstance(value, DTensor):
-            value = value._local_tensor
-        if isinstance(value, Tensor):
-            found[value.data_ptr()] = value.nbytes
-        elif isinstance(value, dict):
-            visit(list(value.values()))
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
 
-    visit(tree)
-    return sum(found.values())
+def local_tensors(tree: Any) -> Iterator[Tensor]:
+    """This rank's part of every tensor in nested containers."""
+    if isinstance(tree, DTensor):
+        yield tree._local_tensor
+    elif isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from local_tensors(item)
 
 
 class ShardReader:
@@ -139,23 +136,17 @@ class ShardReader:
         return tensor
 
 
-def load_model(model: nn.Module, directory: Path, *, world_size: int, num_shards: int) -> None:
+def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: Path) -> None:
     """Copy the saved parameters into `model`, whatever the number of ranks that saved them.
 
-    `world_size` ranks wrote the files; the first `num_shards` of them hold one whole copy.
+    `parts`: what `model_state` gave on each of the ranks that hold one whole copy, read from `directory`.
     """
-    parts = [read_torch(directory / layout.model_file(world_size, rank)) for rank in range(num_shards)]
     for name, parameter in model.named_parameters():
         _copy_slice([_entry(part, name, directory) for part in parts], parameter, name)
 
 
-def read_optimizer(directory: Path, *, world_size: int, num_shards: int) -> list[dict[str, Any]]:
-    """What `optimizer_state` gave on each of the ranks that hold one whole copy."""
-    return [read_torch(directory / layout.optim_file(world_size, rank)) for rank in range(num_shards)]
-
-
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[dict[str, Any]], directory: Path
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[str, Any]], directory: Path
 ) -> None:
     """Copy the saved moments and step counts; rates and decay stay as configured now."""
     for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.manifest import TensorInfo
 from trainer.checkpoint.shards import with_local
-from trainer.protocols import Position
+from trainer.progress import History, Position
 
 ALIGNMENT_BYTES = 64
 """Where torch itself begins a tensor in host memory."""
@@ -35,10 +35,7 @@ class Snapshot:
     """Every parameter once, with its global shape, in the order of the optimizer's indices."""
     loss: float | None
     grad_norm: float | None
-    best_step: int | None = None
-    """Where the validation loss was lowest so far; the checkpoint of it is not rotated away."""
-    episodes: tuple[tuple[int, int], ...] = ()
-    """First and last step of each stretch of trouble; the newest checkpoint before the last one stays too."""
+    history: History
 
 
 class HostBuffers:

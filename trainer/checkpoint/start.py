@@ -17,10 +17,10 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.resume import own_position, saved_loop
 from trainer.checkpoint.rollback import NO_ROLLBACKS, Rollbacks
+from trainer.checkpoint.state import saved_loop
 from trainer.config import ConfigError, TrainerConfig
-from trainer.protocols import LoopState, Position
+from trainer.progress import LoopState, Position
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
@@ -131,7 +131,7 @@ def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape
     if "extra" not in config.checkpoint.load_contents:
         return Position()
     if checkpoint.manifest is not None:
-        return own_position(checkpoint.manifest)
+        return checkpoint.manifest.position
     found = verl.open_checkpoint(checkpoint.path)
     return verl.read_position(found, num_samples=shape.num_samples, train_batch_size=shape.batch_size)
 

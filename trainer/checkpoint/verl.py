@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from trainer.checkpoint import fsio, layout, shards
 from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
-from trainer.protocols import Position
+from trainer.progress import Position
 
 LORA_META = "lora_train_meta.json"
 _CHUNK_BYTES = 4 << 20

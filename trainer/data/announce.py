@@ -25,7 +25,7 @@ def announce(
 ) -> None:
     """The plan in one line, what was left out or cut, and the next sample as the model sees it."""
     summary = train.dataset.summary
-    first = schedule.samples(schedule.start.step)
+    first = schedule.samples(schedule.start.step + 1)
     dealt = split_batch(
         train.lengths[first], world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )

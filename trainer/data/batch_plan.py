@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.protocols import Position
+from trainer.progress import Position
 from trainer.runtime import seeding
 
 START = Position()
@@ -45,7 +45,7 @@ class Schedule:
         return math.ceil(max(0, self.num_samples - self.start.samples_consumed) / self.batch_size)
 
     def position(self, step: int) -> Position:
-        """Where the run stands before step `step` (from 0), which is not before `start`."""
+        """Where the run stands after `step` finished steps, which is not before `start`."""
         index = step - self.start.step
         if index < 0:
             raise ValueError(f"step {step} lies before the start of this schedule, step {self.start.step}")
@@ -61,8 +61,8 @@ class Schedule:
         return self.start.step + first + later_epochs * self.steps_per_epoch
 
     def samples(self, step: int) -> np.ndarray:
-        """Sample ids of one global batch, int64, in the order of the epoch."""
-        position = self.position(step)
+        """Sample ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
+        position = self.position(step - 1)
         order = seeding.permutation(self.seed, epoch=position.epoch, num_samples=self.num_samples)
         return order[position.samples_consumed :][: self.batch_size]
 

@@ -1,9 +1,12 @@
-"""From the plan to batches: one item per optimizer step. The position of a run is one integer, the step."""
+"""From the plan to batches: one item per optimizer step, built by torchdata's `StatefulDataLoader`.
+
+The position of a run is one integer, the step; torchdata's own state is stored beside it as a cross-check only.
+"""
 
 import dataclasses
 import hashlib
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import context, popen_fork
 from multiprocessing.process import BaseProcess
@@ -11,14 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, split_batch
 from trainer.data.facts import deal_facts, length_facts
 from trainer.data.token_cache import TokenDataset
-from trainer.protocols import Position
+from trainer.progress import Position
 from trainer.runtime.signals import STOP_SIGNALS
 
 
@@ -69,6 +72,7 @@ class RankPlan:
     world_size: int
     limits: Limits
     quadratic_cost: float
+    pin_memory: bool = False
 
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:
@@ -122,8 +126,19 @@ class _StepDataset(Dataset[StepBatch]):
         self.samples, self.plan, self.schedule = samples, plan, schedule
 
     def __getitem__(self, step: int) -> StepBatch:
-        epoch = self.schedule.position(step).epoch
+        epoch = self.schedule.position(step - 1).epoch
         return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
+
+
+class _StepSampler(Sampler[int]):
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
 
 
 class _WorkerHandle(popen_fork.Popen):
@@ -149,7 +164,9 @@ def _ignore_signals(worker_id: int) -> None:
 
 
 class TrainLoader:
-    """Steps `[schedule.start.step, total_steps)` of a run: every position is resumable, on any number of ranks."""
+    """The steps after `schedule.start` up to `total_steps`, counted from 1; every one is a place to resume, on any
+    number of ranks.
+    """
 
     def __init__(
         self,
@@ -159,68 +176,75 @@ class TrainLoader:
         schedule: Schedule,
         total_steps: int,
         num_workers: int,
-        pin_memory: bool,
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
-        """`skipped_steps`, counted from 1, are passed over: their batches are never trained."""
-        self._samples, self._plan, self._schedule = samples, plan, schedule
-        self._num_workers, self._pin_memory, self._skipped_steps = num_workers, pin_memory, skipped_steps
+        """`skipped_steps` are passed over: their batches are never trained."""
+        self._samples, self.plan, self.schedule = samples, plan, schedule
+        self._num_workers, self._skipped_steps = num_workers, skipped_steps
         self.last_step = total_steps
-        self.next_step = schedule.start.step
+        self.step = schedule.start.step
+        """The last step that was handed out; after it has been trained the number of finished steps."""
+        self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
         """Its workers are gone when the generator is closed."""
-        steps = [step for step in range(self.next_step, self.last_step) if step + 1 not in self._skipped_steps]
-        loader = DataLoader(
-            _StepDataset(self._samples, self._plan, self._schedule),
-            sampler=steps,
+        steps = [step for step in range(self.step + 1, self.last_step + 1) if step not in self._skipped_steps]
+        self._loader = StatefulDataLoader(
+            _StepDataset(self._samples, self.plan, self.schedule),
+            sampler=_StepSampler(steps),
             batch_size=None,
             num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
+            pin_memory=self.plan.pin_memory,
             worker_init_fn=_ignore_signals,
             multiprocessing_context=_WorkerContext() if self._num_workers else None,
         )
-        batches = iter(loader)
+        batches = iter(self._loader)
         try:
             for step, batch in zip(steps, batches, strict=True):
                 if batch.step != step:
                     raise RuntimeError(f"loader returned step {batch.step} where step {step} was due")
-                self.next_step = step + 1
+                self.step = step
                 yield batch
         finally:
-            if isinstance(batches, _MultiProcessingDataLoaderIter):
-                # the frames of an error may keep the iterator, which would stop them when it goes
+            if self._num_workers:  # the frames of an error may keep the iterator, which would stop them when it goes
                 batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
         """Go on from an earlier position the next time this is iterated."""
-        self._schedule = dataclasses.replace(self._schedule, start=position)
-        self.next_step, self._skipped_steps = position.step, skipped_steps
+        self.schedule = dataclasses.replace(self.schedule, start=position)
+        self.step, self._skipped_steps = position.step, skipped_steps
 
     @property
     def position(self) -> Position:
-        return self._schedule.position(self.next_step)
+        return self.schedule.position(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """`data.pt`: the position, and what it counts in. Nothing in it depends on ranks."""
+        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it depends on ranks."""
         return {
             **dataclasses.asdict(self.position),
-            "train_batch_size": self._schedule.batch_size,
-            "num_samples": self._schedule.num_samples,
-            "seed": self._schedule.seed,
+            "train_batch_size": self.schedule.batch_size,
+            "num_samples": self.schedule.num_samples,
+            "seed": self.schedule.seed,
+            "loader": self._loader.state_dict() if self._loader is not None else {},
         }
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The position was decided before anything was built: it must be that of the state."""
+        saved = Position(*(int(state_dict[field.name]) for field in dataclasses.fields(Position)))
+        if saved != self.position:
+            raise RuntimeError(f"the data would go on from {self.position}, the checkpoint was at {saved}")
 
-def validation_batches(
-    samples: Samples, plan: RankPlan, *, batch_size: int, pin_memory: bool
-) -> Callable[[], Iterator[StepBatch]]:
-    """A function that walks all samples in order, every one once over all ranks, `batch_size` at a time."""
-    num_samples = len(samples.lengths)
 
-    def batches() -> Iterator[StepBatch]:
-        for step, start in enumerate(range(0, num_samples, batch_size)):
-            ids = np.arange(start, min(start + batch_size, num_samples))
-            batch = build_step(samples, ids, plan, step=step, epoch=0)
-            yield batch.pin_memory() if pin_memory else batch
+class ValidationBatches:
+    """All samples in order, every one once over all ranks, `batch_size` at a time."""
 
-    return batches
+    def __init__(self, samples: Samples, plan: RankPlan, *, batch_size: int) -> None:
+        self._samples, self._plan, self._batch_size = samples, plan, batch_size
+        self.length_facts = length_facts(samples.lengths, samples.num_loss_tokens)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        num_samples = len(self._samples.lengths)
+        for index, start in enumerate(range(0, num_samples, self._batch_size)):
+            ids = np.arange(start, min(start + self._batch_size, num_samples))
+            batch = build_step(self._samples, ids, self._plan, step=index + 1, epoch=0)
+            yield batch.pin_memory() if self._plan.pin_memory else batch

@@ -51,7 +51,7 @@ class EvidenceKeeper:
         for sample in samples[:NUM_TOP]:
             sample["place"] = self._location(sample["sample_id"])
         evidence = {
-            "step": batch.step + 1,
+            "step": batch.step,
             "epoch": batch.epoch,
             "reason": reason,
             "is_update_skipped": is_skipped,
@@ -62,9 +62,9 @@ class EvidenceKeeper:
             "rows_before": list(self._rows),
         }
         try:
-            self._write(f"step_{batch.step + 1}.json", json.dumps(_strict(evidence), indent=1))
+            self._write(f"step_{batch.step}.json", json.dumps(_strict(evidence), indent=1))
         except OSError as error:
-            logger.warning("cannot keep the evidence of step %d in %s: %s", batch.step + 1, self._directory, error)
+            logger.warning("cannot keep the evidence of step %d in %s: %s", batch.step, self._directory, error)
 
     def _write(self, name: str, text: str) -> None:
         self._directory.mkdir(exist_ok=True)

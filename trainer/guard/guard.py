@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from trainer.detection import Detector, Event, Level, Limits, Rule, Settings
 from trainer.detection.overfit import OverfitJudge, OverfitSettings, Verdict
 from trainer.guard.user_rules import skip_limits
-from trainer.protocols import Decision
+from trainer.progress import History
 
 logger = logging.getLogger(__name__)
 NUM_EARLY_STEPS = 100
@@ -39,6 +39,17 @@ class GuardSettings:
     early_stop_min_delta: float = 0.0
     max_first_loss: float = inf
     """The first steps of a pretrained model lie below it on data that it can read."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the guard wants done after a step or a validation; equal on all ranks."""
+
+    wants_evidence: bool = False
+    rollback_onset: int | None = None
+    """The step with which the trouble began: go back to a checkpoint before it."""
+    is_stop: bool = False
+    reason: str = ""
 
 
 class EventSink(Protocol):
@@ -122,6 +133,10 @@ class Guard:
     def best_step(self) -> int | None:
         """Where the validation loss was lowest."""
         return self._overfit.best_step
+
+    @property
+    def history(self) -> History:
+        return History(self.best_step, tuple(self.episodes))
 
     def scores(self) -> dict[str, float]:
         """For the row of the step observed last."""

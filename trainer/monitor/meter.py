@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from trainer.batch import StepBatch
-from trainer.detection import Limits
 from trainer.monitor.clock import PhaseClock, Span
 from trainer.monitor.memory import GIB, Memory
-from trainer.monitor.packet import StepSums, StepTotals, reduce_step
+from trainer.monitor.packet import Totals
 from trainer.monitor.system import GpuSampler
 from trainer.monitor.throughput import Window, peak_tflops
 from trainer.protocols import StepCost
@@ -28,6 +27,8 @@ RARE_EVERY = 50
 EMA_DECAY = 0.98
 MAX_PPL_LOSS = 50.0
 """Perplexity is capped at exp of this: a number, not an infinity."""
+UPDATE_SQUARES = ("param_square_sum", "update_square_sum")
+"""They travel with the step after the update, which is the one that reports them."""
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "logging", "guard", "other")
 DEVICE_MEMORY = ("allocated", "reserved", "max_allocated", "max_reserved")
 
@@ -67,54 +68,38 @@ class Meter:
         self._window, self._clipped = Window(), deque[bool](maxlen=100)
         self._durations: dict[str, float] = {}
         self._late: dict[str, float] = {}
+        self._update_squares: dict[str, Tensor] = {}
         self._num_lost_steps = plan.num_lost_steps
         self._is_first = True
         self._num_samples = self._num_tokens = self._num_valid_tokens = 0
         self._productive_s = 0.0
         self._ema, self._num_ema = 0.0, 0
 
-    def reduce(
-        self,
-        batch: StepBatch,
-        *,
-        loss_sum: Tensor,
-        num_nonfinite: Tensor,
-        grad_square_sum: Tensor,
-        norm_squares: Tensor | None,
-        is_stopping: bool,
-        wants_save: bool,
-        limits: Limits,
-        num_decisions: int,
-        data_s: float,
-    ) -> StepSums:
-        """Tell the other ranks of this step and add up. Collective. `data_s`: how long this rank waited for data."""
-        local = {
+    def measured(self, batch: StepBatch, *, data_s: float) -> dict[str, float]:
+        """What this rank says of itself in a step's packet. `data_s`: how long it waited for data."""
+        return {
             "num_loss_tokens": sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches),
             "data_s": data_s,
-            "decisions": num_decisions,
             **self._memory.sample(),
             **self._gpu.last(),
         }
-        return reduce_step(
-            loss_sum=loss_sum,
-            num_nonfinite=num_nonfinite,
-            grad_square_sum=grad_square_sum,
-            norm_squares=norm_squares,
-            is_stopping=is_stopping,
-            wants_save=wants_save,
-            num_loss_tokens=batch.num_loss_tokens,
-            limits=limits,
-            local=local,
-            world=self._world,
-        )
+
+    def note_update(self, squares: Tensor) -> None:
+        """Squared norms of this rank's shards of the parameters and of the last update, float64 [2]."""
+        self._update_squares = dict(zip(UPDATE_SQUARES, squares.unbind(), strict=True))
+
+    def take_update_squares(self) -> dict[str, Tensor]:
+        """The same for the coming packet, once; nothing of a step that did not measure."""
+        squares, self._update_squares = self._update_squares, {}
+        return squares
 
     def is_rare(self, step: int) -> bool:
         """Whether slow and costly things are measured in this step (counted from 1)."""
         return step % RARE_EVERY == 0
 
-    def signals(self, batch: StepBatch, totals: StepTotals, *, lr: float) -> dict[str, float]:
+    def signals(self, batch: StepBatch, totals: Totals, *, lr: float) -> dict[str, float]:
         """What of a row all ranks agree on bit by bit: the guard and its rules may act on it."""
-        loss, grad_norm = totals.loss_sum / batch.num_loss_tokens, totals.grad_norm
+        loss, grad_norm = totals.sums["loss_sum"] / batch.num_loss_tokens, totals.sums["grad_norm"]
         by_rank, ranks = totals.by_rank, range(self._world.size)
         if len(set(by_rank["decisions"])) > 1:
             raise RuntimeError(f"the guards of the ranks disagree; numbers of decisions: {by_rank['decisions']}")
@@ -137,7 +122,7 @@ class Meter:
             "time/train/data_s_max": max(by_rank["data_s"]),
         }
 
-    def row(self, batch: StepBatch, signals: Mapping[str, float], totals: StepTotals) -> dict[str, float]:
+    def row(self, batch: StepBatch, signals: Mapping[str, float], totals: Totals) -> dict[str, float]:
         """The metrics of a finished step; ends its time."""
         phases = self.clock.lap()
         step_s = phases["step"]
@@ -154,10 +139,10 @@ class Meter:
             "time/train/step_s": step_s,
             "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
             **self._speed(batch, step_s, update_s),
-            **self._progress(batch.step + 1, batch.epoch),
+            **self._progress(batch.step, batch.epoch),
             "obs/overhead_frac": own_s / step_s,
         }
-        if self.is_rare(batch.step + 1) or self._is_first:
+        if self.is_rare(batch.step) or self._is_first:
             row |= self._rare(totals) | {"data/epoch_repeat": batch.epoch + 1}
         if self._plan.has_roll_names:
             row |= _roll_names(batch, signals)
@@ -178,6 +163,7 @@ class Meter:
     def lose_steps(self, count: int) -> None:
         """A rollback: so many steps have to be trained again."""
         self._num_lost_steps += count
+        self._update_squares = {}
 
     @property
     def loss_ema(self) -> float:
@@ -240,7 +226,7 @@ class Meter:
             "progress/goodput": min(1.0, self._productive_s / (plan.past_s + elapsed_s)),
         }
 
-    def _memory_metrics(self, totals: StepTotals) -> dict[str, float]:
+    def _memory_metrics(self, totals: Totals) -> dict[str, float]:
         by_rank = totals.by_rank
         found = {"memory/cpu/rss_gib": max(by_rank["rss_gib"])}
         if self._device_gib is None:
@@ -254,7 +240,7 @@ class Meter:
         found["memory/fragmentation"] = _largest(fragments)
         return found
 
-    def _rare(self, totals: StepTotals) -> dict[str, float]:
+    def _rare(self, totals: Totals) -> dict[str, float]:
         by_rank = totals.by_rank
         waits = sorted(by_rank["data_s"])
         found: dict[str, float] = {
@@ -267,10 +253,10 @@ class Meter:
             **self._plan.data_facts,
             **self._plan.tracker_health(),
         }
-        if totals.param_norm > 0:
-            found["optim/param_norm"] = totals.param_norm
-            found["optim/update_norm"] = totals.update_norm
-            found["optim/update_ratio"] = totals.update_norm / totals.param_norm
+        if UPDATE_SQUARES[0] in totals.sums:
+            param_norm, update_norm = (math.sqrt(totals.sums[name]) for name in UPDATE_SQUARES)
+            found |= {"optim/param_norm": param_norm, "optim/update_norm": update_norm}
+            found["optim/update_ratio"] = update_norm / param_norm
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What ranks tell each other once per step: one packed sum, one copy to the host.
+"""What ranks tell each other at once: one packed sum, one copy to the host.
 
 Values of single ranks travel in the same sum, each in a slot that all other ranks leave zero: maxima, medians and the
 slowest rank come out of it without a second collective, and a NaN stays in the slot of the rank that made it.
@@ -11,126 +11,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.detection import Limits
 from trainer.runtime.distributed import World
 
-TOTALS = ("loss_sum", "grad_norm", "num_stop_requests", "num_save_requests", "param_norm", "update_norm")
-DEVICE_FIELDS = ("loss_sum", "num_nonfinite")
-HOST_FIELDS = (
-    "num_loss_tokens",
-    "data_s",
-    "rss_gib",
-    "vms_gib",
-    "allocated_gib",
-    "reserved_gib",
-    "max_allocated_gib",
-    "max_reserved_gib",
-    "alloc_retries",
-    "ooms",
-    "gpu_util",
-    "gpu_mem_util",
-    "gpu_temp_c",
-    "gpu_power_w",
-    "decisions",
-)
-"""What each rank says of itself; what it does not know is 0."""
+Scalar = Tensor | float
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """One step's packet on the host, equal on all ranks."""
+class Totals:
+    """A packet on the host, equal on all ranks."""
 
-    loss_sum: float
-    grad_norm: float
-    num_stop_requests: int
-    is_save_requested: bool
-    param_norm: float
-    """Of the weights before this step's update, and of the update before; both 0 in a step that did not measure."""
-    update_norm: float
-    is_skipped: bool
-    """The update was left out, on the device and by the same values."""
+    sums: Mapping[str, float]
+    """Over ranks; with what was derived from them on the device."""
     by_rank: Mapping[str, tuple[float, ...]]
     """Field -> its value on every rank."""
 
 
 @dataclass(frozen=True)
-class StepSums:
-    """The same still on the device, float64: `TOTALS`, then the fields of every rank."""
+class Packet:
+    """The same still on the device, float64: the named sums, then the fields of every rank."""
 
     values: Tensor
-    is_skipped: Tensor
-    """Boolean scalar: loss or norm is not finite, or beyond the limits of this step."""
+    names: tuple[str, ...]
+    fields: tuple[str, ...]
 
-    @property
-    def loss_sum(self) -> Tensor:
-        return self.values[0]
+    def sum_of(self, name: str) -> Tensor:
+        return self.values[self.names.index(name)]
 
-    @property
-    def grad_norm(self) -> Tensor:
-        return self.values[1]
-
-    def read(self) -> StepTotals:
-        """The step's only wait for the device."""
-        *values, is_skipped = torch.cat([self.values, self.is_skipped.double()[None]]).tolist()
-        totals = dict(zip(TOTALS, values, strict=False))
-        fields = (*DEVICE_FIELDS, *HOST_FIELDS)
-        slots = values[len(TOTALS) :]
-        return StepTotals(
-            loss_sum=totals["loss_sum"],
-            grad_norm=totals["grad_norm"],
-            num_stop_requests=int(totals["num_stop_requests"]),
-            is_save_requested=totals["num_save_requests"] > 0,
-            param_norm=totals["param_norm"],
-            update_norm=totals["update_norm"],
-            is_skipped=bool(is_skipped),
-            by_rank={name: tuple(slots[index :: len(fields)]) for index, name in enumerate(fields)},
+    def read(self, **derived: Tensor) -> Totals:
+        """Wait for the device. `derived`: scalars made from the sums, which come along."""
+        extra = [value.double() for value in derived.values()]
+        values = torch.cat([*([torch.stack(extra)] if extra else []), self.values]).tolist()
+        names = (*derived, *self.names)
+        slots = values[len(names) :]
+        return Totals(
+            sums=dict(zip(names, values, strict=False)),
+            by_rank={name: tuple(slots[index :: len(self.fields)]) for index, name in enumerate(self.fields)},
         )
 
 
-def reduce_step(
-    *,
-    loss_sum: Tensor,
-    num_nonfinite: Tensor,
-    grad_square_sum: Tensor,
-    norm_squares: Tensor | None,
-    is_stopping: bool,
-    wants_save: bool,
-    num_loss_tokens: int,
-    limits: Limits,
-    local: Mapping[str, float],
-    world: World,
-) -> StepSums:
-    """Add up what ranks know of a step, and decide whether its update is left out. Collective, one all-reduce.
-
-    `loss_sum` (summed cross-entropy) and `num_nonfinite` (micro-batches whose loss is not finite) are this rank's, as
-    is `grad_square_sum`, the squared norm of its gradient shards, and `norm_squares`, those of parameters and of the
-    last update (a tensor of two, or None). `num_loss_tokens` counts the global batch; `local` holds any `HOST_FIELDS`.
+def reduce_packet(world: World, *, sums: Mapping[str, Scalar], by_rank: Mapping[str, Scalar] | None = None) -> Packet:
+    """Add up `sums` over ranks, and tell all ranks this one's `by_rank`. Collective, one all-reduce; names are equal
+    on all ranks.
     """
-    device = loss_sum.device
-    requests = [torch.full_like(grad_square_sum, float(flag), device=device) for flag in (is_stopping, wants_save)]
-    squares = torch.zeros(2, dtype=torch.float64, device=device) if norm_squares is None else norm_squares.to(device)
-    grad_square_sum = grad_square_sum.to(device)  # on the host with CPU offload
-    totals = torch.stack([loss_sum.double(), grad_square_sum / world.num_replicas, *requests])
-    measured = torch.tensor([local.get(name, 0.0) for name in HOST_FIELDS], dtype=torch.float64)
-    own = torch.cat([torch.stack([loss_sum.double(), num_nonfinite.double()]), measured.to(device, non_blocking=True)])
-    slots = torch.zeros(world.size, len(own), dtype=torch.float64, device=device)
+    names, totals = _packed(sums, world.device)
+    fields, own = _packed(by_rank or {}, world.device)
+    slots = torch.zeros(world.size, len(fields), dtype=torch.float64, device=world.device)
     slots[world.rank] = own
-    packet = torch.cat([totals, squares / world.num_replicas, slots.flatten()])
-    dist.all_reduce(packet)
-    packet[1] = packet[1].sqrt()
-    packet[4:6] = packet[4:6].sqrt()
-    return StepSums(packet, _is_skipped(packet[0] / num_loss_tokens, packet[1], limits))
+    values = torch.cat([totals, slots.flatten()])
+    dist.all_reduce(values)
+    return Packet(values, names, fields)
 
 
-def _is_skipped(loss: Tensor, grad_norm: Tensor, limits: Limits) -> Tensor:
-    is_finite = loss.isfinite() & grad_norm.isfinite()
-    is_severe = (loss > limits.loss_with_grad) & (grad_norm > limits.grad_with_loss)
-    return ~is_finite | is_severe | (loss > limits.loss_alone) | (grad_norm > limits.grad_alone)
-
-
-def reduce_sums(sums: Tensor, *, is_stopping: bool) -> tuple[list[float], bool]:
-    """(float64 `sums` over ranks, whether any rank was asked to stop). Collective; a validation step's only wait."""
-    packet = torch.cat([sums, torch.full_like(sums[:1], float(is_stopping))])
-    dist.all_reduce(packet)
-    *totals, num_stop_requests = packet.tolist()
-    return totals, num_stop_requests > 0
+def _packed(scalars: Mapping[str, Scalar], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
+    """(Names, values as a float64 vector): tensors first, then what the host knows, in one copy."""
+    tensors = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
+    numbers = {name: float(value) for name, value in scalars.items() if not isinstance(value, Tensor)}
+    parts = [
+        value.detach().to(device).double().reshape(1) for value in tensors.values()
+    ]  # on the host with CPU offload
+    parts.append(torch.tensor(list(numbers.values()), dtype=torch.float64).to(device, non_blocking=True))
+    return (*tensors, *numbers), torch.cat(parts)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from trainer.batch import LossOutput, PackedBatch, StepBatch, document_sums
 from trainer.monitor.meter import perplexity
-from trainer.monitor.packet import reduce_sums
+from trainer.monitor.packet import reduce_packet
 from trainer.runtime.distributed import World
+
+SUMS = ("loss_sum", "squares", "products", "square_counts", "num_hits")
 
 
 class Validation:
@@ -40,15 +42,16 @@ class Validation:
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
         """Add up over ranks; whether any of them was asked to stop. Collective."""
-        sums, is_any_stopping = reduce_sums(self._local, is_stopping=is_stopping)
+        local = dict(zip(SUMS, self._local.unbind(), strict=True))
+        sums = reduce_packet(self._world, sums={**local, "num_stop_requests": is_stopping}).read().sums
         self._local = self._zeros()
-        self._totals = [total + value for total, value in zip(self._totals, sums, strict=True)]
+        self._totals = [total + sums[name] for total, name in zip(self._totals, SUMS, strict=True)]
         self._num_loss_tokens += batch.num_loss_tokens
         self._num_tokens += batch.num_tokens
         self._num_samples += batch.num_samples
         self._num_batches += 1
         self._forward_s += self._lap()
-        return is_any_stopping
+        return sums["num_stop_requests"] > 0
 
     def row(self, *, train_loss: float) -> dict[str, float]:
         """The metrics. `train_loss`: the smoothed training loss, for the gap.
@@ -80,7 +83,7 @@ class Validation:
         }
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(5, dtype=torch.float64, device=self._world.device)
+        return torch.zeros(len(SUMS), dtype=torch.float64, device=self._world.device)
 
     def _lap(self) -> float:
         now = time.perf_counter()

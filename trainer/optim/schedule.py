@@ -39,8 +39,9 @@ to the rate as a share of the peak, before `min_lr_ratio`."""
 
 @dataclass(frozen=True)
 class Schedule:
-    """`lr_at(step)` for step 0 .. total_steps - 1. The first step already learns, the last one still does: the
-    decay would reach `min_lr_ratio` at `total_steps`."""
+    """`lr_at(step)` for step 1 .. total_steps. The first step already learns, the last one still does: the decay would
+    reach `min_lr_ratio` one step later.
+    """
 
     kind: str
     peak_lr: float
@@ -61,10 +62,10 @@ class Schedule:
         )
 
     def lr_at(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return self.peak_lr * (step + 1) / self.warmup_steps
+        if step <= self.warmup_steps:
+            return self.peak_lr * step / self.warmup_steps
         # 0 at the first step after warm-up, 1 one step after the last
-        progress = (step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
+        progress = (step - 1 - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
         decay = DECAYS[self.kind](progress, self.stable_ratio)
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 

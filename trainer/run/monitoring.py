@@ -1,22 +1,16 @@
 """The parts that watch a run, made from its configuration."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 from trainer.checkpoint.rollback import Rollbacks
-from trainer.config import TrainerConfig
-from trainer.data.facts import length_facts
-from trainer.guard.evidence import EvidenceKeeper
+from trainer.config import Config, TrainerConfig
 from trainer.guard.guard import Guard, GuardSettings
 from trainer.guard.user_rules import parse_rules
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
-from trainer.monitor.roll_detail import RollDetail
 from trainer.monitor.trace import TraceFile
-from trainer.monitor.validation import Validation
 from trainer.protocols import StepCost
 from trainer.run.inputs import Inputs
 from trainer.runtime.distributed import World
@@ -26,35 +20,26 @@ MAX_FIRST_LOSS = 5.0
 """Of pretrained weights, in nats per token."""
 
 
-@dataclass(frozen=True)
-class Monitoring:
-    meter: Meter
-    guard: Guard
-    evidence: EvidenceKeeper
-    detail: RollDetail
-    new_validation: Callable[[], Validation]
-
-
-def build_monitoring(
-    config: TrainerConfig,
+def make_meter(
+    config: Config,
     inputs: Inputs,
+    memory: Memory,
     *,
     world: World,
     cost: StepCost | None,
     total_steps: int,
-    max_norm: float,
-    rollbacks: Rollbacks,
     tracking: Tracking | None,
-) -> Monitoring:
-    run_dir, memory = Path(config.default_local_dir), Memory(world.device)
+) -> Meter:
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir)
     plan = Plan(
         total_steps=total_steps,
-        save_freq=config.save_freq,
-        test_freq=config.test_freq,
-        max_norm=max_norm,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        max_norm=config.optim.clip_grad,
         run_dir=run_dir,
         data_facts=_data_facts(inputs),
-        has_roll_names=config.roll_detail != "off",
+        has_roll_names=trainer.roll_detail != "off",
     )
     if tracking is not None:
         past = tracking.past
@@ -65,18 +50,8 @@ def build_monitoring(
             num_lost_steps=past.num_lost_steps,
             tracker_health=tracking.health,
         )
-    guard = Guard(_guard_settings(config, inputs), events=tracking)
-    guard.note_rollbacks(rollbacks)
-    observe = TraceFile(run_dir, rank=world.rank).span if config.trace else None
-    held_out = inputs.validation
-    facts = length_facts(held_out.lengths, held_out.num_loss_tokens) if held_out is not None else {}
-    return Monitoring(
-        meter=Meter(world, plan=plan, cost=cost, memory=memory, observe=observe),
-        guard=guard,
-        evidence=EvidenceKeeper(run_dir, world=world, location=inputs.train.location, seed=config.seed),
-        detail=RollDetail(memory, level=config.roll_detail),
-        new_validation=partial(Validation, world, length_facts=facts),
-    )
+    observe = TraceFile(run_dir, rank=world.rank).span if trainer.trace else None
+    return Meter(world, plan=plan, cost=cost, memory=memory, observe=observe)
 
 
 def _data_facts(inputs: Inputs) -> dict[str, float]:
@@ -88,8 +63,8 @@ def _data_facts(inputs: Inputs) -> dict[str, float]:
     }
 
 
-def _guard_settings(config: TrainerConfig, inputs: Inputs) -> GuardSettings:
-    return GuardSettings(
+def make_guard(config: TrainerConfig, inputs: Inputs, *, rollbacks: Rollbacks, tracking: Tracking | None) -> Guard:
+    settings = GuardSettings(
         max_nonfinite_steps=config.max_nonfinite_steps,
         on_nonfinite=config.guard.on_nonfinite,
         on_severe=config.guard.on_severe,
@@ -99,3 +74,6 @@ def _guard_settings(config: TrainerConfig, inputs: Inputs) -> GuardSettings:
         early_stop_min_delta=config.early_stop_min_delta,
         max_first_loss=inf if inputs.source.random_weights else MAX_FIRST_LOSS,
     )
+    guard = Guard(settings, events=tracking)
+    guard.note_rollbacks(rollbacks)
+    return guard

@@ -15,8 +15,11 @@ def key(*parts: int | str) -> int:
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
-    """Seed every generator for one optimizer step: dropout of step k does not depend on how the run got there."""
-    value = key("step", seed, step, rank)
+    """Seed every generator for one optimizer step, from 1: dropout of step k does not depend on how the run got there.
+
+    The key counts the steps before it, as the runs of all earlier versions do.
+    """
+    value = key("step", seed, step - 1, rank)
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value % 2**32)

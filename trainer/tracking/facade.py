@@ -221,13 +221,12 @@ class Tracking:
         return self._info.identity | {"run_ids": self._info.run_file.as_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the tracker runs of a checkpoint where `run.json` names none; before the first row.
+        """Continue the tracker runs of a checkpoint where `run.json` names none.
 
-        Ids of another project or experiment are left alone: a branched run is a run of its own.
+        Ids of another project or experiment are left alone: a branched run is a run of its own. So are trackers that
+        are open already: a rollback goes on in them.
         """
-        if self._has_started:
-            raise RuntimeError("Tracking.load_state_dict comes too late: the trackers opened with the first row")
-        if self._info.identity.items() <= state_dict.items():
+        if not self._has_started and self._info.identity.items() <= state_dict.items():
             self._info.run_file.adopt(state_dict["run_ids"])
 
     def _require_open(self, call: str, step: int) -> None:

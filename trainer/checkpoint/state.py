@@ -1,0 +1,138 @@
+"""What survives a restart: one dictionary of named stateful parts, which save, resume and rollback walk alike.
+
+Where a part is kept follows from its name: `model` and `optimizer` in a file of shards each, `data` in the file that
+belongs to no rank, every other part in the extra state of each rank.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trainer.checkpoint import layout, shards, verl
+from trainer.checkpoint.layout import CheckpointInfo
+from trainer.progress import LoopState
+from trainer.runtime.distributed import World
+
+logger = logging.getLogger(__name__)
+RANKS_OWN = ("rng",)
+"""Parts that ranks of another number cannot use."""
+
+
+class Stateful(Protocol):
+    """A part that survives a restart."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> None: ...
+
+
+State = Mapping[str, Stateful]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What a sharded part is loaded from: its `state_dict` on each of the ranks that held one whole copy."""
+
+    directory: Path
+    parts: Sequence[Mapping[str, Any]]
+
+
+class ModelShards:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return shards.model_state(self.model)
+
+    def load_state_dict(self, state_dict: Shards) -> None:
+        shards.load_model(self.model, state_dict.parts, state_dict.directory)
+
+
+class OptimizerShards:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return shards.optimizer_state(self.model, self.optimizer)
+
+    def load_state_dict(self, state_dict: Shards) -> None:
+        shards.load_optimizer(self.model, self.optimizer, state_dict.parts, state_dict.directory)
+
+
+class WeightBuffers:
+    """Buffers that belong to the weights; kept apart from the shards because every rank holds them whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return shards.weight_buffers(self.model)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        for name, buffer in shards.weight_buffers(self.model).items():
+            buffer.copy_(state_dict[name])
+
+
+def rank_state(state: State, step: int) -> dict[str, Any]:
+    """The extra state of this rank after finished step `step`."""
+    apart = ("model", "optimizer", "data")
+    return {"step": step, **{name: part.state_dict() for name, part in state.items() if name not in apart}}
+
+
+def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[str], world: World) -> None:
+    """Take over `contents` (model, optimizer, extra) of a checkpoint whose bytes are proven.
+
+    Raises `ConfigError` if the checkpoint belongs to another model or is not what it promises.
+    """
+    if checkpoint.manifest is None:
+        _load_foreign(checkpoint, state, contents)
+        return
+    path, world_size = checkpoint.path, checkpoint.manifest.world_size
+    for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
+        if name in ("model", *contents):
+            files = [path / file_of(world_size, rank) for rank in range(checkpoint.manifest.num_shards)]
+            state[name].load_state_dict(Shards(path, [shards.read_torch(file) for file in files]))
+    if "extra" not in contents:
+        return
+    is_same_size = world_size == world.size
+    extra = shards.read_torch(path / layout.extra_file(world_size, world.rank if is_same_size else 0))
+    extra["data"] = shards.read_torch(path / layout.DATA)
+    for name, part in state.items():
+        if name in ("model", "optimizer") or (name in RANKS_OWN and not is_same_size):
+            continue
+        if name in extra:
+            part.load_state_dict(extra[name])
+        elif part.state_dict():
+            logger.info("%s was saved without the state of '%s', which begins anew", path, name)
+
+
+def _load_foreign(checkpoint: CheckpointInfo, state: State, contents: Sequence[str]) -> None:
+    """verl's: parameters, moments and position; the rate follows the step, random numbers are keyed by it."""
+    found = verl.open_checkpoint(checkpoint.path)
+    num_shards = verl.count_shards(found)
+    files = [found.path / layout.model_file(found.world_size, rank) for rank in range(num_shards)]
+    parts = [shards.read_torch(file) for file in files]
+    state["model"].load_state_dict(Shards(found.path, parts))
+    if "optimizer" in contents:
+        names = list(state["optimizer"].state_dict()["state"])
+        moments = verl.optimizer_parts(found, num_shards=num_shards, param_names=names)
+        state["optimizer"].load_state_dict(Shards(found.path, moments))
+    if "extra" in contents and (note := verl.schedule_note(found)):
+        logger.warning("%s", note)
+
+
+def saved_loop(checkpoint: CheckpointInfo) -> LoopState:
+    """What the loop remembered; as at the start of a run where a checkpoint has nothing of it or is damaged."""
+    loop = LoopState()
+    if checkpoint.manifest is not None:
+        with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
+            extra = shards.read_torch(checkpoint.path / layout.extra_file(checkpoint.manifest.world_size, 0))
+            loop.load_state_dict(extra.get("loop", loop.state_dict()))
+    return loop

@@ -1,0 +1,131 @@
+"""From the first step to the exit code (floor 3): steps, validations, saves and rollbacks in the order they happen."""
+
+import logging
+from contextlib import closing
+
+from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
+from trainer.loop.run import Run
+from trainer.loop.step import training_step
+from trainer.loop.validation import validate
+
+logger = logging.getLogger(__name__)
+
+
+def fit(run: Run) -> int:
+    """Train until the last step, a stop signal or divergence; which it was is the exit code."""
+    with run.stop.deferred():
+        while (exit_code := _train(run)) is None:
+            logger.info("going on at step %d", run.batches.step + 1)
+        _log_rest(run)
+    return exit_code
+
+
+def _train(run: Run) -> int | None:
+    """Steps until the run ends, with its exit code, or is rolled back (None)."""
+    run.meter.clock.begin()
+    if (exit_code := _settle_debts(run)) is not None:
+        return exit_code
+    _begin_step(run)
+    run.meter.clock.begin()
+    with closing(iter(run.batches)) as batches:
+        for batch in batches:
+            run.heartbeat.step = batch.step
+            with run.detail.phase("sft/train_step"):
+                row, decision = training_step(run, batch)
+            row |= run.detail.take_metrics()
+            run.evidence.note(row)
+            run.log(row, batch.step)
+            run.meter.clock.mark("logging")
+            if decision.rollback_onset is not None and _roll_back(run, decision.rollback_onset, decision.reason):
+                return None
+            if decision.is_stop:
+                logger.error("stopped at step %d: %s", batch.step, decision.reason)
+                run.checkpoints.finish()
+                return EXIT_DIVERGED
+            if (exit_code := _end_step(run, batch.step, row)) is not None:
+                return exit_code
+            _begin_step(run)
+    return EXIT_DONE
+
+
+def _begin_step(run: Run) -> None:
+    run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
+
+
+def _settle_debts(run: Run) -> int | None:
+    """Make up for a validation that the loaded checkpoint owes; the exit code if the run ends here."""
+    step = run.batches.step
+    if run.loop.owes_validation:
+        validate(run, step)
+        if run.loop.owes_validation:
+            return _stopped(run, step)
+        run.checkpoints.settle(step, run.guard.history)  # which step is the best one may have changed
+    if run.loop.has_stopped_early:
+        logger.info("this run has ended early, at step %d", step)
+        return EXIT_DONE
+    return None
+
+
+def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
+    """Validate and save where that is due; the exit code if the run ends here."""
+    is_last = step >= run.cadence.total_steps
+    if is_last or run.cadence.is_validation(step):
+        is_last |= validate(run, step).is_stop
+    is_ending = run.is_stopping or is_last
+    if is_ending or run.is_save_requested or run.cadence.is_save(step):
+        _save(run, row, is_required=is_ending)
+    if run.is_stopping and (not is_last or run.loop.owes_validation):
+        return _stopped(run, step)
+    return EXIT_DONE if is_last else None
+
+
+def _stopped(run: Run, step: int) -> int:
+    logger.info("stopped at step %d on %s: saved, resumable", step, run.stop.reason or "a signal")
+    return EXIT_RESUMABLE
+
+
+def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
+    """Save the state as it is after the step of `row`; with `is_required` before the run ends here."""
+    # a save in flight, and all tries of one the run ends with
+    run.heartbeat.enter("save", limit_s=4 * run.save_timeout_s + run.hang_timeout_s)
+    with run.detail.phase("sft/do_checkpoint"):
+        run.checkpoints.save(
+            run.batches.position,
+            loss=row["train/loss"],
+            grad_norm=row["train/grad_norm"],
+            history=run.guard.history,
+            is_required=is_required,
+        )
+    run.meter.note_duration("save", run.meter.clock.exclude())
+
+
+def _roll_back(run: Run, onset: int, reason: str) -> bool:
+    """Go back to the newest good checkpoint well before step `onset`, and pass over the batches around it.
+
+    Collective. False if there is none. A crash while this goes on leaves a run that continues either way.
+    """
+    run.heartbeat.enter("rollback", limit_s=run.save_timeout_s + run.hang_timeout_s)
+    step = run.batches.step
+    found = run.checkpoints.decide_rollback(
+        onset=onset, step=step, last_step=run.batches.last_step, history=run.guard.history, reason=reason
+    )
+    if found is None:
+        return False
+    target, rollbacks = found
+    assert target.manifest is not None, "it is committed"
+    before = run.guard.state_dict()
+    run.batches.rewind(target.manifest.position, skipped_steps=rollbacks.skipped_steps)
+    run.checkpoints.load(target, contents=("model", "optimizer", "extra"))
+    run.guard.after_rollback(before, rollbacks)
+    run.meter.lose_steps(step - target.step)
+    if run.tracking is not None:
+        run.tracking.rewind(target.step)
+    return True
+
+
+def _log_rest(run: Run) -> None:
+    """What became known after the last row: of the save and the validation that the run ended with."""
+    step = run.batches.step
+    rest = {**run.meter.take_late(), **run.detail.take_metrics(), **run.checkpoints.take_metrics(step)}
+    if rest:
+        run.log(rest, step, kind="end")

@@ -1,0 +1,103 @@
+"""One optimizer step (floor 3): forward, backward, one reduction, norm, decision to skip, clipped update, one wait."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.batch import LossOutput, StepBatch
+from trainer.detection import Limits
+from trainer.guard.guard import Decision
+from trainer.loop.run import Run
+from trainer.monitor.packet import reduce_packet
+from trainer.optim.clip import clipped_step, local_square_sum, norm_squares
+from trainer.runtime import seeding
+
+
+class StepResult(NamedTuple):
+    row: dict[str, float]
+    """The metrics."""
+    decision: Decision
+
+
+class LossSums(NamedTuple):
+    """Of this rank's micro-batches, on the device."""
+
+    loss_sum: Tensor
+    """Float64 scalar."""
+    num_nonfinite: Tensor
+    """Micro-batches whose loss is not finite."""
+    losses: list[Tensor]
+    """Per micro-batch the loss of each supervised position."""
+
+
+def training_step(run: Run, batch: StepBatch) -> StepResult:
+    """Make step `batch.step`. Between the batch and the one wait at its end everything is asynchronous."""
+    clock = run.meter.clock
+    data_s = clock.mark("data")
+    seeding.seed_step(run.seed, step=batch.step, rank=run.world.rank)
+    lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
+    run.model.train()
+    loss = accumulate(run, batch)
+    packet = reduce_packet(
+        run.world,
+        sums={
+            "loss_sum": loss.loss_sum,
+            "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
+            **run.meter.take_update_squares(),
+            "num_stop_requests": run.stop.is_set,
+            "num_save_requests": run.world.is_main and run.checkpoints.is_retry_due(),
+        },
+        by_rank={
+            "loss_sum": loss.loss_sum,
+            "num_nonfinite": loss.num_nonfinite,
+            "decisions": run.guard.num_decisions,
+            **run.meter.measured(batch, data_s=data_s),
+        },
+    )
+    mean_loss = packet.sum_of("loss_sum") / batch.num_loss_tokens
+    grad_norm = packet.sum_of("grad_square_sum").sqrt()
+    is_skipped = is_left_out(mean_loss, grad_norm, run.guard.limits())
+    clipped_step(run.optimizer, total_norm=grad_norm, is_skipped=is_skipped, max_norm=run.max_norm)
+    run.optimizer.zero_grad(set_to_none=True)
+    if run.meter.is_rare(batch.step + 1):  # they travel with the next step, which is the one that reports them
+        run.meter.note_update(norm_squares(run.optimizer) / run.world.num_replicas)
+    clock.mark("optimizer")
+    totals = packet.read(grad_norm=grad_norm, is_skipped=is_skipped)
+    run.is_stopping = totals.sums["num_stop_requests"] > 0
+    run.is_save_requested = totals.sums["num_save_requests"] > 0
+    was_skipped = bool(totals.sums["is_skipped"])
+    signals = run.meter.signals(batch, totals, lr=lr)
+    clock.mark("other")
+    decision = run.guard.observe(batch.step, signals, is_skipped=was_skipped)
+    if decision.wants_evidence:
+        run.evidence.keep(batch, loss.losses, signals=signals, is_skipped=was_skipped, reason=decision.reason)
+    clock.mark("guard")
+    row = run.meter.row(batch, signals, totals)
+    return StepResult({**row, **run.guard.scores(), **run.checkpoints.take_metrics(batch.step)}, decision)
+
+
+def accumulate(run: Run, batch: StepBatch) -> LossSums:
+    """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global batch."""
+    clock, device = run.meter.clock, run.world.device
+    loss_sum, num_nonfinite = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+    sums = LossSums(loss_sum, num_nonfinite, [])
+    for micro_batch in batch.micro_batches:
+        inputs = micro_batch.to(device)
+        clock.mark("h2d")
+        output: LossOutput = run.model(inputs)
+        clock.mark("forward")
+        (output.loss_sum / batch.num_loss_tokens).backward()
+        clock.mark("backward")
+        sums.loss_sum.add_(output.loss_sum.detach())
+        sums.num_nonfinite.add_(~output.loss_sum.detach().isfinite())
+        sums.losses.append(output.losses_S)
+        run.heartbeat.beat()
+    return sums
+
+
+def is_left_out(loss: Tensor, grad_norm: Tensor, limits: Limits) -> Tensor:
+    """Boolean scalar on the device: loss or norm is not finite, or beyond the limits of this step."""
+    is_finite = loss.isfinite() & grad_norm.isfinite()
+    is_severe = (loss > limits.loss_with_grad) & (grad_norm > limits.grad_with_loss)
+    return ~is_finite | is_severe | (loss > limits.loss_alone) | (grad_norm > limits.grad_alone)

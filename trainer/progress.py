@@ -1,0 +1,43 @@
+"""Where a run stands (floor 0)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands between two steps: finished optimizer steps, and samples consumed of epoch `epoch`.
+
+    It does not depend on the number of ranks. A finished epoch is the start of the next.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples_consumed: int = 0
+
+
+@dataclass(frozen=True)
+class History:
+    """What of a run's past decides which checkpoints are kept."""
+
+    best_step: int | None = None
+    """Where the validation loss was lowest so far; the checkpoint of it is not rotated away."""
+    episodes: tuple[tuple[int, int], ...] = ()
+    """First and last step of each stretch of trouble; the newest checkpoint before the last one stays too."""
+
+
+@dataclass
+class LoopState:
+    """What the loop itself remembers over a restart."""
+
+    owes_validation: bool = False
+    """A stop request cut or put off the validation of the saved step: it is made up for before anything else."""
+    has_stopped_early: bool = False
+    """The run ended before its last step because the validation loss no longer fell."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"owes_validation": self.owes_validation, "has_stopped_early": self.has_stopped_early}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.owes_validation = bool(state_dict["owes_validation"])
+        self.has_stopped_early = bool(state_dict.get("has_stopped_early", False))
