@@ -15,7 +15,7 @@ from trainer.batch import PackedBatch, StepBatch
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches, build_step, pack
 from trainer.progress import Position
-from trainer.run.main import _validation_batches
+from trainer.run import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's own
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
@@ -95,7 +95,6 @@ def loader(*, rank: int = 0, world_size: int = 1, num_workers: int = 0, **change
         schedule=Schedule(settings["num_samples"], settings["batch_size"], settings["seed"], settings["start"]),
         total_steps=TWO_EPOCHS,
         num_workers=num_workers,
-        pin_memory=False,
     )
 
 
@@ -117,7 +116,7 @@ def same(left: PackedBatch, right: PackedBatch) -> bool:
 @pytest.mark.parametrize("stop_after", range(TWO_EPOCHS))
 def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers: int) -> None:
     straight = list(loader())
-    assert [step.step for step in straight] == list(range(TWO_EPOCHS))
+    assert [step.step for step in straight] == list(range(1, TWO_EPOCHS + 1))
     assert [step.epoch for step in straight] == [0, 0, 0, 1, 1, 1]
 
     first = loader(num_workers=num_workers)
@@ -131,7 +130,7 @@ def test_a_restart_at_any_step_continues_the_order(stop_after: int, num_workers:
     second = loader(num_workers=num_workers, start=first.position)
     resumed = [*done, *second]
 
-    assert [step.step for step in resumed] == list(range(TWO_EPOCHS))
+    assert [step.step for step in resumed] == list(range(1, TWO_EPOCHS + 1))
     for left, right in zip(resumed, straight, strict=True):
         assert all(same(a, b) for a, b in zip(left.micro_batches, right.micro_batches, strict=True))
 
@@ -186,10 +185,10 @@ def test_after_a_rollback_the_loader_goes_on_earlier_and_passes_over_what_it_is_
     whole = {batch.step: sample_ids([batch]) for batch in loader()}
     rewound = loader(num_workers=num_workers)
     before = [batch.step for batch, _ in zip(rewound, range(4), strict=False)]
-    rewound.rewind(Position(1, 0, rewound._schedule.batch_size), skipped_steps=frozenset({3, 4}))
+    rewound.rewind(Position(1, 0, rewound.schedule.batch_size), skipped_steps=frozenset({3, 4}))
     assert rewound.position.step == 1
     after = {batch.step: sample_ids([batch]) for batch in rewound}
-    assert before == [0, 1, 2, 3] and list(after) == [step for step in whole if step >= 1 and step + 1 not in (3, 4)]
+    assert before == [1, 2, 3, 4] and list(after) == [step for step in whole if step > 1 and step not in (3, 4)]
     assert all(ids == whole[step] for step, ids in after.items()), "the others are trained with their own samples"
 
 
@@ -200,19 +199,16 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     """A copy from other memory would hold up the host in every micro-batch."""
     pinned: list[Tensor] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
-    setup: Any = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device(device)),
-        inputs=SimpleNamespace(validation=ToySamples(5)),
-        schedule=SimpleNamespace(batch_size=2),
-    )
-    batches = _validation_batches(setup, plan_of(0, 1))
-    assert batches is not None
-    tensors = [v for step in batches() for b in step.micro_batches for v in vars(b).values() if isinstance(v, Tensor)]
+    limits = SimpleNamespace(max_token_len_per_gpu=None, micro_batch_size_per_gpu=None)
+    model: Any = SimpleNamespace(is_packed=True)
+    world: Any = SimpleNamespace(rank=0, size=1, device=torch.device(device))
+    monkeypatch.setattr(main.flops, "quadratic_cost", lambda model: 0.0)
+    plan = main._rank_plan(SimpleNamespace(data=limits), model, world)  # type: ignore[arg-type]
+    batches = ValidationBatches(ToySamples(5), plan, batch_size=2)
+    tensors = [v for step in batches for b in step.micro_batches for v in vars(b).values() if isinstance(v, Tensor)]
     assert len(tensors) == 3 * 5
     assert [any(tensor is one for one in pinned) for tensor in tensors] == [is_pinned] * len(tensors)
     moved: list[dict[str, Any]] = []
     monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **settings: moved.append(settings) or tensor)
     pack(Fixed(), [0]).to(torch.device(device))
     assert moved == [{"non_blocking": True}] * 5
-    setup.inputs.validation = None
-    assert _validation_batches(setup, plan_of(0, 1)) is None

@@ -27,6 +27,23 @@ RARE_EVERY = 50
 EMA_DECAY = 0.98
 MAX_PPL_LOSS = 50.0
 """Perplexity is capped at exp of this: a number, not an infinity."""
+MEASURED = (
+    "num_loss_tokens",
+    "data_s",
+    "rss_gib",
+    "vms_gib",
+    "allocated_gib",
+    "reserved_gib",
+    "max_allocated_gib",
+    "max_reserved_gib",
+    "alloc_retries",
+    "ooms",
+    "gpu_util",
+    "gpu_mem_util",
+    "gpu_temp_c",
+    "gpu_power_w",
+)
+"""What each rank says of itself in every step; what it does not know is 0."""
 UPDATE_SQUARES = ("param_square_sum", "update_square_sum")
 """They travel with the step after the update, which is the one that reports them."""
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "logging", "guard", "other")
@@ -77,12 +94,13 @@ class Meter:
 
     def measured(self, batch: StepBatch, *, data_s: float) -> dict[str, float]:
         """What this rank says of itself in a step's packet. `data_s`: how long it waited for data."""
-        return {
+        known = {
             "num_loss_tokens": sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches),
             "data_s": data_s,
             **self._memory.sample(),
             **self._gpu.last(),
         }
+        return {name: known.get(name, 0.0) for name in MEASURED}
 
     def note_update(self, squares: Tensor) -> None:
         """Squared norms of this rank's shards of the parameters and of the last update, float64 [2]."""
