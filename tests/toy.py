@@ -128,6 +128,9 @@ class Recorder:
         if kind is None:
             self.rows.append((step, dict(data)))
 
+    def rewind(self, step: int) -> None:
+        pass
+
     def column(self, key: str) -> list[float]:
         return [data[key] for _, data in self.rows if key in data]
 
