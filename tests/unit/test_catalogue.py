@@ -319,8 +319,8 @@ def test_the_command_tells_what_is_known_of_a_key(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train/los"], "unknown metric 'train/los': did you mean train/loss"),
-        (["trian/grad_norm@max"], "did you mean train/grad_norm"),
+        (["train/los"], "unknown metric 'train/los': did you mean 'train/loss'"),
+        (["trian/grad_norm@max"], "did you mean 'train/grad_norm'"),
         (["?"], "without a key this command lists all"),
         (["--writ", "x"], "--writ"),
     ],

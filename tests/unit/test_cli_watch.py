@@ -10,7 +10,7 @@ import pytest
 from checkpoint_fakes import save
 
 from trainer.cli import watch
-from trainer.watch.run_status import EVENTS, HISTORY, METRICS, NUM_ROWS, RunFollower, Tail
+from trainer.watch.run_status import NUM_ROWS, RunFollower
 
 NOW_S = 1_000_000.0
 Call = Callable[..., tuple[int, str, str]]
@@ -24,14 +24,14 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [train(step) for step in range(1, 31)]
     rows.insert(20, {"step": 20, "attempt": 1, "kind": "start", "ts": NOW_S})
     rows += [{"step": step, "kind": "val", "val/loss": loss} for step, loss in ((10, 1.4), (20, 1.3), (30, 1.5))]
-    add(path / METRICS, *rows)
+    add(path / "metrics.jsonl", *rows)
     add(
-        path / EVENTS,
+        path / "events.jsonl",
         event("start", 0), event("alert", 5, "warn", "from before the restart"),
         event("start", 20), event("alert", 25, "warn", "loss \x1b[31m2.1 is 2.3 times its usual level"),
         event("save", 28), event("alert", 29, "error", "cannot upload"),
     )  # fmt: skip
-    (path / HISTORY).write_text("epoch,loss,reward_mean\n1,2.5,\n2,2.0,\n3,2.25,\n")
+    (path / "training_history.csv").write_text("epoch,loss,reward_mean\n1,2.5,\n2,2.0,\n3,2.25,\n")
     save(path, 10, 20)
     return path
 
@@ -52,8 +52,8 @@ def add(path: Path, *rows: dict[str, Any]) -> None:
 
 def beat(run_dir: Path, rank: int, age_s: float) -> None:
     (directory := run_dir / "heartbeat").mkdir(exist_ok=True)
-    content = {"step": 29, "phase": "backward", "ts": NOW_S - age_s}
-    (directory / f"rank{rank}.json").write_text(json.dumps(content))
+    content = {"rank": rank, "step": 29, "phase": "backward", "ts": NOW_S - age_s}
+    (directory / f"rank_{rank}.json").write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_rank_is_silent_after_three_missing_signs_of_life(run_dir: Path, call:
     beat(run_dir, 0, 89.0)
     beat(run_dir, 10, 3700.0)
     beat(run_dir, 2, 91.0)
-    (run_dir / "heartbeat" / "rank3.json").write_text("{")
+    (run_dir / "heartbeat" / "rank_3.json").write_text("{")
     lines = [line for line in call(run_dir)[1].splitlines() if "is silent" in line]
     assert lines == [
         "rank 2 is silent for 0:01:31, in backward at step 29",
@@ -98,10 +98,10 @@ def test_a_rank_is_silent_after_three_missing_signs_of_life(run_dir: Path, call:
 
 def test_a_run_that_ended_says_so_and_has_no_silent_ranks(run_dir: Path, call: Call) -> None:
     beat(run_dir, 0, 5000.0)
-    add(run_dir / EVENTS, event("end", 30, exit_code=75))
+    add(run_dir / "events.jsonl", event("end", 30, exit_code=75))
     out = call(run_dir)[1]
     assert "ended with exit code 75" in out and "is silent" not in out and "time left" not in out
-    add(run_dir / EVENTS, event("start", 30))
+    add(run_dir / "events.jsonl", event("start", 30))
     assert "is silent" in call(run_dir)[1]
 
 
@@ -110,7 +110,7 @@ def test_the_last_twenty_rows_and_the_means_of_the_last_ten_epochs_are_shown_on_
     run_dir: Path, call: Call
 ) -> None:
     epochs = [f"{epoch},{epoch},{epoch - 1},{epoch / 10}" for epoch in range(1, 13)]
-    (run_dir / HISTORY).write_text("\n".join(["epoch,loss,reward_mean,accuracy_mean", *epochs]) + "\n")
+    (run_dir / "training_history.csv").write_text("\n".join(["epoch,loss,reward_mean,accuracy_mean", *epochs]) + "\n")
     out = call(run_dir, "--rows")[1]
     table = [line.split() for line in out.splitlines()[-NUM_ROWS - 1 :]]
     assert table[0] == ["step", "train/loss", "train/grad_norm"] and table[1] == ["11", "2.45", "1.25"]
@@ -123,32 +123,22 @@ def test_the_last_twenty_rows_and_the_means_of_the_last_ten_epochs_are_shown_on_
 def test_a_rollback_takes_back_rows_and_validations(run_dir: Path) -> None:
     follower = RunFollower(run_dir)
     follower.read(now_s=NOW_S)
-    add(run_dir / METRICS, {"step": 15, "attempt": 1, "kind": "rollback", "ts": NOW_S}, train(16))
+    add(run_dir / "metrics.jsonl", {"step": 15, "attempt": 1, "kind": "rollback", "ts": NOW_S}, train(16))
     status = follower.read(now_s=NOW_S)
     assert [row["step"] for row in status.rows] == [11, 12, 13, 14, 15, 16] and status.validations == {10: 1.4}
-    add(run_dir / METRICS, train(14))
+    add(run_dir / "metrics.jsonl", train(14))
     assert [row["step"] for row in follower.read(now_s=NOW_S).rows] == [11, 12, 13, 14]
 
 
-def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
-    tail = Tail(tmp_path / "rows.jsonl")
-    assert list(tail.new_rows()) == []
-    with (tmp_path / "rows.jsonl").open("w") as file:
-        for text, expected in (('{"a": 1}\n{"a"', [1]), (": 2", []), ('}\nnot json\n[1]\n{"a": 3}\n', [2, 3])):
-            file.write(text)
-            file.flush()
-            assert [row["a"] for row in tail.new_rows()] == expected
-
-
 def test_values_that_are_not_finite_are_shown_as_such(run_dir: Path, call: Call) -> None:
-    add(run_dir / METRICS, train(31, **{"train/loss": None, "nonfinite": {"train/loss": "inf"}}))
+    add(run_dir / "metrics.jsonl", train(31, **{"train/loss": None, "nonfinite": {"train/loss": "inf"}}))
     assert "loss inf" in " ".join(call(run_dir)[1].split())
 
 
 def test_a_young_run_has_few_files(tmp_path: Path, call: Call) -> None:
     code, _, err = call(tmp_path)
     assert code == 2 and "is no run directory, or its first step is still to come" in err
-    add(tmp_path / METRICS, {"step": 1, "kind": "train"})
+    add(tmp_path / "metrics.jsonl", {"step": 1, "kind": "train"})
     assert call(tmp_path)[:2] == (0, f"{tmp_path}  starting\nstep  1\nloss  –\n".replace("–", "–"))
     assert call(tmp_path / "no")[0] == 2
 
@@ -158,7 +148,7 @@ def test_on_a_terminal_it_looks_again_until_interrupted(run_dir: Path, monkeypat
 
     def sleep(seconds: float) -> None:
         looks.append(threading.current_thread())
-        add(run_dir / METRICS, train(30 + len(looks)))
+        add(run_dir / "metrics.jsonl", train(30 + len(looks)))
         if len(looks) == 3:
             raise KeyboardInterrupt
 

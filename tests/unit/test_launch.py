@@ -125,16 +125,12 @@ def test_threads_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     env = rank_environment({"HOME": "/h"}, NodeLayout(), num_ranks=2, status_dir=tmp_path)
     assert env["OMP_NUM_THREADS"] == "4"
-    assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert (env["HOME"], env["SFT_STATUS_DIR"]) == ("/h", str(tmp_path))
-    mine = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "mine", "SFT_STATUS_DIR": "old"}
+    mine = {"OMP_NUM_THREADS": "3", "SFT_STATUS_DIR": "old"}
     assert rank_environment(mine, NodeLayout(), num_ranks=2, status_dir=tmp_path) == {
         **mine,
         "SFT_STATUS_DIR": str(tmp_path),
     }
-    assert "PYTORCH_ALLOC_CONF" not in rank_environment(
-        {"PYTORCH_CUDA_ALLOC_CONF": "x"}, NodeLayout(), num_ranks=1, status_dir=tmp_path
-    )
 
 
 @pytest.mark.parametrize("layout", [NodeLayout(), NodeLayout(2, 1, "head", 1234)])

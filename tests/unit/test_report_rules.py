@@ -128,7 +128,7 @@ def test_an_empty_log_is_insufficient_and_no_crash() -> None:
 def test_an_unknown_profile_or_limit_is_named() -> None:
     with pytest.raises(ValueError, match="unknown profile 'rlhf'"):
         analyse(sft_run(0), profile="rlhf")
-    with pytest.raises(ValueError, match="did you mean loss_ratio"):
+    with pytest.raises(ValueError, match="did you mean 'loss_ratio'"):
         analyse(sft_run(0), thresholds={"loss_ratoi": 2.0})
 
 

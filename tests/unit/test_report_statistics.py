@@ -152,7 +152,7 @@ def test_the_file_of_limits_names_line_and_near_name_of_a_mistake(tmp_path: Path
     with pytest.raises(ValueError, match="line 1: 'loss_ratio: high' is not"):
         read_thresholds(path)
     path.write_text("kl_hihg: 3\n")
-    with pytest.raises(ValueError, match="did you mean kl_high"):
+    with pytest.raises(ValueError, match="did you mean 'kl_high'"):
         read_thresholds(path)
 
 

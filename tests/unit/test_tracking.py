@@ -17,7 +17,8 @@ import torch
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.tracking import Tracking, facade, files, read_metrics
+from trainer.runtime import json_lines
+from trainer.tracking import Tracking, facade, read_metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MARKERS, Row
@@ -146,7 +147,7 @@ def test_a_metric_named_like_a_column_is_refused(tmp_path: Path) -> None:
 def test_full_disk_warns_once_and_later_rows_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, short_write: bool
 ) -> None:
-    real_write = files.os.write
+    real_write = json_lines.os.write
 
     def full_disk(descriptor: int, line: bytes) -> int:
         if not short_write:
@@ -155,10 +156,10 @@ def test_full_disk_warns_once_and_later_rows_are_whole(
 
     tracking = track(tmp_path)
     tracking.log({"train/loss": 1.0}, step=1)
-    monkeypatch.setattr(files.os, "write", full_disk)
+    monkeypatch.setattr(json_lines.os, "write", full_disk)
     for step in (2, 3):
         tracking.log({"train/loss": 1.0}, step=step)
-    monkeypatch.setattr(files.os, "write", real_write)
+    monkeypatch.setattr(json_lines.os, "write", real_write)
     tracking.log({"train/loss": 1.0}, step=4)
     tracking.finish(0)
     assert [row["step"] for row in raw_rows(tmp_path)] == [1, 4]
@@ -244,6 +245,7 @@ def test_several_hung_backends_are_waited_for_together(tmp_path: Path, monkeypat
 def test_process_ends_while_a_backend_hangs(tmp_path: Path) -> None:
     program = """
 import pathlib, sys, threading
+from trainer.runtime import json_lines
 from trainer.tracking import Tracking, facade
 
 class Hung:

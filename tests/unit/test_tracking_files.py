@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainer.tracking import Tracking, facade, files, read_metrics
+from trainer.runtime import json_lines
+from trainer.tracking import Tracking, facade, read_metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.events_file import Event, read_events
 from trainer.tracking.metrics_file import Row
@@ -108,7 +109,7 @@ def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path: Path, monkeypat
 
     tracking = track(tmp_path)
     tracking.start(0)  # waits for run.json, once
-    monkeypatch.setattr(files.os, "fsync", slow_disk)
+    monkeypatch.setattr(json_lines.os, "fsync", slow_disk)
     log_steps(tracking, range(1, 3))
     tracking.flush()
     assert synced.acquire(timeout=20), "nothing was synced"

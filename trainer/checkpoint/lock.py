@@ -1,7 +1,6 @@
 """One run per directory: a lock that a killed run cannot leave behind and a fenced run cannot use."""
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -16,10 +15,10 @@ from typing import Self
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
+from trainer.runtime.file_lock import try_lock
 from trainer.runtime.live_run import LOCK
 
 POLL_S = 0.1
-NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 REPLACED = (errno.ENOENT, errno.ESTALE)
 
 logger = logging.getLogger(__name__)
@@ -116,17 +115,12 @@ class RunLock:
     def _try_acquire(self, deadline_s: float) -> bool:
         """False: another run holds it or came in between, try again. Raises `ConfigError` after the deadline."""
         descriptor = self._open(self._path, os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        is_locked = try_lock(descriptor)
+        if is_locked is None:
             self._wait(deadline_s)
             return False
-        except OSError as error:
-            if error.errno not in NO_FLOCK:
-                raise
-            logger.warning(
-                "%s: this file system has no locks (%s): holding a lease there instead", self._path, error.strerror
-            )
+        if not is_locked:
+            logger.warning("%s: this file system has no locks: holding a lease there instead", self._path)
             return self._try_lease(deadline_s)
         if b'"renewed"' in self._content():  # of a machine without flock: this one cannot tell whether it lives
             return self._try_lease(deadline_s)

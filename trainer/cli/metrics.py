@@ -5,7 +5,6 @@ unknown key, 73 cannot write.
 """
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from trainer.catalogue import (
     split_reducer,
 )
 from trainer.cli.arguments import Parser
-from trainer.config import ConfigError
+from trainer.config import ConfigError, did_you_mean
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_DONE, EXIT_USAGE
 
 INTRODUCTION = """\
@@ -69,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
 def _known(key: str) -> Metric:
     metric = lookup(key)
     if metric is None:
-        near = difflib.get_close_matches(split_reducer(key)[0], [metric.key for metric in CATALOGUE], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "without a key this command lists all"
+        near = did_you_mean(split_reducer(key)[0], (metric.key for metric in CATALOGUE), most=3)
+        hint = near or "without a key this command lists all"
         raise ConfigError(f"unknown metric '{key}': {hint}")
     return metric
 

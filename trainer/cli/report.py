@@ -18,7 +18,7 @@ from trainer.report.around import around
 from trainer.report.as_json import as_json
 from trainer.report.page import as_page
 from trainer.report.terminal import print_report, print_section
-from trainer.tracking.files import atomic_write
+from trainer.runtime.atomic_files import atomic_write
 
 DEFAULT_WINDOW = 20
 

@@ -4,7 +4,7 @@ It imports neither torch nor hydra, so a mistyped key fails before anything slow
 """
 
 from trainer.config.foreign import find_foreign, own_words
-from trainer.config.keys import ConfigError, parse_duration_s
+from trainer.config.keys import ConfigError, did_you_mean, parse_duration_s
 from trainer.config.parse import known_keys, parse_config, problem_with_key
 from trainer.config.schema import (
     AUTO,
@@ -37,6 +37,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "TrainerConfig",
+    "did_you_mean",
     "find_foreign",
     "known_keys",
     "own_words",

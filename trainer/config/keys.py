@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
 
@@ -12,6 +12,12 @@ Check = Callable[[Any], str]
 
 class ConfigError(ValueError):
     """The user's configuration is wrong; the message names the key and a fix. Exit code 2."""
+
+
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
+    """A question for the known words that a mistyped one is nearest to; '' where none is near."""
+    near = [f"'{other}'" for other in difflib.get_close_matches(word, list(known), n=most)]
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def key(default: Any, meaning: str, *checks: Check) -> Any:
@@ -52,9 +58,8 @@ def one_of(*allowed: str) -> Check:
         for item in value if isinstance(value, list) else [value]:
             text = str(item).lower() if isinstance(item, bool) else item
             if text not in allowed:
-                close = difflib.get_close_matches(text, allowed, n=1)
-                hint = f" (did you mean '{close[0]}'?)" if close else ""
-                return f"must be one of {', '.join(allowed)}; got '{text}'{hint}"
+                hint = did_you_mean(text, allowed)
+                return f"must be one of {', '.join(allowed)}; got '{text}'" + (f" ({hint})" if hint else "")
         return ""
 
     return wrong

@@ -38,6 +38,7 @@ from trainer.data.sample_writer import (
     write_samples,
 )
 from trainer.errors import CannotWriteError, DataError
+from trainer.runtime.atomic_files import atomic_write, publish
 from trainer.runtime.file_lock import POLL_S, locked
 
 logger = logging.getLogger(__name__)
@@ -218,9 +219,8 @@ def _tell(directory: Path, *, error: str | None) -> None:
     """Leave the outcome to the other ranks of this machine; where nothing can be written, nothing was wrong either."""
     if os.access(directory.parent, os.W_OK):
         note = _outcome_file(directory)
-        staging = note.with_name(f"{note.name}.tmp-{os.getpid()}")
-        staging.write_text(json.dumps({"launch": _launch(), "error": error}))
-        staging.rename(note)
+        text = json.dumps({"launch": _launch(), "error": error})
+        atomic_write(note, text, partial=note.with_name(f"{note.name}.tmp-{socket.gethostname()}-{os.getpid()}"))
 
 
 def _wait_for(directory: Path, progress: Callable[[], None]) -> None:
@@ -311,24 +311,9 @@ def _way_out(summary: Summary, options: PrepareOptions) -> str:
 
 
 def _publish(staging: Path, directory: Path) -> None:
-    for path in (*staging.iterdir(), staging):
-        _fsync(path)
-    try:
-        staging.rename(directory)
-    except OSError:
-        if not directory.is_dir():
-            raise
-        # Another process was first, with the same content; or the damaged one is there, which may still be mapped.
-        if find_damage(directory):
-            directory.rename(staging.with_name(f"{staging.name}-damaged"))
-            staging.rename(directory)
-            shutil.rmtree(staging.with_name(f"{staging.name}-damaged"), ignore_errors=True)
-    _fsync(directory.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    # Another process may be first, with the same content; or the damaged one is there, which may still be mapped.
+    if not publish(staging, directory) and find_damage(directory):
+        damaged = staging.with_name(f"{staging.name}-damaged")
+        directory.rename(damaged)
+        publish(staging, directory)
+        shutil.rmtree(damaged, ignore_errors=True)

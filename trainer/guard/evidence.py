@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.batch import StepBatch, document_sums
+from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.distributed import World
+from trainer.runtime.json_lines import strict
 
 logger = logging.getLogger(__name__)
 NUM_ROWS = 32
@@ -62,15 +63,13 @@ class EvidenceKeeper:
             "rows_before": list(self._rows),
         }
         try:
-            self._write(f"step_{batch.step}.json", json.dumps(_strict(evidence), indent=1))
+            self._write(f"step_{batch.step}.json", json.dumps(strict(evidence), indent=1))
         except OSError as error:
             logger.warning("cannot keep the evidence of step %d in %s: %s", batch.step, self._directory, error)
 
     def _write(self, name: str, text: str) -> None:
         self._directory.mkdir(exist_ok=True)
-        partial = self._directory / f"{name}.tmp"
-        partial.write_text(text + "\n")
-        os.replace(partial, self._directory / name)
+        atomic_write(self._directory / name, text + "\n")
         logger.warning("the samples of the batch and their losses: %s", self._directory / name)
         files = sorted(self._directory.glob("step_*.json"), key=lambda path: path.stat().st_mtime_ns)
         for old in files[:-MAX_FILES]:
@@ -93,12 +92,3 @@ def _by_loss(sample: Mapping[str, Any]) -> float:
     """Highest first, and what is not a number before all."""
     loss = float(sample["loss"])
     return -math.inf if math.isnan(loss) else -loss
-
-
-def _strict(value: Any) -> Any:
-    """The same without NaN and infinities, which JSON lacks: they become text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    return [_strict(item) for item in value] if isinstance(value, list | tuple) else value

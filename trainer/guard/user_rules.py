@@ -1,10 +1,9 @@
 """The user's rules (`trainer.guard.rules`) against what the guard knows and can do; no torch."""
 
-import difflib
 from collections.abc import Sequence
 from math import inf
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, did_you_mean
 from trainer.detection import Limits, Rule, RuleError, parse_rule
 from trainer.detection.rules import Comparison
 
@@ -58,8 +57,7 @@ def require_known_keys(rules: Sequence[Rule]) -> None:
     """Raises `ValueError` for a rule about a metric the guard does not see: ranks could not agree on it."""
     for rule in rules:
         if unknown := [key for key in rule.keys if key not in SIGNALS]:
-            near = difflib.get_close_matches(unknown[0], SIGNALS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"it sees {', '.join(SIGNALS)}"
+            hint = did_you_mean(unknown[0], SIGNALS) or f"it sees {', '.join(SIGNALS)}"
             raise ValueError(f"rule '{rule.text}': the guard does not see '{unknown[0]}'; {hint}")
 
 

@@ -170,6 +170,4 @@ def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: i
     added = {"OMP_NUM_THREADS": str(threads)}
     if layout.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
         added |= gloo_interface(layout.master_addr)
-    if "PYTORCH_CUDA_ALLOC_CONF" not in env:
-        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {**added, **env, "SFT_STATUS_DIR": str(status_dir)}

@@ -5,7 +5,6 @@ its parent, so killing the launcher leaves nothing behind. torchrun folds every 
 after a signal; so ranks write their pid and exit code into the status directory, and signals go to them directly.
 """
 
-import ctypes
 import functools
 import logging
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
 from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.environment import uncollected
+from trainer.runtime.environment import die_with_parent, uncollected
 from trainer.runtime.file_lock import try_lock
 from trainer.runtime.signals import AGENT_PID, heeded_signals
 
@@ -106,10 +105,7 @@ def killed_exit_code(reported: int | None) -> int:
 
 def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
     """In the new process: die with the launcher, and undo the launcher's way of receiving signals."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != launcher_pid:
-        os._exit(EXIT_CRASH)
+    die_with_parent(launcher_pid, code=EXIT_CRASH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 

@@ -1,14 +1,9 @@
 """The report as plain containers for JSON, described by `docs/report.schema.json`. JSON has no NaN: it becomes null."""
 
-import dataclasses
-import math
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainer.report.result import Finding, Report
+from trainer.runtime.json_lines import strict
 
 SCHEMA = "fsdp-sft-report/2"
 
@@ -52,15 +47,4 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as objects, tuples as arrays, keys as text, and null for what is not finite."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, Path) else value
+    return strict(value, nonfinite=lambda _: None)

@@ -1,10 +1,11 @@
 """The limits of all rules: defaults in `thresholds.yaml`, single ones overridden by a file or a mapping."""
 
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+
+from trainer.config import did_you_mean
 
 
 def read_thresholds(path: Path) -> dict[str, float]:
@@ -46,6 +47,5 @@ def _parse(text: str, source: str) -> dict[str, float]:
 def _check_names(limits: Mapping[str, float], place: str) -> None:
     for name in limits:
         if name not in _defaults():
-            near = difflib.get_close_matches(name, _defaults(), n=1)
-            hint = f"did you mean {near[0]}?" if near else "trainer/report/thresholds.yaml lists all"
+            hint = did_you_mean(name, _defaults()) or "trainer/report/thresholds.yaml lists all"
             raise ValueError(f"unknown threshold {name!r} {place}: {hint}")

@@ -3,7 +3,6 @@
 Nothing that is started here outlives its block, or this process.
 """
 
-import ctypes
 import os
 import signal
 import statistics
@@ -21,6 +20,7 @@ import psutil
 
 from trainer.checkpoint import layout
 from trainer.errors import EXIT_CRASH, EXIT_DONE
+from trainer.runtime.environment import die_with_parent
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 LAUNCHER = ("-m", "trainer.launch")
@@ -160,7 +160,7 @@ class Run:
     def _started(self) -> Iterator[subprocess.Popen]:
         """In a process group of its own, nothing of which outlives the block."""
         env = {**os.environ, "TMPDIR": str(self.scratch)}
-        child_setup = partial(_die_with_parent, os.getpid())
+        child_setup = partial(die_with_parent, os.getpid(), code=EXIT_CRASH)
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *LAUNCHER, *self.words],
@@ -219,11 +219,3 @@ def _status(process: psutil.Process) -> str:
         return str(process.status()) if process.is_running() else psutil.STATUS_DEAD
     except psutil.Error:
         return psutil.STATUS_DEAD
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """In the new process: however this command ends, its runs end with it."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(EXIT_CRASH)

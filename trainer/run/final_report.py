@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from trainer.tracking.files import atomic_write
+from trainer.runtime.atomic_files import atomic_write
 
 logger = logging.getLogger(__name__)
 FILE = "report.html"

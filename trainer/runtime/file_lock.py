@@ -1,5 +1,6 @@
 """One process at a time, by a lock that the kernel takes back when its holder dies (floor 1, no torch)."""
 
+import errno
 import fcntl
 import time
 from collections.abc import Callable, Iterator
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 POLL_S = 0.2
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""What some network file systems answer."""
 
 
 @contextmanager
@@ -24,11 +27,16 @@ def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterato
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Take the lock on an open file or directory: None while another holds it, False where there are no locks."""
+    """Take the lock on an open file or directory: None while another holds it, False where the file system has none.
+
+    Raises `OSError` for anything else.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
-    except OSError:  # some network file systems
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
         return False
     return True

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.environment import local_rank
 
 MAX_PHASE_BYTES = 24
@@ -101,11 +102,9 @@ class Heartbeat:
         assert self._report is not None
         self._next_report_s = time.monotonic() + REPORT_EVERY_S
         content = {"rank": self._rank, "step": self.step, "phase": self._phase_name, "ts": round(time.time(), 3)}
-        partial = self._report.with_suffix(".tmp")
         with contextlib.suppress(OSError):
             self._report.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(content) + "\n")
-            os.replace(partial, self._report)
+            atomic_write(self._report, json.dumps(content) + "\n", is_durable=False)
 
     def _give_up(self, error: OSError) -> None:
         """A heartbeat that cannot be written must not look like a hang: without its file the rank is not watched."""

@@ -1,14 +1,12 @@
 """Whether a run directory is being trained in right now, from the record in its lock file."""
 
-import json
 import os
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.runtime.heartbeat import REPORT_DIRECTORY, REPORT_EVERY_S
+from trainer.runtime.json_lines import read_object
 
 LOCK = ".train.lock"
 """Its holder's record; empty once the run has given it back, left as it is by one that was killed."""
@@ -17,7 +15,7 @@ SILENT_S = 3 * REPORT_EVERY_S
 
 def is_live(run_dir: Path) -> bool:
     """On this machine by the process, from another one by the newest heartbeat."""
-    record = _record(run_dir)
+    record = read_object(run_dir / LOCK)
     if record.get("host") == socket.gethostname():
         return trainer_pid(run_dir) is not None
     beats = [path.stat().st_mtime for path in run_dir.glob(f"{REPORT_DIRECTORY}/rank_*.json")] if record else []
@@ -26,7 +24,7 @@ def is_live(run_dir: Path) -> bool:
 
 def trainer_pid(run_dir: Path) -> int | None:
     """The process of this machine that trains there; None where there is none, or it runs elsewhere."""
-    record = _record(run_dir)
+    record = read_object(run_dir / LOCK)
     pid = record.get("pid")
     if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
         return None
@@ -37,10 +35,3 @@ def trainer_pid(run_dir: Path) -> int | None:
     except PermissionError:  # of another user, and alive
         pass
     return pid
-
-
-def _record(run_dir: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        record = json.loads((run_dir / LOCK).read_bytes())
-        return record if isinstance(record, dict) else {}
-    return {}

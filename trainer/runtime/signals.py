@@ -5,7 +5,6 @@ the run's exit code, because torchrun folds every failure into 1.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import math
@@ -22,7 +21,7 @@ from typing import NoReturn
 import psutil
 
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
-from trainer.runtime.environment import local_rank
+from trainer.runtime.environment import die_with_parent, local_rank
 from trainer.runtime.log import say
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -111,12 +110,7 @@ def join_launcher() -> None:
     """
     if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
         return
-    parent = int(os.environ.get(AGENT_PID, os.getppid()))
-    with contextlib.suppress(OSError, AttributeError):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(EXIT_RESUMABLE)
+    die_with_parent(int(os.environ.get(AGENT_PID, os.getppid())), code=EXIT_RESUMABLE)
     stacks = os.open(Path(directory, f"rank_{local_rank()}.stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
     Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))  # last: whoever reads it may send signals

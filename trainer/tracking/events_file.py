@@ -5,7 +5,6 @@ what else belongs to that kind. Every attempt begins with an event of kind "star
 `exit_code`; one that was killed has no end.
 """
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_CRASH
-from trainer.tracking.files import AppendFile, read_objects
+from trainer.runtime.json_lines import AppendFile, JsonLines, strict
 
 FILE_NAME = "events.jsonl"
 LEVELS = ("info", "warn", "error")
@@ -47,7 +46,7 @@ class EventsFile:
     def append(self, event: Event) -> None:
         columns = {"ts": round(time.time(), 3), "attempt": self._attempt, "step": event.step, "kind": event.kind}
         columns |= {"level": event.level, "message": event.message}
-        self._file.append(columns | _strict(event.fields))
+        self._file.append(columns | strict(event.fields))
 
     def sync_soon(self) -> None:
         self._file.sync_soon()
@@ -58,7 +57,7 @@ class EventsFile:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """In the order written; none without the file. Torn or foreign lines are passed over."""
-    return [event for _, event in read_objects(path) if event.keys() >= COLUMNS] if path.exists() else []
+    return [event for _, event in JsonLines(path) if event.keys() >= COLUMNS]
 
 
 def last_exit_code(path: Path) -> int | None:
@@ -67,14 +66,3 @@ def last_exit_code(path: Path) -> int | None:
     if not ends:
         return None
     return int(ends[-1]["exit_code"]) if ends[-1]["kind"] == "end" else EXIT_CRASH
-
-
-def _strict(value: Any) -> Any:
-    """The value as strict JSON has it: NaN and infinity by name, a path and the like as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return value if value is None or isinstance(value, bool | int | str) else str(value)

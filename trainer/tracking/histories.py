@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from trainer.errors import EXIT_DONE
+from trainer.runtime.atomic_files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
-from trainer.tracking.files import atomic_write
 from trainer.tracking.metrics_file import Row
 from trainer.tracking.run_info import RunInfo
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.tracking.files import AppendFile, read_objects
+from trainer.runtime.json_lines import AppendFile, JsonLines
 
 FILE_NAME = "metrics.jsonl"
 RESERVED = frozenset({"step", "attempt", "kind", "ts", "nonfinite"})
@@ -130,6 +130,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(_contents(path))
 
 
+def restored(content: dict[str, Any]) -> dict[str, Any]:
+    """A line as it was logged: what `nonfinite` names is a float again."""
+    return content | {key: float(value) for key, value in content.get("nonfinite", {}).items()}
+
+
 def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Row]:
     """The same one by one, however long the run; with `before_attempt` only those that earlier attempts wrote."""
     for content in _contents(path, before_attempt):
@@ -175,12 +180,11 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
             merged: dict[str, Any] = {}
             for offset in places[place]:
                 file.seek(offset)
-                row = json.loads(file.readline())
-                merged |= row | {key: float(value) for key, value in row.get("nonfinite", {}).items()}
+                merged |= restored(json.loads(file.readline()))
             yield merged
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for offset, content in read_objects(path):
+    for offset, content in JsonLines(path):
         if content.keys() >= {"step", "attempt", "kind"} and isinstance(content["step"], int):
             yield offset, content

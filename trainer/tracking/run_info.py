@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.runtime.atomic_files import atomic_write
 from trainer.tracking import metrics_file
-from trainer.tracking.files import atomic_write
 from trainer.tracking.metrics_file import Row
 
 logger = logging.getLogger(__name__)

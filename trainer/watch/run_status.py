@@ -1,9 +1,8 @@
 """How a run stands right now, read from its files while it trains (floor 5, no torch)."""
 
 import csv
-import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint_tools.listing import Listing, is_run, read_run
+from trainer.runtime.heartbeat import REPORT_DIRECTORY
+from trainer.runtime.json_lines import JsonLines, read_object
+from trainer.runtime.live_run import SILENT_S
+from trainer.tracking import events_file, histories, metrics_file
 
-METRICS, EVENTS, HISTORY, HEARTBEATS = "metrics.jsonl", "events.jsonl", "training_history.csv", "heartbeat"
-HEARTBEAT_S = 30.0
-SILENT_BEATS = 3
-"""A rank is silent when this many of its signs of life are missing."""
-REWINDS = ("start", "rollback")
-"""Rows that say from which step on a run continues: what stood after it no longer counts."""
 NUM_ROWS = 20
 BY_EPOCH = ("loss", "reward_mean", "accuracy_mean")
 
@@ -53,7 +50,8 @@ class RunFollower:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._metrics, self._events = Tail(run_dir / METRICS), Tail(run_dir / EVENTS)
+        self._metrics = JsonLines(run_dir / metrics_file.FILE_NAME)
+        self._events = JsonLines(run_dir / events_file.FILE_NAME)
         self._rows: deque[Row] = deque(maxlen=NUM_ROWS)
         self._validations: dict[int, float] = {}
         self._alerts: list[Row] = []
@@ -61,26 +59,26 @@ class RunFollower:
 
     def read(self, *, now_s: float) -> Status:
         """`now_s` in Unix seconds. Raises nothing for files that are missing: a young run has few."""
-        for row in self._metrics.new_rows():
-            self._take(row)
-        for event in self._events.new_rows():
+        for _, row in self._metrics:
+            self._take(metrics_file.restored(row))
+        for _, event in self._events:
             self._handle(event)
         return Status(
             run_dir=self._run_dir,
             rows=tuple(self._rows),
             validations=dict(self._validations),
-            epochs=_epoch_means(self._run_dir / HISTORY),
+            epochs=_epoch_means(self._run_dir / histories.FILE_NAMES["train"]),
             alerts=tuple(self._alerts),
             exit_code=self._exit_code,
             checkpoints=read_run(self._run_dir) if is_run(fsio.list_dir(self._run_dir)) else None,
-            silent=() if self._exit_code is not None else _silent_ranks(self._run_dir / HEARTBEATS, now_s),
+            silent=() if self._exit_code is not None else _silent_ranks(self._run_dir, now_s),
         )
 
     def _take(self, row: Row) -> None:
         step, kind = row.get("step"), row.get("kind")
         if not isinstance(step, int):
             return
-        if kind in REWINDS:
+        if kind in metrics_file.MARKERS:
             self._rewind(step)
         elif kind == "train":
             if self._rows and step <= self._rows[-1]["step"]:
@@ -103,26 +101,6 @@ class RunFollower:
             self._alerts.append(event)
 
 
-class Tail:
-    """The lines that were added to a JSONL file since the last look; a line without its end waits for it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def new_rows(self) -> Iterator[Row]:
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                with suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict):
-                        yield row | {key: float(value) for key, value in row.get("nonfinite", {}).items()}
-
-
 def _epoch_means(path: Path) -> dict[str, tuple[float, ...]]:
     """Of the columns that are there; a value that was not finite is left out, as the file leaves it out."""
     if not path.exists():
@@ -133,13 +111,12 @@ def _epoch_means(path: Path) -> dict[str, tuple[float, ...]]:
     return {name: values for name, values in means.items() if values}
 
 
-def _silent_ranks(directory: Path, now_s: float) -> tuple[SilentRank, ...]:
+def _silent_ranks(run_dir: Path, now_s: float) -> tuple[SilentRank, ...]:
     found = []
-    for path in sorted(directory.glob("rank*.json")):
-        with suppress(OSError, ValueError, KeyError):  # being replaced just now: it is not silent
-            beat = json.loads(path.read_text(encoding="utf-8"))
+    for path in (run_dir / REPORT_DIRECTORY).glob("rank_*.json"):
+        with suppress(ValueError, KeyError, TypeError):  # nothing to be read from: it is not silent
+            beat = read_object(path)
             silent_s = now_s - float(beat["ts"])
-            if silent_s > SILENT_BEATS * HEARTBEAT_S:
-                rank = int(path.stem.removeprefix("rank").lstrip("_-"))
-                found.append(SilentRank(rank, int(beat["step"]), str(beat["phase"]), silent_s))
+            if silent_s > SILENT_S:
+                found.append(SilentRank(int(beat["rank"]), int(beat["step"]), str(beat["phase"]), silent_s))
     return tuple(sorted(found, key=lambda one: one.rank))

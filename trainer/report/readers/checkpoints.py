@@ -4,8 +4,9 @@ import os
 import re
 from pathlib import Path
 
-from trainer.report.readers.parsing import as_step, read_json
+from trainer.report.readers.parsing import as_step
 from trainer.report.run_log import CheckpointState
+from trainer.runtime.json_lines import read_object
 
 POINTER = "latest_checkpointed_iteration.txt"
 _STEP_DIR = re.compile(r"(?:global_step_|checkpoint-)(\d{1,15})")
@@ -33,13 +34,13 @@ def tracker_step(run_dir: Path) -> int | None:
 
 
 def _own_faults(path: Path) -> list[str]:
-    manifest = read_json(path / "manifest.json")
+    manifest = read_object(path / "manifest.json")
     files = manifest.get("files")
     if isinstance(files, list):
         return [fault for item in files if (fault := _listed_fault(path, item))]
     if (path / "manifest.json").exists():
         return ["manifest.json cannot be read"]
-    world_size = as_step(read_json(path / "fsdp_config.json").get("world_size"))
+    world_size = as_step(read_object(path / "fsdp_config.json").get("world_size"))
     if not world_size:
         return ["neither manifest.json nor fsdp_config.json: its save did not finish"]
     names = [f"{part}_world_size_{world_size}_rank_{{}}.pt" for part in ("model", "optim", "extra_state")]
@@ -72,7 +73,7 @@ def _transformers_faults(path: Path) -> list[str]:
     names = {entry.name for entry in path.iterdir()}
     faults = [] if "trainer_state.json" in names else ["trainer_state.json is missing"]
     for index in sorted(name for name in names if name.endswith(".index.json")):
-        shards = read_json(path / index).get("weight_map")
+        shards = read_object(path / index).get("weight_map")
         wanted = {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
         faults += [f"{shard} is missing" for shard in sorted(wanted - names)]
     weights = [name for name in names if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"]

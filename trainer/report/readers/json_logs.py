@@ -18,10 +18,10 @@ from trainer.report.readers.parsing import (
     flat,
     fraction_total,
     json_rows,
-    read_json,
 )
 from trainer.report.readers.transformers_state import MEAN_NOTE, NAN_NOTE, read_transformers, state_files
 from trainer.report.run_log import RunLog, Series
+from trainer.runtime.json_lines import read_object
 
 STEP_KEYS = (
     "step", "global_step", "trainer/step", "trainer/global_step", "_step", "current_steps", "current_iteration",
@@ -69,7 +69,7 @@ def read_swift(path: Path) -> RunLog:
         last_place = place
         frame.add(step, row)
     log = _finished(path, "ms-swift", frame, faults)
-    config = flat(read_json(path.parent / "args.json")) | summary
+    config = flat(read_object(path.parent / "args.json")) | summary
     log = replace(log, config=config, total_steps=fraction_total(last_place))
     return replace(_with_step_times(log), notes=(MEAN_NOTE, NAN_NOTE, ELAPSED_NOTE))
 
@@ -93,7 +93,7 @@ def read_llama_factory(path: Path) -> RunLog:
 
 def _with_state(log: RunLog) -> RunLog:
     """What only transformers' own state beside the log knows: grad_norm, and the arguments."""
-    config = flat(read_json(log.path.parent / "all_results.json"), "summary.")
+    config = flat(read_object(log.path.parent / "all_results.json"), "summary.")
     for path in state_files(log.path.parent)[:1]:
         try:
             state = read_transformers(path)

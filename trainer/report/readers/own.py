@@ -15,9 +15,9 @@ from trainer.report.readers.parsing import (
     flat,
     json_rows,
     parse_number,
-    read_json,
 )
 from trainer.report.run_log import LogEvent, RunLog, Series
+from trainer.runtime.json_lines import read_object
 from trainer.runtime.live_run import is_live
 
 MARKERS = ("start", "rollback")
@@ -35,7 +35,7 @@ def read_own(path: Path) -> RunLog:
     clock = frame.take("ts")
     resolved = frame.resolve(canonical)
     run_dir = path.parent
-    run = read_json(run_dir / "run.json")
+    run = read_object(run_dir / "run.json")
     config = run.get("config")
     config = flat(config) if isinstance(config, dict) else {}
     events, exit_code = _read_events(run_dir / "events.jsonl", faults)

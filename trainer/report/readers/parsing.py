@@ -94,15 +94,6 @@ def _glued_row(line: bytes) -> Any:
         return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file, {} without one or where it is broken: what it says is an extra."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 @lru_cache(maxsize=4096)
 def parse_number(text: str) -> float | None:
     """The number in a string: "0.5", "46.67%", "2800/6000" (2800), "1h 2m 3s" and "1:02:03" (seconds); else None."""

@@ -9,8 +9,9 @@ from typing import Any
 from trainer.report.readers.aliases import canonical
 from trainer.report.readers.checkpoints import find_checkpoints
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import Faults, UnreadableLogError, as_step, flat, read_json
+from trainer.report.readers.parsing import Faults, UnreadableLogError, as_step, flat
 from trainer.report.run_log import RunLog
+from trainer.runtime.json_lines import read_object
 
 FILE_NAME = "trainer_state.json"
 NAN_NOTE = (
@@ -60,7 +61,7 @@ def read_transformers(path: Path) -> RunLog:
         series=resolved.series,
         num_rows=frame.num_rows,
         num_unparsed=faults.num_unparsed,
-        config=flat(read_json(run_dir / "args.json")) | config,
+        config=flat(read_object(run_dir / "args.json")) | config,
         checkpoints=find_checkpoints(run_dir),
         total_steps=as_step(config.get("max_steps")) or None,
         num_disordered_rows=resolved.num_disordered_rows,

@@ -1,0 +1,49 @@
+"""JSON on disk: lines that are read while others are written, numbers that JSON lacks, files that are no JSON."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.runtime.json_lines import JsonLines, read_object, strict
+
+
+def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines, places = JsonLines(path), []
+    assert list(lines) == []
+    with path.open("w") as file:
+        for text, expected in (('{"a": 1}\n{"a"', [1]), (": 2", []), ('}\nnot json\n[1]\n{"a": 3}\n', [2, 3])):
+            file.write(text)
+            file.flush()
+            found = list(lines)
+            assert [row["a"] for _, row in found] == expected
+            places += found
+    content = path.read_bytes()
+    assert [json.loads(content[offset:].splitlines()[0]) for offset, _ in places] == [row for _, row in places]
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    path: Path
+
+
+def test_what_json_lacks_is_written_strictly() -> None:
+    value = {1: (math.nan, -math.inf, 0.5), "point": Point(math.inf, Path("a/b")), "on": True, "none": None}
+    named = {"1": ["nan", "-inf", 0.5], "point": {"x": "inf", "path": "a/b"}, "on": True, "none": None}
+    assert strict(value) == named
+    assert strict(value, nonfinite=lambda _: None)["1"] == [None, None, 0.5]
+    assert json.dumps(strict([np.float32(0.5), np.int64(3), np.float64("nan")]), allow_nan=False) == '[0.5, 3, "nan"]'
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
+def test_a_file_without_an_object_is_an_empty_one(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "x.json").write_bytes(content)
+    assert read_object(tmp_path / "x.json") == {}
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    assert read_object(tmp_path / "x.json") == {"a": 1}
