@@ -31,7 +31,7 @@ LOGGED = re.compile(
 )
 LOGGING_FILES = (
     "loop",
-    "build",
+    "run",
     "batch.py",
     "monitor",
     "checkpoint",
