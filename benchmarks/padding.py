@@ -77,7 +77,7 @@ class Turns:
     def __init__(self, world: World, lengths: list[np.ndarray], quadratic_cost: float) -> None:
         self._samples = RandomSamples(np.concatenate(lengths))
         self._ids = np.split(np.arange(sum(map(len, lengths))), np.cumsum([len(batch) for batch in lengths])[:-1])
-        self._plan = RankPlan(world.rank, world.size, Limits(MAX_TOKENS, None), quadratic_cost)
+        self._plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(MAX_TOKENS, None), quadratic_cost)
         rounds = np.arange(len(lengths)).reshape(-1, len(KINDS))
         rounds[1::2] = rounds[1::2, ::-1]
         self.order = [int(batch) for batch in rounds.ravel()]
@@ -106,7 +106,9 @@ def train(world: World, source: ModelSource, lengths: list[np.ndarray], dtype: s
 def shape(lengths: np.ndarray, num_ranks: int, quadratic_cost: float) -> dict[str, float]:
     """What a batch costs by the model's shapes, and how it is dealt to ranks."""
     costs = lengths + quadratic_cost * lengths.astype(np.float64) ** 2
-    dealt = split_batch(lengths, world_size=num_ranks, limits=Limits(MAX_TOKENS, None), quadratic_cost=quadratic_cost)
+    dealt = split_batch(
+        lengths, num_data_ranks=num_ranks, limits=Limits(MAX_TOKENS, None), quadratic_cost=quadratic_cost
+    )
     loads = [costs[[index for micro_batch in rank for index in micro_batch]].sum() for rank in dealt]
     return {
         "tokens": int(lengths.sum()),

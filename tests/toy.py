@@ -189,7 +189,7 @@ def toy_run(
     optim = optim_config(name=changes.pop("optimizer_name", "adamw"))
     if not model.is_packed:
         max_samples = 1
-    plan = RankPlan(world.rank, world.size, Limits(max_tokens, max_samples), flops.quadratic_cost(model))
+    plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(max_tokens, max_samples), flops.quadratic_cost(model))
     schedule = Schedule(len(samples.lengths), batch_size, seed=3, start=start)
     settings: dict[str, Any] = {
         "world": world,

@@ -24,7 +24,7 @@ NUM_STEPS = 40
 def train(world: World, run_dir: Path, source: Any) -> tuple[int, list[int], dict[int, float]]:
     """(exit code, steps trained, validations): training samples are learned by heart, held-out ones get worse."""
     held_out = ToySamples(seed=99)
-    plan = RankPlan(world.rank, world.size, Limits(None, None), 0.0)
+    plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(None, None), 0.0)
     result = toy_runs.run(
         world,
         run_dir,

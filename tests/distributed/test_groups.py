@@ -14,13 +14,13 @@ TIMEOUT_S = 60  # as `ranks` starts them
 def limits_s(world: World) -> list[float]:
     groups = world.mesh.get_all_groups()
     limits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-    return [*limits, world.num_replicas, "num_replicas" in vars(world)]
+    return [*limits, world.num_replicas]
 
 
 @pytest.mark.parametrize(("fsdp_size", "num_groups", "num_replicas"), [(-1, 1, 1), (1, 2, 2)])
 def test_every_group_of_the_mesh_has_the_configured_limit(fsdp_size: int, num_groups: int, num_replicas: int) -> None:
     expected = [TIMEOUT_S + distributed.LATE_S] * num_groups
-    assert run_ranks(limits_s, 2, fsdp_size=fsdp_size) == [[*expected, num_replicas, True]] * 2
+    assert run_ranks(limits_s, 2, fsdp_size=fsdp_size) == [[*expected, num_replicas]] * 2
 
 
 def refused(world: World, cards: list[str]) -> str:

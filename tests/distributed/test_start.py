@@ -125,7 +125,7 @@ class StopsInValidation(StopRequest):
 
 def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> Any:
     """Validate after steps 3 and 6, 3 batches each; the stop is asked for after `stop_after` steps and batches."""
-    plan = RankPlan(world.rank, world.size, Limits(None, None), 0.01)
+    plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(None, None), 0.01)
     batches = ValidationBatches(ToySamples(seed=5), plan, batch_size=8)
     changes = {"validation_batches": batches, "cadence": Cadence(6, 2, 3)}
     return run(world, run_dir, source, Recipe(), stop=StopsInValidation(stop_after), **changes)

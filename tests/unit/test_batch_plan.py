@@ -34,7 +34,7 @@ def cost_of(lengths: np.ndarray, quadratic_cost: float) -> np.ndarray:
 def case(request: pytest.FixtureRequest) -> tuple[np.ndarray, int, Limits, float, Dealt]:
     lengths, world_size, limits, quadratic_cost = random_case(request.param)
     print(f"seed {request.param}: {len(lengths)} samples, {world_size} ranks, {limits}, quadratic {quadratic_cost}")
-    dealt = split_batch(lengths, world_size=world_size, limits=limits, quadratic_cost=quadratic_cost)
+    dealt = split_batch(lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost)
     return lengths, world_size, limits, quadratic_cost, dealt
 
 
@@ -48,7 +48,7 @@ def test_split_keeps_every_promise(case: tuple[np.ndarray, int, Limits, float, D
     for members in micro_batches:
         assert limits.max_tokens is None or lengths[members].sum() <= limits.max_tokens
         assert limits.max_samples is None or len(members) <= limits.max_samples
-    again = split_batch(lengths, world_size=world_size, limits=limits, quadratic_cost=quadratic_cost)
+    again = split_batch(lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost)
     assert again == dealt, "ranks plan alone and must come to the same plan"
 
 
@@ -62,7 +62,7 @@ def test_split_balances_the_ranks(case: tuple[np.ndarray, int, Limits, float, De
 def test_split_uses_no_more_micro_batches_than_twice_the_least() -> None:
     for seed in range(NUM_CASES):
         lengths, world_size, limits, quadratic_cost = random_case(seed)
-        dealt = split_batch(lengths, world_size=world_size, limits=limits, quadratic_cost=quadratic_cost)
+        dealt = split_batch(lengths, num_data_ranks=world_size, limits=limits, quadratic_cost=quadratic_cost)
         by_tokens = lengths.sum() / limits.max_tokens if limits.max_tokens else 1
         by_samples = len(lengths) / limits.max_samples if limits.max_samples else 1
         least = max(1, np.ceil(max(by_tokens, by_samples) / world_size))
@@ -70,24 +70,24 @@ def test_split_uses_no_more_micro_batches_than_twice_the_least() -> None:
 
 
 def test_equal_samples_are_dealt_evenly() -> None:
-    dealt = split_batch(np.full(12, 10), world_size=3, limits=Limits(None, None), quadratic_cost=0.1)
+    dealt = split_batch(np.full(12, 10), num_data_ranks=3, limits=Limits(None, None), quadratic_cost=0.1)
     assert [[len(members) for members in rank] for rank in dealt] == [[4], [4], [4]]
 
 
 def test_more_ranks_than_samples_leaves_empty_micro_batches() -> None:
-    dealt = split_batch(np.array([5, 9]), world_size=4, limits=Limits(16, 1), quadratic_cost=0.0)
+    dealt = split_batch(np.array([5, 9]), num_data_ranks=4, limits=Limits(16, 1), quadratic_cost=0.0)
     assert sorted(map(str, dealt)) == ["[[0]]", "[[1]]", "[[]]", "[[]]"]
 
 
 def test_a_global_batch_that_fits_is_one_micro_batch() -> None:
-    assert split_batch(np.array([3, 4]), world_size=1, limits=Limits(7, None), quadratic_cost=0.0) == [[[0, 1]]]
-    assert len(split_batch(np.array([3, 4]), world_size=1, limits=Limits(6, None), quadratic_cost=0.0)[0]) == 2
+    assert split_batch(np.array([3, 4]), num_data_ranks=1, limits=Limits(7, None), quadratic_cost=0.0) == [[[0, 1]]]
+    assert len(split_batch(np.array([3, 4]), num_data_ranks=1, limits=Limits(6, None), quadratic_cost=0.0)[0]) == 2
 
 
 def test_a_sample_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"):
-        split_batch(np.array([3, 9, 4]), world_size=2, limits=Limits(8, None), quadratic_cost=0.0)
-    split_batch(np.array([3, 9, 4]), world_size=2, limits=Limits(9, None), quadratic_cost=0.0)
+        split_batch(np.array([3, 9, 4]), num_data_ranks=2, limits=Limits(8, None), quadratic_cost=0.0)
+    split_batch(np.array([3, 9, 4]), num_data_ranks=2, limits=Limits(9, None), quadratic_cost=0.0)
 
 
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 5), (10, 4), (1, 1), (1, 8), (7, 100), (3, 1)])

@@ -27,7 +27,7 @@ def test_left_out_reasoning_and_unread_keys_are_named(
         view,
         None,
         schedule=Schedule(num_samples=2, batch_size=2, seed=1),
-        plan=RankPlan(rank=0, world_size=1, limits=Limits(None, None), quadratic_cost=0.0),
+        plan=RankPlan(data_rank=0, num_data_ranks=1, limits=Limits(None, None), quadratic_cost=0.0),
         total_steps=1,
         tokenizer=fixtures.make_tokenizer(),
         lr="",

@@ -53,7 +53,7 @@ def test_document_sums_follow_the_documents_of_a_pack() -> None:
 def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str, float]:
     samples = Samples()
     validation = Validation(world, length_facts={"seq_total_len_mean": 20.0})
-    plan = RankPlan(world.rank, world.size, Limits(max_tokens, None), 0.0)
+    plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(max_tokens, None), 0.0)
     for start in range(0, 30, batch_size):
         batch = build_step(samples, np.arange(start, min(30, start + batch_size)), plan, step=0, epoch=0)
         validation.begin_batch()

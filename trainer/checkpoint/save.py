@@ -55,7 +55,7 @@ class Saver:
 
     def size_bytes(self, state: Any) -> int:
         """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much on the others."""
-        return shards.num_bytes(state) * self._world.size + export.num_bytes(self._plan) * self._has_weights
+        return shards.num_bytes(state) * self._world.num_data_ranks + export.num_bytes(self._plan) * self._has_weights
 
     def save(self, snapshot: Snapshot) -> int:
         """Write and commit; returns the size of the checkpoint in bytes, or raises `SaveFailedError`, on all ranks."""
@@ -104,7 +104,10 @@ class Saver:
         return staging.name
 
     def _write_shards(self, staging: Path, snapshot: Snapshot) -> list[FileRecord]:
-        size, rank = self._world.size, self._world.rank
+        """One rank of each data rank writes; the others hold the same."""
+        if not self._world.is_data_leader:
+            return []
+        size, rank = self._world.num_data_ranks, self._world.data_rank
         contents = {
             layout.model_file(size, rank): snapshot.model,
             layout.optim_file(size, rank): snapshot.optim,
@@ -119,13 +122,12 @@ class Saver:
         target, world = staging / layout.HUGGINGFACE, self._world
         records = []
         if self._has_weights:
-            num_shards = world.size // world.num_replicas
-            needed = {layout.model_file(world.size, rank) for rank in range(num_shards)}
+            needed = {layout.model_file(world.num_data_ranks, rank) for rank in range(world.num_shards)}
             self._await_files(staging, [record for record in written if record.path in needed])
             reader = shards.ShardReader(
                 staging,
-                world_size=world.size,
-                num_shards=num_shards,
+                world_size=world.num_data_ranks,
+                num_shards=world.num_shards,
                 parameters=snapshot.tensors,
                 buffers=snapshot.extra["buffers"],
             )
@@ -140,7 +142,7 @@ class Saver:
         """Main rank: prove that all files are here, write the manifest, and give the directory its name."""
         if not self._world.is_main:
             return 0
-        text = f'{{"FSDP_version": 2, "world_size": {self._world.size}}}\n'
+        text = f'{{"FSDP_version": 2, "world_size": {self._world.num_data_ranks}}}\n'
         records = [*records, fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging)]
         self._await_files(staging, records)
         manifest = self._manifest(snapshot, records)
@@ -164,8 +166,8 @@ class Saver:
             step=snapshot.position.step,
             epoch=snapshot.position.epoch,
             samples_consumed=snapshot.position.samples_consumed,
-            world_size=self._world.size,
-            mesh=self._world.mesh_shape,
+            world_size=self._world.num_data_ranks,
+            mesh={name: self._world.data_mesh[name].size() for name in self._world.data_mesh.mesh_dim_names or ()},
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             nonce=secrets.token_hex(8),
             files=tuple(records),

@@ -27,11 +27,11 @@ def announce(
     summary = train.dataset.summary
     first = schedule.samples(schedule.start.step + 1)
     dealt = split_batch(
-        train.lengths[first], world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost
+        train.lengths[first], num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
     tokens, supervised = int(train.lengths.sum()), int(train.num_loss_tokens.sum())
     logger.info(
-        f"plan: batch {len(first)} = {plan.world_size} ranks ({device}) x {len(dealt[0])} micro-batches; "
+        f"plan: batch {len(first)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
         f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
         f"{supervised / tokens:.1%} supervised, no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
         f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; {_left_out(summary)}"

@@ -68,11 +68,11 @@ class Schedule:
 
 
 def split_batch(
-    lengths: np.ndarray, *, world_size: int, limits: Limits, quadratic_cost: float
+    lengths: np.ndarray, *, num_data_ranks: int, limits: Limits, quadratic_cost: float
 ) -> list[list[list[int]]]:
-    """Deal the samples of one global batch to ranks as micro-batches within `limits`, balanced by cost.
+    """Deal the samples of one global batch to data ranks as micro-batches within `limits`, balanced by cost.
 
-    `lengths` [samples] are token counts. Returns, for each rank, the same number of micro-batches, each a list of
+    `lengths` [samples] are token counts. Returns, for each data rank, the same number of micro-batches, each a list of
     indices into `lengths` (possibly empty). A sample of n tokens costs `n + quadratic_cost * n**2`.
     Raises `ConfigError` when one sample exceeds `limits.max_tokens`.
     """
@@ -83,10 +83,10 @@ def split_batch(
         )
     costs = lengths + quadratic_cost * lengths.astype(np.float64) ** 2
     num_bins = _fewest_bins(lengths, limits)
-    num_bins = math.ceil(num_bins / world_size) * world_size
+    num_bins = math.ceil(num_bins / num_data_ranks) * num_data_ranks
     while (bins := _fill(lengths, costs, num_bins, limits)) is None:
-        num_bins += world_size
-    return _deal(bins, costs, world_size)
+        num_bins += num_data_ranks
+    return _deal(bins, costs, num_data_ranks)
 
 
 def _fewest_bins(lengths: np.ndarray, limits: Limits) -> int:
@@ -115,14 +115,14 @@ def _fill(lengths: np.ndarray, costs: np.ndarray, num_bins: int, limits: Limits)
     return [sorted(members) for members in bins]
 
 
-def _deal(bins: list[list[int]], costs: np.ndarray, world_size: int) -> list[list[list[int]]]:
+def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list[list[list[int]]]:
     """Costliest bin first to the least loaded rank that still has a free slot; every rank gets the same number."""
     load = [float(costs[members].sum()) if members else 0.0 for members in bins]
-    per_rank = len(bins) // world_size
-    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
-    totals = [0.0] * world_size
+    per_rank = len(bins) // num_data_ranks
+    ranks: list[list[list[int]]] = [[] for _ in range(num_data_ranks)]
+    totals = [0.0] * num_data_ranks
     for index in sorted(range(len(bins)), key=lambda i: (-load[i], i)):
-        open_ranks = [rank for rank in range(world_size) if len(ranks[rank]) < per_rank]
+        open_ranks = [rank for rank in range(num_data_ranks) if len(ranks[rank]) < per_rank]
         target = min(open_ranks, key=lambda rank: (totals[rank], rank))
         ranks[target].append(bins[index])
         totals[target] += load[index]

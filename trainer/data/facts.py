@@ -25,7 +25,7 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
 def deal_facts(
     lengths: np.ndarray, num_loss_tokens: np.ndarray, dealt: Sequence[Sequence[Sequence[int]]], limits: Limits
 ) -> dict[str, float]:
-    """How a global batch was packed and dealt to ranks (`dealt`: per rank micro-batches of indices), as metrics."""
+    """How a global batch was packed and dealt (`dealt`: for each data rank micro-batches of indices), as metrics."""
     num_tokens, tokens_by_rank = int(lengths.sum()), [sum(int(lengths[m].sum()) for m in rank if m) for rank in dealt]
     num_empty = sum(not members for rank in dealt for members in rank)
     num_full = sum(bool(members) for rank in dealt for members in rank)

@@ -66,10 +66,10 @@ class View:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How this rank takes its part of every global batch."""
+    """How this rank takes its part of every global batch; ranks of one data rank take the same."""
 
-    rank: int
-    world_size: int
+    data_rank: int
+    num_data_ranks: int
     limits: Limits
     quadratic_cost: float
     pin_memory: bool = False
@@ -105,8 +105,10 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
 def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int) -> StepBatch:
     """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global counts."""
     lengths, num_loss_tokens = samples.lengths[ids], samples.num_loss_tokens[ids]
-    dealt = split_batch(lengths, world_size=plan.world_size, limits=plan.limits, quadratic_cost=plan.quadratic_cost)
-    micro_batches = tuple(pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.rank])
+    dealt = split_batch(
+        lengths, num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
+    )
+    micro_batches = tuple(pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank])
     return StepBatch(
         step=step,
         epoch=epoch,

@@ -45,10 +45,10 @@ class EvidenceKeeper:
         A file that cannot be written is only logged.
         """
         gathered: list[Any] = [None] * self._world.size
-        dist.all_gather_object(gathered, _sample_losses(batch, losses))
+        dist.all_gather_object(gathered, (self._world.data_rank, _sample_losses(batch, losses)))
         if not self._world.is_main:
             return
-        samples = sorted((sample for part in gathered for sample in part), key=_by_loss)
+        samples = sorted((sample for part in dict(gathered).values() for sample in part), key=_by_loss)
         for sample in samples[:NUM_TOP]:
             sample["place"] = self._location(sample["sample_id"])
         evidence = {
@@ -57,7 +57,7 @@ class EvidenceKeeper:
             "reason": reason,
             "is_update_skipped": is_skipped,
             "metrics": signals,
-            "random_numbers": {"seed": self._seed, "step": batch.step, "keyed_by": "seed, step and rank"},
+            "random_numbers": {"seed": self._seed, "step": batch.step, "keyed_by": "seed, step and data rank"},
             "highest_losses": samples[:NUM_TOP],
             "samples": samples[NUM_TOP:],
             "rows_before": list(self._rows),

@@ -35,14 +35,14 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     """Make step `batch.step`. Between the batch and the one wait at its end everything is asynchronous."""
     clock = run.meter.clock
     data_s = clock.mark("data")
-    seeding.seed_step(run.seed, step=batch.step, rank=run.world.rank)
+    seeding.seed_step(run.seed, step=batch.step, data_rank=run.world.data_rank)
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
     run.model.train()
     loss = accumulate(run, batch)
     packet = reduce_packet(
         run.world,
         sums={
-            "loss_sum": loss.loss_sum,
+            "loss_sum": loss.loss_sum / run.world.ranks_per_data_rank,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
             **run.meter.take_update_squares(),
             "num_stop_requests": run.stop.is_set,

@@ -78,7 +78,7 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     fsdp = config.fsdp_config
     unit = partial(
         fully_shard,
-        mesh=world.mesh,
+        mesh=world.data_mesh,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=compute_dtype(fsdp.param_dtype, world.device),
             reduce_dtype=getattr(torch, fsdp.reduce_dtype),
@@ -108,7 +108,7 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
     """Whether all layers, gathered, take so much that gathering them twice is the lesser evil."""
     numel = sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
-    return world.size > world.num_replicas and numel * dtype.itemsize > KEPT_BYTES
+    return world.num_shards > 1 and numel * dtype.itemsize > KEPT_BYTES
 
 
 def _sum_gradients(module: nn.Module) -> None:

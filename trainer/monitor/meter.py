@@ -130,7 +130,7 @@ class Meter:
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
             "train/loss_max_rank": _largest(own_losses),
-            "train/nonfinite": int(sum(by_rank["num_nonfinite"])),
+            "train/nonfinite": int(sum(by_rank["num_nonfinite"])) // self._world.ranks_per_data_rank,
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
             "train/total_token_count": batch.num_tokens,
             "train/total_valid_token_count": batch.num_loss_tokens,

@@ -42,7 +42,7 @@ class Validation:
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
         """Add up over ranks; whether any of them was asked to stop. Collective."""
-        local = dict(zip(SUMS, self._local.unbind(), strict=True))
+        local = dict(zip(SUMS, (self._local / self._world.ranks_per_data_rank).unbind(), strict=True))
         sums = reduce_packet(self._world, sums={**local, "num_stop_requests": is_stopping}).read().sums
         self._local = self._zeros()
         self._totals = [total + sums[name] for total, name in zip(self._totals, SUMS, strict=True)]

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
@@ -36,7 +35,7 @@ from trainer.planner.live_storage import (
     LiveStorages,
     Phase,
 )
-from trainer.runtime.distributed import World
+from trainer.runtime.distributed import World, make_world, mesh_dimensions
 
 FEWEST_LAYERS = 4
 """The first two layers and the last two; those between are alike."""
@@ -204,16 +203,9 @@ def _edge(index: int, num_layers: int) -> int:
 @contextmanager
 def _fake_world(job: Job) -> Iterator[World]:
     """Rank 0 among ranks that do not exist."""
-    size, fsdp_size = job.num_ranks, job.config.model.fsdp_config.fsdp_size
-    fsdp_size = size if fsdp_size == -1 else fsdp_size
-    if size % fsdp_size:
-        raise ConfigError(f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dimensions = mesh_dimensions(job.num_ranks, fsdp_size=job.config.model.fsdp_config.fsdp_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)
     try:
-        if fsdp_size == size:
-            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
-        else:
-            mesh = init_device_mesh("cpu", (size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
-        yield World(rank=0, size=size, device=torch.device("cpu"), mesh=mesh)
+        yield make_world(torch.device("cpu"), dimensions)
     finally:
         dist.destroy_process_group()

@@ -176,7 +176,7 @@ def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan
     if not model.is_packed:
         limits = replace(limits, max_samples=1)
     is_cuda = world.device.type == "cuda"
-    return RankPlan(world.rank, world.size, limits, flops.quadratic_cost(model), pin_memory=is_cuda)
+    return RankPlan(world.data_rank, world.num_data_ranks, limits, flops.quadratic_cost(model), pin_memory=is_cuda)
 
 
 def _lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:

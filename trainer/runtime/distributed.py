@@ -1,7 +1,6 @@
 """Process group, device and mesh of one rank (floor 1)."""
 
 import contextlib
-import functools
 import os
 import socket
 from collections import Counter
@@ -25,27 +24,46 @@ LATE_S = 30.0
 T = TypeVar("T")
 
 
+DATA_DIMENSIONS = ("ddp", "fsdp")
+"""Along these the ranks of the mesh train different samples: `ddp` copies the parameters, `fsdp` shards them."""
+
+
 @dataclass(frozen=True)
 class World:
-    """Who this rank is. `mesh` is `("fsdp",)`, or `("ddp", "fsdp")` when a copy of the parameters spans fewer ranks."""
+    """Who this rank is. A rank is a process with its device; a data rank takes its own part of each global batch.
 
-    rank: int
-    size: int
+    Ranks that differ along other dimensions of `mesh` than `DATA_DIMENSIONS` are one data rank: they read the same
+    samples, draw the same random numbers, find the same loss, and hold the same part of a checkpoint. So data, metrics
+    and checkpoints need not know what other dimensions there are.
+    """
+
     device: torch.device
     mesh: DeviceMesh
+    """All ranks, by named dimensions."""
+    data_mesh: DeviceMesh
+    """`mesh` along `DATA_DIMENSIONS`, with one rank of each data rank: what parameters are sharded over."""
+    rank: int
+    size: int
+    data_rank: int
+    num_data_ranks: int
+    num_shards: int
+    """Into how many parts the parameters are split."""
+    is_data_leader: bool
+    """Whether this is the first rank of its data rank: what is wanted once of each is taken from it."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @functools.cached_property
+    @property
     def num_replicas(self) -> int:
         """How many ranks hold the same parameter shard."""
-        return self.mesh["ddp"].size() if "ddp" in (self.mesh.mesh_dim_names or ()) else 1
+        return self.size // self.num_shards
 
     @property
-    def mesh_shape(self) -> dict[str, int]:
-        return {name: self.mesh[name].size() for name in self.mesh.mesh_dim_names or ()}
+    def ranks_per_data_rank(self) -> int:
+        """How many ranks find the same loss."""
+        return self.size // self.num_data_ranks
 
 
 def pick_device(name: str) -> torch.device:
@@ -77,9 +95,7 @@ def start(device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: He
     Collective: every rank calls it once. Raises `ConfigError`.
     """
     rank, size = rank_and_size()
-    fsdp_size = size if fsdp_size == -1 else fsdp_size
-    if size % fsdp_size:
-        raise ConfigError(f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run")
+    dimensions = mesh_dimensions(size, fsdp_size=fsdp_size)
     if "RANK" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
     backend, card = "gloo", None
@@ -91,13 +107,40 @@ def start(device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: He
     heartbeat.enter("meet", limit_s=timeout_s)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
     _require_all(device, size, card=card)
-    if fsdp_size == size:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
-    else:
-        mesh = init_device_mesh(device.type, (size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
-        for group in mesh.get_all_groups():  # else they have torch's own half hour
-            _set_pg_timeout(timeout, group)
-    return World(rank=rank, size=size, device=device, mesh=mesh)
+    world = make_world(device, dimensions)
+    for group in world.mesh.get_all_groups():  # else those of single dimensions have torch's own half hour
+        _set_pg_timeout(timeout, group)
+    return world
+
+
+def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
+    """Name and size of each dimension of the mesh, outermost first. Raises `ConfigError`."""
+    if fsdp_size in (-1, size):
+        return {"fsdp": size}
+    if size % fsdp_size:
+        raise ConfigError(f"model.fsdp_config.fsdp_size={fsdp_size} does not divide the {size} ranks of this run")
+    return {"ddp": size // fsdp_size, "fsdp": fsdp_size}
+
+
+def make_world(device: torch.device, dimensions: dict[str, int]) -> World:
+    """The mesh of these dimensions over the ranks that have met. Collective."""
+    mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    rank, names = dist.get_rank(), tuple(name for name in dimensions if name in DATA_DIMENSIONS)
+    data_mesh = mesh
+    if len(names) < len(dimensions):  # on its own: a part of another mesh would take that along into checkpoints
+        groups = [mesh.get_group(name) for name in names]
+        data_mesh = DeviceMesh.from_group(groups, device.type, mesh=mesh[names].mesh, mesh_dim_names=names)
+    return World(
+        device=device,
+        mesh=mesh,
+        data_mesh=data_mesh,
+        rank=rank,
+        size=mesh.size(),
+        data_rank=data_mesh.mesh.flatten().tolist().index(rank),
+        num_data_ranks=data_mesh.size(),
+        num_shards=dimensions["fsdp"],
+        is_data_leader=not any(mesh.get_local_rank(name) for name in dimensions if name not in DATA_DIMENSIONS),
+    )
 
 
 def _require_all(device: torch.device, size: int, *, card: str | None) -> None:
