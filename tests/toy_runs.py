@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,14 @@ def checkpoint_manager(
     recipe: Recipe,
     *,
     lock: RunLock | None = None,
+    more_state: Mapping[str, Stateful] | None = None,
     **settings: Any,
 ) -> CheckpointManager:
     return CheckpointManager(
         run_dir,
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
-        state=saved_parts(parts),
+        state=saved_parts(parts) | dict(more_state or {}),
         model=parts.model,
         source=ExportSource(Path(source.path), None, (3,)),
         keep=recipe.keep,
@@ -144,6 +146,7 @@ def run(
     world: World, run_dir: Path, source: Any, recipe: Recipe, *, stop: StopRequest | None = None, **changes: Any
 ) -> Result:
     """Train from wherever `run_dir` stands to the end of the recipe."""
+    more_state = changes.pop("more_state", None)
     samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)
 
     def total_steps(position: Position) -> int:
@@ -165,7 +168,8 @@ def run(
         **{"cadence": Cadence(recipe.total_steps, recipe.save_freq, -1), "stop": stop or StopRequest(), **changes},
     )
     parts.guard.note_rollbacks(start.rollbacks)
-    checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock)
+    own_state = more_state(parts) if more_state is not None else {}
+    checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe, lock=start.lock, more_state=own_state)
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint, contents=CONTENTS[:3])
         checkpoints.settle(start.checkpoint.step, parts.guard.history)

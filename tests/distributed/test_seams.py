@@ -1,5 +1,6 @@
-"""What users change is an entry in a dictionary: a loss and an optimizer that only this file knows train and resume."""
+"""What users change is an entry in a dictionary: a loss, an optimizer and a stateful part that only this file knows."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from toy_runs import Recipe, Result, run
 
 from trainer.config import OptimConfig
 from trainer.errors import EXIT_RESUMABLE
+from trainer.loop.run import Run
 from trainer.losses import LOSSES
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
@@ -81,3 +83,60 @@ def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path: 
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         seen.add(straight.losses[4])
     assert len(seen) == len(CHOICES)
+
+
+class WeightAverage:
+    """Of this rank's shards over all steps so far: it changes with each step and must go on where it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = {name: local(parameter) for name, parameter in model.named_parameters()}
+        self.averages = {name: torch.zeros_like(shard) for name, shard in self._named.items()}
+
+    def update(self) -> None:
+        for name, shard in self._named.items():
+            self.averages[name].lerp_(shard.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.averages
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        for name, average in self.averages.items():
+            average.copy_(state_dict[name])
+
+
+def train_averaged(world: Any, run_dir: Path, source: Any, num_steps: int = 99, has_average: bool = True) -> Any:
+    """(steps trained, the averages at the end, lines of the log)."""
+    made: list[WeightAverage] = []
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer").addHandler(handler)
+    logging.getLogger("trainer").setLevel(logging.INFO)
+
+    def parts_of(run: Run) -> dict[str, Any]:
+        made.append(WeightAverage(run.model))
+        step = run.optimizer.step
+        run.optimizer.step = lambda: (step(), made[0].update())  # type: ignore[method-assign, assignment]
+        return {"average": made[0]} if has_average else {}
+
+    recipe = Recipe(total_steps=4, save_freq=-1)
+    result = run(world, run_dir, source, recipe, stop=StopsAfter(num_steps), more_state=parts_of)
+    return sorted(result.losses), made[0].averages, lines
+
+
+def test_a_stateful_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    straight = run_ranks(train_averaged, 2, tmp_path / "straight", source)
+    run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
+    resumed = run_ranks(train_averaged, 2, tmp_path / "run", source)
+    for (steps, ours, lines), (_, theirs, _) in zip(resumed, straight, strict=True):
+        assert steps == [3, 4] and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert not any("'average'" in line for line in lines)
+
+
+def test_a_checkpoint_from_before_a_part_was_there_leaves_it_as_it_begins_and_says_so(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    run_ranks(train_averaged, 1, tmp_path / "run", source, 2, has_average=False)
+    ((steps, _, lines),) = run_ranks(train_averaged, 1, tmp_path / "run", source)
+    assert steps == [3, 4]
+    assert [line for line in lines if "without the state of 'average'" in line]
