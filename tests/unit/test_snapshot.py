@@ -14,6 +14,7 @@ from toy import START
 from trainer.checkpoint import snapshot as module
 from trainer.checkpoint.manager import _Pending
 from trainer.checkpoint.snapshot import ALIGNMENT_BYTES, HostBuffers, Snapshot
+from trainer.progress import History
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 3)
 
@@ -86,7 +87,7 @@ def state(**changes: Any) -> Snapshot:
         "n": 3,
     }
     settings: dict[str, Any] = {"model": model, "optim": optim, "extra": extra} | changes
-    return Snapshot(START, data={}, tensors={}, loss=None, grad_norm=None, **settings)
+    return Snapshot(START, data={}, tensors={}, loss=None, grad_norm=None, history=History(), **settings)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
