@@ -39,7 +39,8 @@ from transformers import AutoTokenizer
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.sample_writer import PrepareOptions
-from trainer.data.token_cache import TokenDataset, open_dataset, prepare
+from trainer.data.samples import TokenDataset, open_dataset
+from trainer.data.token_cache import prepare
 
 MAX_LENGTH = 2048
 REPEATS = 10

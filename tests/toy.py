@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from trainer.config import FsdpConfig, ModelConfig, OptimConfig
-from trainer.data.batch_plan import START, Limits, Schedule
+from trainer.data.batch_plan import START, Limits, Schedule, Share
 from trainer.data.loader import RankPlan, TrainLoader
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard, GuardSettings
@@ -28,12 +28,25 @@ from trainer.runtime.signals import StopRequest
 VOCAB = 160
 
 
+class OneSource:
+    """What samples of one source say of it."""
+
+    names = ("toy",)
+    lengths: np.ndarray
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return (Share(len(self.lengths)),)
+
+    def source_of(self, ids: Any) -> np.ndarray:
+        return np.zeros(len(ids), dtype=np.int64)
+
+
 class ToySamples:
     """Random conversations of 2 to 40 tokens; about half the tokens supervised, at least one."""
 
-    fingerprint = "toy"
-
-    def __init__(self, num_samples: int = 24, seed: int = 0) -> None:
+    def __init__(self, num_samples: int = 24, seed: int = 0, *, shares: tuple[Share, ...] = ()) -> None:
+        """Of one source, or of those that have these `shares`."""
         generator = np.random.default_rng(seed)
         self._samples = []
         for _ in range(num_samples):
@@ -43,6 +56,12 @@ class ToySamples:
             self._samples.append((generator.integers(0, VOCAB, length).astype(np.int32), mask))
         self.lengths = np.array([len(ids) for ids, _ in self._samples])
         self.num_loss_tokens = np.array([int(mask[1:].sum()) for _, mask in self._samples])
+        self.shares = shares or (Share(num_samples),)
+        self.names = tuple(f"source{number}" for number in range(len(self.shares)))
+        self._ends = np.cumsum([share.num_rows for share in self.shares])
+
+    def source_of(self, ids: Any) -> np.ndarray:
+        return np.searchsorted(self._ends, ids, side="right")
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self._samples[index]
@@ -190,7 +209,7 @@ def toy_run(
     if not model.is_packed:
         max_samples = 1
     plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(max_tokens, max_samples), flops.quadratic_cost(model))
-    schedule = Schedule(len(samples.lengths), batch_size, seed=3, start=start)
+    schedule = Schedule(samples.shares, batch_size, seed=3, start=start)
     settings: dict[str, Any] = {
         "world": world,
         "model": model,

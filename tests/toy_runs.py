@@ -20,7 +20,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.start import RunShape, decide_start
 from trainer.checkpoint.state import Stateful
 from trainer.config import CheckpointConfig, GuardConfig, TrainerConfig
-from trainer.data.batch_plan import Schedule
+from trainer.data.batch_plan import Schedule, Share
 from trainer.loop import step
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
@@ -208,7 +208,7 @@ class Tracer(Recorder):
     def __init__(self, path: Path, parts: Run, recipe: Recipe) -> None:
         super().__init__()
         self._parts = parts
-        self._schedule = Schedule(24, recipe.batch_size, seed=3)
+        self._schedule = Schedule((Share(24),), recipe.batch_size, seed=3)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:

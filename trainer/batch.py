@@ -33,6 +33,32 @@ class PackedBatch:
     """Indices of `labels_T` that carry a label, int64: the only positions the head computes."""
     num_loss_tokens: int
     sample_ids: tuple[int, ...]
+    sources_D: Tensor
+    """Number of the source that each document comes from, int64."""
+
+    @classmethod
+    def of(
+        cls,
+        input_ids_T: Tensor,
+        labels_T: Tensor,
+        supervised_S: Tensor,
+        *,
+        seqlens: tuple[int, ...],
+        sample_ids: tuple[int, ...],
+        sources_D: Tensor | None = None,
+    ) -> "PackedBatch":
+        """Of documents of these lengths, laid end to end, on the host; `sources_D` None: all of the first source."""
+        return cls(
+            input_ids_T=input_ids_T,
+            labels_T=labels_T,
+            position_ids_T=torch.cat([torch.arange(length) for length in seqlens]),
+            cu_seqlens_D1=torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32),
+            seqlens=seqlens,
+            supervised_S=supervised_S,
+            num_loss_tokens=len(supervised_S),
+            sample_ids=sample_ids,
+            sources_D=torch.zeros(len(seqlens), dtype=torch.int64) if sources_D is None else sources_D,
+        )
 
     @property
     def max_seqlen(self) -> int:
@@ -57,6 +83,7 @@ class PackedBatch:
             position_ids_T=fn(self.position_ids_T),
             cu_seqlens_D1=fn(self.cu_seqlens_D1),
             supervised_S=fn(self.supervised_S),
+            sources_D=fn(self.sources_D),
         )
 
 
@@ -69,6 +96,12 @@ class LossOutput(NamedTuple):
     """Loss of each supervised position, float32, without gradient."""
     hits_S: Tensor | None = None
     """Whether the label was the likeliest token; only of a forward pass without gradients: it costs a pass more."""
+
+
+def source_sums(batch: PackedBatch, losses_S: Tensor, num_sources: int) -> Tensor:
+    """Summed loss of each source in a micro-batch, float64 [sources]."""
+    sums_D, _ = document_sums(batch, losses_S)
+    return torch.zeros(num_sources, dtype=torch.float64, device=sums_D.device).index_add_(0, batch.sources_D, sums_D)
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +131,9 @@ class StepBatch:
     sum_squared_lengths: int = 0
     """Over the samples of the global batch: what attention costs."""
     sample_ids: tuple[int, ...] = ()
-    """Of the global batch, in the order of the epoch."""
+    """Of the global batch, in the order of the epoch; a sample may come twice where its source is repeated."""
+    loss_tokens_by: Mapping[str, int] = field(default_factory=dict)
+    """`num_loss_tokens` by name of source, in the order that `sources_D` counts; empty where there is but one."""
     length_facts: Mapping[str, float] = field(default_factory=dict)
     """Statistics of sample lengths, and of how the batch was packed and dealt."""
     deal_facts: Mapping[str, float] = field(default_factory=dict)

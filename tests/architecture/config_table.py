@@ -6,18 +6,19 @@
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainer.config import Config, known_keys
+from trainer.config import Config, SourceConfig, known_keys
 from trainer.config.keys import declared, default_of, keys_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHEET, PAGE = REPOSITORY / "conf/sft.yaml", REPOSITORY / "docs/config.md"
-START, END = "<!-- configuration: start -->", "<!-- configuration: end -->"
+TABLES = {"configuration": Config, "sources": SourceConfig}
+"""What stands between `<!-- NAME: start -->` and `<!-- NAME: end -->`: the keys of a class."""
 HEAD = """\
 # Every key, with its default. Override on the command line: bash run_sft.sh 8 data.max_length=4096 optim.lr=2e-5
 defaults:
@@ -31,6 +32,8 @@ _NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z
 
 def written(value: Any) -> str:
     """As in YAML, on one line."""
+    if value is MISSING:
+        return "required"
     return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n...\n").rstrip("\n")
 
 
@@ -72,10 +75,17 @@ def table(cls: type = Config) -> str:
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 
 
-def replace_table(page: str, table: str) -> str:
+def replace_table(page: str, table: str, name: str = "configuration") -> str:
     """The page with the table between its two marks made anew."""
-    before, after = page.split(START)[0], page.split(END)[1]
-    return f"{before}{START}\n{table}\n{END}{after}"
+    start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
+    before, after = page.split(start)[0], page.split(end)[1]
+    return f"{before}{start}\n{table}\n{end}{after}"
+
+
+def with_tables(page: str) -> str:
+    for name, cls in TABLES.items():
+        page = replace_table(page, table(cls), name)
+    return page
 
 
 def keys_named_in(markdown: str) -> set[str]:
@@ -97,4 +107,4 @@ def dead_links(markdown: str, directory: Path) -> list[str]:
 
 if __name__ == "__main__":
     SHEET.write_text(sheet())
-    PAGE.write_text(replace_table(PAGE.read_text(), table()))
+    PAGE.write_text(with_tables(PAGE.read_text()))

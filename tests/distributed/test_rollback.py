@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import toy_runs
 from ranks import run_ranks
-from toy import VOCAB, guard_settings, write_model_config
+from toy import VOCAB, OneSource, guard_settings, write_model_config
 from toy_runs import Recipe
 
 from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.fsio import Operation
-from trainer.data.batch_plan import Schedule
+from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Decision, Guard
@@ -33,7 +33,7 @@ USUAL_TOKENS = 8
 """All samples draw from these; a poisoned one from the rest, which the model has learned never to expect."""
 
 
-class Samples:
+class Samples(OneSource):
     """Token sequences without pattern: the loss falls to ln 8 and stays there. One epoch."""
 
     fingerprint = "rollback"
@@ -50,7 +50,7 @@ class Samples:
 
 
 def samples_of(step: int) -> frozenset[int]:
-    order = Schedule(NUM_STEPS * BATCH_SIZE, BATCH_SIZE, seed=3)
+    order = Schedule((Share(NUM_STEPS * BATCH_SIZE),), BATCH_SIZE, seed=3)
     return frozenset(int(i) for i in order.samples(step))
 
 

@@ -21,7 +21,7 @@ from toy import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.data.batch_plan import Schedule
+from trainer.data.batch_plan import Schedule, Share
 from trainer.data.loader import ValidationBatches
 from trainer.loop.fit import fit
 from trainer.optim.schedule import Schedule as LrSchedule
@@ -49,7 +49,7 @@ def plain_transformers(source):  # type: ignore[no-untyped-def]
     torch.manual_seed(seeding.key("init", 7))
     config = AutoConfig.from_pretrained(source.path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    samples, schedule = ToySamples(), Schedule(24, 8, seed=3)
+    samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
     lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]

@@ -10,7 +10,8 @@ from tokenizer_fixtures import make_tokenizer
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.sample_writer import PrepareOptions
-from trainer.data.token_cache import TokenDataset, prepare
+from trainer.data.samples import TokenDataset
+from trainer.data.token_cache import prepare
 
 OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_length=64)
 

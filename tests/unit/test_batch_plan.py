@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.batch_plan import Limits, Schedule, split_batch
+from trainer.data.batch_plan import Limits, Schedule, Share, split_batch
 from trainer.progress import Position
 
 NUM_CASES = 150
@@ -92,7 +92,7 @@ def test_a_sample_longer_than_the_limit_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 5), (10, 4), (1, 1), (1, 8), (7, 100), (3, 1)])
 def test_every_epoch_is_a_permutation(num_samples: int, batch_size: int) -> None:
-    schedule = Schedule(num_samples, batch_size, seed=5)
+    schedule = Schedule((Share(num_samples),), batch_size, seed=5)
     per_epoch = -(-num_samples // batch_size)
     assert schedule.steps_per_epoch == per_epoch
     for epoch in range(4):
@@ -104,17 +104,17 @@ def test_every_epoch_is_a_permutation(num_samples: int, batch_size: int) -> None
 
 def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        schedule = Schedule(50, 50, seed=seed)
+        schedule = Schedule((Share(50),), 50, seed=seed)
         return schedule.samples(epoch + 1).tolist()
 
     assert order(1, 0) == order(1, 0)
     assert len({str(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
-    small = [Schedule(50, 7, seed=1).samples(step) for step in range(1, 9)]
+    small = [Schedule((Share(50),), 7, seed=1).samples(step) for step in range(1, 9)]
     assert np.concatenate(small).tolist() == order(1, 0), "the batch size only cuts the order, it does not change it"
 
 
 def test_position_counts_a_finished_epoch_as_the_start_of_the_next() -> None:
-    schedule = Schedule(10, 4, seed=1)
+    schedule = Schedule((Share(10),), 4, seed=1)
     places = [schedule.position(step) for step in range(7)]
     assert [p.step for p in places] == list(range(7))
     assert [(p.epoch, p.samples_consumed) for p in places] == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (2, 0)]
@@ -123,11 +123,11 @@ def test_position_counts_a_finished_epoch_as_the_start_of_the_next() -> None:
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 24])
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 30])
 def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples: int, batch_size: int) -> None:
-    whole = Schedule(num_samples, batch_size, seed=2)
+    whole = Schedule((Share(num_samples),), batch_size, seed=2)
     total_steps = whole.steps_until(3)
     assert total_steps == 3 * whole.steps_per_epoch
     for step in range(total_steps):
-        again = Schedule(num_samples, batch_size, seed=2, start=whole.position(step))
+        again = Schedule((Share(num_samples),), batch_size, seed=2, start=whole.position(step))
         assert again.steps_until(3) == total_steps
         for later in range(step, total_steps):
             assert again.position(later) == whole.position(later)
@@ -135,8 +135,8 @@ def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples: int
 
 
 def test_another_batch_size_leaves_no_sample_of_the_epoch_out() -> None:
-    first = Schedule(24, 8, seed=2)
-    second = Schedule(24, 5, seed=2, start=first.position(1))
+    first = Schedule((Share(24),), 8, seed=2)
+    second = Schedule((Share(24),), 5, seed=2, start=first.position(1))
     assert second.steps_until(1) == 1 + 4, "16 samples left, 5 at a time"
     order = [*first.samples(1), *(index for step in range(2, 6) for index in second.samples(step))]
     assert sorted(order) == list(range(24))
@@ -145,4 +145,4 @@ def test_another_batch_size_leaves_no_sample_of_the_epoch_out() -> None:
 
 def test_a_place_before_the_start_is_an_error() -> None:
     with pytest.raises(ValueError, match="before the start"):
-        Schedule(24, 8, seed=2, start=Position(4, 1, 8)).samples(4)
+        Schedule((Share(24),), 8, seed=2, start=Position(4, 1, 8)).samples(4)

@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import pickle
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,6 @@ from tokenizer_fixtures import make_tokenizer
 
 from trainer.data import chat, sample_writer
 from trainer.data.chat import ChatEncoder
-from trainer.data.token_cache import split
 from trainer.errors import CannotWriteError, DataError
 
 
@@ -86,9 +84,9 @@ def test_anything_that_matters_gives_another_directory(tmp_path: Path) -> None:
         run(write_rows(path, *good_rows(2), {"q": "question 2", "a": "answer 3"}), cache=cache),
     ]
     assert len({first.directory, *(other.directory for other in others)}) == 5
-    fingerprints = [other.fingerprint for other in others]
-    assert fingerprints[1:3] == [first.fingerprint] * 2  # the same tokens
-    assert len({first.fingerprint, fingerprints[0], fingerprints[3]}) == 3
+    fingerprints = [other.summary.fingerprint for other in others]
+    assert fingerprints[1:3] == [first.summary.fingerprint] * 2  # the same tokens
+    assert len({first.summary.fingerprint, fingerprints[0], fingerprints[3]}) == 3
 
 
 def bad_file(tmp_path: Path) -> Path:
@@ -228,14 +226,6 @@ def test_killed_preparation_leaves_nothing_that_is_read(tmp_path: Path, monkeypa
     assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [dataset.directory.name]
 
 
-def test_pickled_dataset_maps_the_same_files(tmp_path: Path) -> None:
-    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(3)), cache=tmp_path / "cache")
-    data = pickle.dumps(dataset)
-    again = pickle.loads(data)
-    assert len(data) < 1000 and isinstance(again.input_ids, np.memmap)
-    assert np.array_equal(again.sample(2)[0], dataset.sample(2)[0])
-
-
 def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(CannotWriteError, match=r"point data.cache_dir to a writable directory"):
@@ -244,7 +234,7 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 def _prepare_in_process(path: Path, cache: Path, wait: bool, results: Any) -> None:
     try:
-        results.put((wait, run(path, cache=cache, wait=wait).fingerprint))
+        results.put((wait, run(path, cache=cache, wait=wait).summary.fingerprint))
     except DataError as error:
         results.put((wait, str(error)))
 
@@ -290,24 +280,6 @@ def test_preparing_shows_progress_with_every_row(tmp_path: Path) -> None:
     beats: list[int] = []
     run(write_rows(tmp_path / "rows.jsonl", *good_rows(50)), cache=tmp_path / "cache", progress=lambda: beats.append(1))
     assert len(beats) == 51, "and once for the file that is hashed"
-
-
-@pytest.mark.covers("S3.11")
-@pytest.mark.parametrize(
-    ("count", "ratio", "num_val"), [(100, 0.02, 2), (100, 0.0, 0), (10, 0.02, 1), (2, 0.9, 1), (1, 0.5, 0)]
-)
-def test_split(tmp_path: Path, count: int, ratio: float, num_val: int) -> None:
-    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(count)), cache=tmp_path / "cache")
-    train, val = split(dataset, val_ratio=ratio, seed=3)
-    assert len(val) == num_val
-    assert sorted([*train, *val]) == list(range(count))
-    assert np.array_equal(train, np.sort(train)) and np.array_equal(val, np.sort(val))
-    assert np.array_equal(split(dataset, val_ratio=ratio, seed=3)[1], val)
-
-
-def test_split_depends_on_the_seed(tmp_path: Path) -> None:
-    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(100)), cache=tmp_path / "cache")
-    assert not np.array_equal(split(dataset, val_ratio=0.2, seed=1)[1], split(dataset, val_ratio=0.2, seed=2)[1])
 
 
 @pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])

@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toy import ToySamples
+from toy import OneSource, ToySamples
 
 from trainer.batch import PackedBatch, StepBatch
-from trainer.data.batch_plan import START, Limits, Schedule
+from trainer.data.batch_plan import START, Limits, Schedule, Share
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches, build_step, pack
 from trainer.progress import Position
 from trainer.run import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's own
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
 UNLIMITED = Limits(None, None)
 
 
-class Fixed:
+class Fixed(OneSource):
     """Three documents written out by hand."""
 
     documents = (
@@ -89,10 +88,11 @@ def sample_ids(steps: list[StepBatch]) -> list[int]:
 
 def loader(*, rank: int = 0, world_size: int = 1, num_workers: int = 0, **changes: Any) -> TrainLoader:
     settings = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "seed": 4, "start": START, **changes}
+    shares = (Share(settings["num_samples"]),)
     return TrainLoader(
         ToySamples(settings["num_samples"]),
         plan=plan_of(rank, world_size),
-        schedule=Schedule(settings["num_samples"], settings["batch_size"], settings["seed"], settings["start"]),
+        schedule=Schedule(shares, settings["batch_size"], settings["seed"], settings["start"]),
         total_steps=TWO_EPOCHS,
         num_workers=num_workers,
     )
@@ -141,7 +141,7 @@ def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int
     """The position is one integer: what two ranks saved at step 2, any number of ranks continues."""
     two = loader(world_size=2)
     next(iter(two))
-    schedule = Schedule(NUM_SAMPLES, BATCH_SIZE, seed=4)
+    schedule = Schedule((Share(NUM_SAMPLES),), BATCH_SIZE, seed=4)
     ranks = []
     for rank in range(world_size):
         ranks.append(list(loader(rank=rank, world_size=world_size, start=two.position)))
@@ -206,9 +206,10 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     plan = main._rank_plan(SimpleNamespace(data=limits), model, world)  # type: ignore[arg-type]
     batches = ValidationBatches(ToySamples(5), plan, batch_size=2)
     tensors = [v for step in batches for b in step.micro_batches for v in vars(b).values() if isinstance(v, Tensor)]
-    assert len(tensors) == 3 * 5
+    assert len(tensors) == 3 * 6
     assert [any(tensor is one for one in pinned) for tensor in tensors] == [is_pinned] * len(tensors)
     moved: list[dict[str, Any]] = []
+    batch = pack(Fixed(), [0])
     monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **settings: moved.append(settings) or tensor)
-    pack(Fixed(), [0]).to(torch.device(device))
-    assert moved == [{"non_blocking": True}] * 5
+    batch.to(torch.device(device))
+    assert moved == [{"non_blocking": True}] * 6

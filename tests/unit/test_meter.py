@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from toy import OneSource
 
 from trainer.batch import StepBatch
 from trainer.catalogue import lookup
@@ -26,7 +27,7 @@ from trainer.runtime.distributed import World
 CPU = torch.device("cpu")
 
 
-class Samples:
+class Samples(OneSource):
     lengths = np.array([10, 20, 30, 40, 5, 7])
     num_loss_tokens = np.array([4, 10, 10, 39, 1, 3])
 

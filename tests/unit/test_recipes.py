@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.__main__ import load_config
-from trainer.config import QUICKSTART, Config
+from trainer.config import QUICKSTART, Config, sources_of
 
 RECIPES = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "conf/experiment").glob("*.yaml"))
 
@@ -16,7 +16,7 @@ def coder() -> Config:
 
 
 def test_the_recipes_are_found() -> None:
-    assert {"gsm8k", "phase1_sft_qwen7b_coder"} <= set(RECIPES)
+    assert {"gsm8k", "mixture", "phase1_sft_qwen7b_coder"} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -35,6 +35,12 @@ def test_the_command_line_wins_over_a_recipe(name: str) -> None:
     assert config.trainer.experiment_name == "mine"
     assert config.data.train_files == "other.jsonl"
     assert config.optim.lr == 3e-6
+
+
+def test_the_mixture_names_its_sources() -> None:
+    code, math = sources_of(load_config(["experiment=mixture"]).data, "train_files")
+    assert (code.name, code.repeat, code.prompt_key, code.messages_key) == ("code", 1.0, None, "messages")
+    assert (math.name, math.repeat, math.prompt_key, math.response_key) == ("math", 2.5, "question", "answer")
 
 
 def test_run_directories_of_recipes_differ() -> None:

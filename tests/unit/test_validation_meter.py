@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from toy import OneSource
 
 from trainer.batch import LossOutput, document_sums
 from trainer.catalogue import lookup
@@ -16,7 +17,7 @@ from trainer.monitor.validation import Validation
 from trainer.runtime.distributed import World
 
 
-class Samples:
+class Samples(OneSource):
     def __init__(self) -> None:
         generator = np.random.default_rng(11)
         self._samples = []

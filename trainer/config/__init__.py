@@ -3,18 +3,17 @@
 It imports neither torch nor hydra, so a mistyped key fails before anything slow starts.
 """
 
+from trainer.config.data import QUICKSTART, DataConfig, Source, SourceConfig, sources_of
 from trainer.config.foreign import find_foreign, own_words
 from trainer.config.keys import ConfigError, did_you_mean, parse_duration_s
 from trainer.config.parse import known_keys, parse_config, problem_with_key
 from trainer.config.schema import (
     AUTO,
     DTYPES,
-    QUICKSTART,
     RESUME_ALLOW,
     SELECTIVE,
     CheckpointConfig,
     Config,
-    DataConfig,
     FsdpConfig,
     GuardConfig,
     ModelConfig,
@@ -36,6 +35,8 @@ __all__ = [
     "GuardConfig",
     "ModelConfig",
     "OptimConfig",
+    "Source",
+    "SourceConfig",
     "TrainerConfig",
     "did_you_mean",
     "find_foreign",
@@ -44,4 +45,5 @@ __all__ = [
     "parse_config",
     "parse_duration_s",
     "problem_with_key",
+    "sources_of",
 ]

@@ -99,6 +99,10 @@ def not_empty(value: Any) -> str:
     return "" if (value.strip() if isinstance(value, str) else value) else "is empty"
 
 
+def matches(pattern: str, words: str) -> Check:
+    return lambda text: "" if re.fullmatch(pattern, text) else f"must be made of {words}; got '{text}'"
+
+
 def inside_checkpoints(name: str) -> str:
     """For a name that is a part of a path."""
     return f"must not lead out of checkpoints/: {name}" if ".." in name.split("/") else ""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from trainer.config.data import sources_of
 from trainer.config.foreign import find_foreign
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
 from trainer.config.schema import Config, contradictions
@@ -28,6 +29,8 @@ def parse_config(tree: dict[str, Any], parts: Mapping[str, Mapping[str, object]]
         _check(attrgetter(dotted)(config), dotted, (one_of(*named),))
     if found := list(contradictions(config)):
         raise ConfigError("\n".join(found))
+    for name in ("train_files", "val_files"):
+        sources_of(config.data, name)
     return config
 
 
@@ -52,7 +55,9 @@ def _unknown_key(dotted: str, value: str | None, *, known: Sequence[str] = ()) -
         instead = foreign.own_key or foreign.advice(value)
         return ConfigError(f"unknown configuration key '{named}' (of {foreign.origin}); here: {instead}")
     nearest = _nearest_key(dotted, [*known_keys(), *known])
-    hint = f"did you mean '{nearest}'?" if nearest else "there is no key like it; bash run_sft.sh --help lists all"
+    names = ", ".join(name.rpartition(".")[2] for name in known)
+    listed = f"an entry has {names}" if "[" in dotted else "bash run_sft.sh --help lists all"
+    hint = f"did you mean '{nearest}'?" if nearest else f"there is no key like it; {listed}"
     return ConfigError(f"unknown configuration key '{dotted}': {hint}")
 
 

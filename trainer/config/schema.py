@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config.data import QUICKSTART, DataConfig
 from trainer.config.keys import (
     at_least,
     at_most,
@@ -22,7 +23,6 @@ from trainer.config.keys import (
     within,
 )
 
-QUICKSTART = "quickstart"
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config")
 AUTO, SELECTIVE = "auto", "selective"
@@ -31,63 +31,7 @@ _LOADED = ("model", "optimizer", "extra")
 _RATIO = within("[0, 1]")
 _TIMEOUT = (at_least(1), at_most(YEAR_S, "a year"))
 _COUNT_OR_NULL = at_least(1, means="null")
-_COUNT_OR_ALL = at_least(1, special=-1, means="-1 (all)")
 _STEPS_OR_END = at_least(1, special=-1, means="-1 (only at the end)")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What is trained on and how it is batched."""
-
-    train_files: str | list[str] = key(
-        QUICKSTART, "path, glob or list of .jsonl, .json, .parquet; quickstart = the generated samples", not_empty
-    )
-    val_files: str | list[str] | None = key(None, "the same; null = hold out val_ratio of the training rows")
-    val_ratio: float = key(
-        0.02, "share of training rows held out when val_files is null; 0 = no validation", within("[0, 1)")
-    )
-    train_batch_size: int = key(
-        32, "samples per optimizer step over all ranks; the result does not depend on their number", at_least(1)
-    )
-    micro_batch_size_per_gpu: int | None = key(
-        None, "at most this many samples per forward pass; null = no limit", _COUNT_OR_NULL
-    )
-    max_token_len_per_gpu: int | None = key(
-        8192, "at most this many tokens per forward pass; null = no limit", _COUNT_OR_NULL
-    )
-    max_length: int = key(2048, "longest sample in tokens", at_least(1))
-    truncation: str = key(
-        "error",
-        "longer samples: error | left | right (cut that side) | drop",
-        one_of("error", "left", "right", "drop"),
-    )
-    messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
-    tools_key: str = key("tools", "column with tool definitions, if any")
-    prompt_key: str | None = key(None, "single-turn data: column of the user's text; null = recognise the shape")
-    response_key: str | None = key(None, "single-turn data: column of the assistant's text")
-    chat_template: str | None = key(None, "path of a jinja template replacing the tokenizer's; exported with the model")
-    apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further variables for the template, e.g. {enable_thinking: false}"
-    )
-    special_in_content: str = key(
-        "error",
-        "tokens that the template writes around turns, in a text: error (bad row) | text (ordinary characters) | "
-        "parse (as the tokenizer takes them)",
-        one_of("error", "text", "parse"),
-    )
-    train_max_samples: int = key(-1, "use only the first rows; -1 = all", _COUNT_OR_ALL)
-    val_max_samples: int = key(-1, "the same for validation", _COUNT_OR_ALL)
-    on_bad_row: str = key(
-        "error", "unusable rows: error (list them and stop) | skip (count and list them)", one_of("error", "skip")
-    )
-    max_bad_fraction: float = key(0.01, "with skip: stop when more than this share of rows is unusable", _RATIO)
-    num_workers: int = key(
-        1,
-        "loader processes per rank; 0 = build batches in the training process",
-        not_negative,
-        at_most(64, "each is a process beside every rank"),
-    )
-    cache_dir: str = key("checkpoints/.cache", "prepared tokens, under content hashes")
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.batch_plan import Schedule, split_batch
 from trainer.data.chat import preview
-from trainer.data.loader import RankPlan, View
-from trainer.data.sample_writer import Summary
+from trainer.data.loader import RankPlan
+from trainer.data.samples import Samples, SourceSamples
 
 logger = logging.getLogger(__name__)
 
 
 def announce(
-    train: View,
-    validation: View | None,
+    train: Samples,
+    validation: Samples | None,
     *,
     schedule: Schedule,
     plan: RankPlan,
@@ -24,20 +24,23 @@ def announce(
     device: str,
 ) -> None:
     """The plan in one line, what was left out or cut, and the next sample as the model sees it."""
-    summary = train.dataset.summary
     first = schedule.samples(schedule.start.step + 1)
     dealt = split_batch(
         train.lengths[first], num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
-    tokens, supervised = int(train.lengths.sum()), int(train.num_loss_tokens.sum())
+    num_rows, tokens, supervised = train.total("num_rows"), int(train.lengths.sum()), int(train.num_loss_tokens.sum())
     logger.info(
         f"plan: batch {len(first)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
         f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
-        f"{supervised / tokens:.1%} supervised, no padding; rows: {summary.num_truncated / summary.num_rows:.1%} cut, "
-        f"{summary.num_dropped} dropped, {summary.num_bad_rows} bad; {_left_out(summary)}"
+        f"{supervised / tokens:.1%} supervised, no padding; rows: {train.total('num_truncated') / num_rows:.1%} cut, "
+        f"{train.total('num_dropped')} dropped, {train.total('num_bad_rows')} bad; {_left_out(train)}"
         f"{len(validation.lengths) if validation else 0} validation samples; {lr}"
     )
-    for dataset in dict.fromkeys(view.dataset for view in (train, validation) if view is not None):
+    if len(train.sources) > 1 or schedule.num_samples != len(train.lengths):
+        for source in train.sources:
+            logger.info(_source_line(source))
+    sources = [*train.sources, *(validation.sources if validation is not None else ())]
+    for dataset in dict.fromkeys(source.dataset for source in sources):
         for note in dataset.notes:
             logger.warning("%s", note)
     sample = int(first[0])
@@ -45,6 +48,12 @@ def announce(
     logger.info(f"next sample ({train.location(sample)}), supervised part marked:\n{text}")
 
 
-def _left_out(summary: Summary) -> str:
-    num_turns = summary.num_without_reasoning
+def _source_line(source: SourceSamples) -> str:
+    share, tokens = source.share, int(source.dataset.lengths[source.indices].sum())
+    repeated = f"repeat {share.repeat:g}: {share.num_samples} samples an epoch"
+    return f"source {source.name}: {share.num_rows} rows, {tokens} tokens; {repeated}"
+
+
+def _left_out(train: Samples) -> str:
+    num_turns = train.total("num_without_reasoning")
     return f"the template leaves out the reasoning of {num_turns} assistant turns; " if num_turns else ""

@@ -3,6 +3,7 @@
 A global batch is a set of samples; splitting it into micro-batches and ranks only decides who computes what.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -24,17 +25,58 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Share:
+    """How often the rows of a source come in an epoch: with `repeat` 2.5 each twice, and half of them once more."""
+
+    num_rows: int
+    repeat: float = 1.0
+
+    @property
+    def num_samples(self) -> int:
+        """The same in every epoch; half a sample counts whole."""
+        return math.floor(self.num_rows * self.repeat + 0.5)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(shares: tuple[Share, ...], *, seed: int, epoch: int) -> np.ndarray:
+    """Sample ids of one epoch in the order they are trained, int64: a pure function of its arguments.
+
+    Ids count the rows of all sources, source by source. Rows that come once more are the next so many of an order of
+    their own, walked round and round over the epochs: none comes twice as often as another.
+    """
+    ids, first = [], 0
+    for number, share in enumerate(shares):
+        times, num_more = divmod(share.num_samples, share.num_rows)
+        ids += [np.arange(first, first + share.num_rows)] * times
+        if num_more:
+            turn = _generator("source", seed, number).permutation(share.num_rows)
+            ids.append(first + turn.take(np.arange(num_more) + epoch * num_more, mode="wrap"))
+        first += share.num_rows
+    epoch_ids = np.concatenate(ids)
+    return epoch_ids[_generator("epoch", seed, epoch).permutation(len(epoch_ids))]
+
+
+def _generator(*key: int | str) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(seeding.key(*key)))
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """The order of a run from `start` on: a step of epoch e trains the next B samples of `permutation(seed, e)`.
+    """The order of a run from `start` on: a step of epoch e trains the next B samples of `epoch_order(seed, e)`.
 
     The last batch of an epoch holds what is left; no sample is dropped. Continued from any of its own positions with
-    the same values a schedule goes on as it would have; with another batch size it goes on in the same permutation.
+    the same values a schedule goes on as it would have; with another batch size it goes on in the same order.
     """
 
-    num_samples: int
+    shares: tuple[Share, ...]
     batch_size: int
     seed: int
     start: Position = START
+
+    @property
+    def num_samples(self) -> int:
+        """Of one epoch."""
+        return sum(share.num_samples for share in self.shares)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -63,7 +105,7 @@ class Schedule:
     def samples(self, step: int) -> np.ndarray:
         """Sample ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
         position = self.position(step - 1)
-        order = seeding.permutation(self.seed, epoch=position.epoch, num_samples=self.num_samples)
+        order = epoch_order(self.shares, seed=self.seed, epoch=position.epoch)
         return order[position.samples_consumed :][: self.batch_size]
 
 

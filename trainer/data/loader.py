@@ -1,67 +1,24 @@
-"""From the plan to batches: one item per optimizer step, built by torchdata's `StatefulDataLoader`.
-
-The position of a run is one integer, the step; torchdata's own state is stored beside it as a cross-check only.
-"""
+"""From the plan to batches: one item per optimizer step. The position of a run is one integer, the step."""
 
 import dataclasses
-import hashlib
 import signal
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import context, popen_fork
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, split_batch
 from trainer.data.facts import deal_facts, length_facts
-from trainer.data.token_cache import TokenDataset
+from trainer.data.samples import Samples
 from trainer.progress import Position
 from trainer.runtime.signals import STOP_SIGNALS
-
-
-class Samples(Protocol):
-    """Prepared samples: `lengths` and `num_loss_tokens` int arrays [N], and tokens with loss mask by index."""
-
-    @property
-    def lengths(self) -> np.ndarray: ...
-
-    @property
-    def num_loss_tokens(self) -> np.ndarray: ...
-
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-class View:
-    """Some samples of a prepared dataset, under indices of their own."""
-
-    def __init__(self, dataset: TokenDataset, indices: np.ndarray) -> None:
-        self.dataset, self._indices = dataset, indices
-        self.lengths = np.asarray(dataset.lengths)[indices]
-        self.num_loss_tokens = np.asarray(dataset.num_loss_tokens)[indices]
-
-    @classmethod
-    def whole(cls, dataset: TokenDataset) -> "View":
-        return cls(dataset, np.arange(len(dataset)))
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for equal samples in equal order."""
-        digest = hashlib.sha256(self.dataset.fingerprint.encode())
-        digest.update(np.ascontiguousarray(self._indices, dtype=np.int64).tobytes())
-        return digest.hexdigest()[:16]
-
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.dataset.sample(int(self._indices[index]))
-
-    def location(self, index: int) -> str:
-        """`file:line` of a sample."""
-        return self.dataset.location(int(self._indices[index]))
 
 
 @dataclass(frozen=True)
@@ -81,7 +38,6 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
         parts = [(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))]
     else:
         parts = [samples.sample(index) for index in indices]
-    seqlens = tuple(len(ids) for ids, _ in parts)
     ids_T = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
     labels_T = np.full(len(ids_T), IGNORE_INDEX, dtype=np.int64)
     start = 0
@@ -89,16 +45,13 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
         shifted = np.where(mask[1:], ids[1:], IGNORE_INDEX)
         labels_T[start : start + len(shifted)] = shifted
         start += len(ids)
-    supervised_S = np.flatnonzero(labels_T != IGNORE_INDEX)
-    return PackedBatch(
-        input_ids_T=torch.from_numpy(ids_T),
-        labels_T=torch.from_numpy(labels_T),
-        position_ids_T=torch.from_numpy(np.concatenate([np.arange(n) for n in seqlens])),
-        cu_seqlens_D1=torch.from_numpy(np.cumsum((0, *seqlens)).astype(np.int32)),
-        seqlens=seqlens,
-        supervised_S=torch.from_numpy(supervised_S),
-        num_loss_tokens=len(supervised_S),
+    return PackedBatch.of(
+        torch.from_numpy(ids_T),
+        torch.from_numpy(labels_T),
+        torch.from_numpy(np.flatnonzero(labels_T != IGNORE_INDEX)),
+        seqlens=tuple(len(ids) for ids, _ in parts),
         sample_ids=tuple(indices),
+        sources_D=torch.from_numpy(samples.source_of(indices)) if indices else None,
     )
 
 
@@ -118,9 +71,17 @@ def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, 
         num_samples=len(ids),
         sum_squared_lengths=int((lengths.astype(np.int64) ** 2).sum()),
         sample_ids=tuple(int(i) for i in ids),
+        loss_tokens_by=_by_source(samples, ids, num_loss_tokens),
         length_facts=length_facts(lengths, num_loss_tokens),
         deal_facts=deal_facts(lengths, num_loss_tokens, dealt, plan.limits),
     )
+
+
+def _by_source(samples: Samples, ids: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, int]:
+    if len(samples.names) == 1:
+        return {}
+    counts = np.bincount(samples.source_of(ids), weights=num_loss_tokens, minlength=len(samples.names))
+    return {name: int(count) for name, count in zip(samples.names, counts, strict=True)}
 
 
 class _StepDataset(Dataset[StepBatch]):
@@ -130,17 +91,6 @@ class _StepDataset(Dataset[StepBatch]):
     def __getitem__(self, step: int) -> StepBatch:
         epoch = self.schedule.position(step - 1).epoch
         return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
-
-
-class _StepSampler(Sampler[int]):
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
 
 
 class _WorkerHandle(popen_fork.Popen):
@@ -186,21 +136,20 @@ class TrainLoader:
         self.last_step = total_steps
         self.step = schedule.start.step
         """The last step that was handed out; after it has been trained the number of finished steps."""
-        self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
         """Its workers are gone when the generator is closed."""
         steps = [step for step in range(self.step + 1, self.last_step + 1) if step not in self._skipped_steps]
-        self._loader = StatefulDataLoader(
+        loader = DataLoader(
             _StepDataset(self._samples, self.plan, self.schedule),
-            sampler=_StepSampler(steps),
+            sampler=steps,
             batch_size=None,
             num_workers=self._num_workers,
             pin_memory=self.plan.pin_memory,
             worker_init_fn=_ignore_signals,
             multiprocessing_context=_WorkerContext() if self._num_workers else None,
         )
-        batches = iter(self._loader)
+        batches = iter(loader)
         try:
             for step, batch in zip(steps, batches, strict=True):
                 if batch.step != step:
@@ -208,7 +157,8 @@ class TrainLoader:
                 self.step = step
                 yield batch
         finally:
-            if self._num_workers:  # the frames of an error may keep the iterator, which would stop them when it goes
+            if isinstance(batches, _MultiProcessingDataLoaderIter):
+                # the frames of an error may keep the iterator, which would stop them when it goes
                 batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
@@ -221,13 +171,12 @@ class TrainLoader:
         return self.schedule.position(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it depends on ranks."""
+        """`data.pt`: the position, and what it counts in. Nothing in it depends on ranks."""
         return {
             **dataclasses.asdict(self.position),
             "train_batch_size": self.schedule.batch_size,
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
-            "loader": self._loader.state_dict() if self._loader is not None else {},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

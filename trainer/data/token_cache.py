@@ -14,12 +14,9 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import tokenizers
 import transformers
@@ -27,16 +24,8 @@ import transformers
 from trainer.data.bad_rows import BadRows
 from trainer.data.chat import ChatEncoder
 from trainer.data.checksums import find_damage, write_checksums
-from trainer.data.rows import location
-from trainer.data.sample_writer import (
-    ARRAYS,
-    BAD_ROWS,
-    OVER_LONG_ROWS,
-    PrepareOptions,
-    SampleWriter,
-    Summary,
-    write_samples,
-)
+from trainer.data.sample_writer import BAD_ROWS, PrepareOptions, SampleWriter, Summary, write_samples
+from trainer.data.samples import TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.atomic_files import atomic_write, publish
 from trainer.runtime.file_lock import POLL_S, locked
@@ -44,64 +33,6 @@ from trainer.runtime.file_lock import POLL_S, locked
 logger = logging.getLogger(__name__)
 
 HASHED_BYTES = 1 << 24
-SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
-
-
-@dataclass(frozen=True, eq=False)
-class TokenDataset:
-    """Prepared samples; cheap to send to another process, which maps the same files."""
-
-    directory: Path
-    files: tuple[Path, ...]
-    summary: Summary
-    input_ids: np.ndarray
-    """Tokens of all samples end to end, int32 [T]; `loss_mask` is bool [T]."""
-    loss_mask: np.ndarray
-    offsets: np.ndarray
-    """Bounds of the N samples in them, int64 [N + 1]."""
-    source: np.ndarray
-    """File index and line of each sample, int64 [N, 2]."""
-    lengths: np.ndarray
-    num_loss_tokens: np.ndarray
-    """Labels a sample contributes, int32 [N]: a supervised first token has nothing to be predicted from."""
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (int32) and loss mask (bool) of one sample, as views of the mapped files."""
-        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return self.input_ids[part], self.loss_mask[part]
-
-    def location(self, index: int) -> str:
-        """Where a sample comes from, as `file:line`."""
-        file_index, line = self.source[index]
-        return location(self.files[file_index], int(line))
-
-    @property
-    def notes(self) -> list[str]:
-        """What was left out or cut, and where the list of it lies; for the log."""
-        summary, notes = self.summary, []
-        if summary.num_bad_rows:
-            kinds = ", ".join(f"{kind} {count}" for kind, count in summary.bad_rows_by_kind.items())
-            notes.append(f"left out {summary.num_bad_rows} bad rows ({kinds}), listed in {self.directory / BAD_ROWS}")
-        if summary.num_dropped or summary.num_truncated:
-            notes.append(
-                f"over-long rows: {summary.num_dropped} dropped, {summary.num_truncated} cut by "
-                f"{summary.num_cut_tokens} tokens, listed in {self.directory / OVER_LONG_ROWS}"
-            )
-        if summary.unread_keys:
-            keys = ", ".join(f"'{key}' {count}" for key, count in summary.unread_keys.items())
-            notes.append(f"nothing reads these keys of messages: {keys}")
-        return notes
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over tokens, masks and bounds: equal exactly when the samples and their order are."""
-        return self.summary.fingerprint
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open_dataset, (self.directory, self.files)
 
 
 def prepare(
@@ -130,35 +61,6 @@ def prepare(
             fix = "free space or point data.cache_dir to a writable directory"
             raise CannotWriteError(f"cannot write prepared tokens to '{directory}': {error}; {fix}") from error
     return open_dataset(directory, tuple(files))
-
-
-def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
-    """Map a prepared directory. `files` are where its rows came from, for messages."""
-    arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-    return TokenDataset(
-        directory=directory,
-        files=files,
-        summary=Summary(**json.loads((directory / "summary.json").read_text())),
-        input_ids=arrays["input_ids"],
-        loss_mask=arrays["loss_mask"],
-        offsets=arrays["offsets"],
-        source=arrays["source"],
-        lengths=np.diff(np.asarray(arrays["offsets"])),
-        num_loss_tokens=arrays["num_loss_tokens"],
-    )
-
-
-def split(dataset: TokenDataset, *, val_ratio: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted train and validation indices (int64): a function of length, ratio and seed alone.
-
-    At least one row on each side when `val_ratio` is positive and there are two rows.
-    """
-    num_val = 0
-    if val_ratio > 0 and len(dataset) >= 2:
-        num_val = min(max(1, round(len(dataset) * val_ratio)), len(dataset) - 1)
-    rng = np.random.Generator(np.random.Philox(key=[seed % 2**64, SPLIT_STREAM]))
-    order = rng.permutation(len(dataset))
-    return np.sort(order[num_val:]), np.sort(order[:num_val])
 
 
 def _content_hash(

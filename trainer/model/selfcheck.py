@@ -136,13 +136,4 @@ def _packed(documents: list[Tensor]) -> PackedBatch:
     input_ids_T = torch.cat(documents)
     labels_T = torch.cat([torch.cat([document[1:], document.new_tensor([-100])]) for document in documents])
     supervised_S = (labels_T != -100).nonzero()[:, 0]
-    return PackedBatch(
-        input_ids_T=input_ids_T,
-        labels_T=labels_T,
-        position_ids_T=torch.cat([torch.arange(n) for n in seqlens]),
-        cu_seqlens_D1=torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32),
-        seqlens=seqlens,
-        supervised_S=supervised_S,
-        num_loss_tokens=len(supervised_S),
-        sample_ids=tuple(range(len(documents))),
-    )
+    return PackedBatch.of(input_ids_T, labels_T, supervised_S, seqlens=seqlens, sample_ids=tuple(range(len(documents))))

@@ -170,17 +170,9 @@ def run_step(model: PreTrainedModel, optimizer: clip.Optimizer, batches: Sequenc
 
 def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
     """Documents of these lengths, every token supervised."""
-    num_tokens = sum(seqlens)
-    return PackedBatch(
-        input_ids_T=torch.zeros(num_tokens, dtype=torch.int64),
-        labels_T=torch.zeros(num_tokens, dtype=torch.int64),
-        position_ids_T=torch.cat([torch.arange(length) for length in seqlens]),
-        cu_seqlens_D1=torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32),
-        seqlens=seqlens,
-        supervised_S=torch.arange(num_tokens),
-        num_loss_tokens=num_tokens,
-        sample_ids=tuple(range(len(seqlens))),
-    )
+    num_tokens, sample_ids = sum(seqlens), tuple(range(len(seqlens)))
+    ids_T, labels_T = torch.zeros(2, num_tokens, dtype=torch.int64)
+    return PackedBatch.of(ids_T, labels_T, torch.arange(num_tokens), seqlens=seqlens, sample_ids=sample_ids)
 
 
 def on_meta(job: Job) -> PreTrainedModel:

@@ -1,18 +1,20 @@
 """What a run is made from: model files, tokenizer and tokens, ready before any process group exists."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.config import QUICKSTART, Config
+from trainer.config import QUICKSTART, Config, Source, sources_of
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
-from trainer.data.loader import View
 from trainer.data.rows import resolve_files
 from trainer.data.sample_writer import PrepareOptions
-from trainer.data.token_cache import TokenDataset, prepare, split
+from trainer.data.samples import Samples, SourceSamples
+from trainer.data.token_cache import prepare
 from trainer.errors import DataError
 from trainer.model.assemble import per_document_reason
 from trainer.model.packed_lm import ModelSource
@@ -21,6 +23,9 @@ from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.run.preflight import read_chat_template
 from trainer.runtime.environment import local_rank
 
+Renderer = tuple[PreTrainedTokenizerBase, str]
+"""A tokenizer with a chat template, and the digest of both."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -28,10 +33,11 @@ class Inputs:
 
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
+    """With the chat template that is exported; its `tokenizer_digest` covers both."""
     tokenizer_digest: str
     chat_template: str | None
-    train: View
-    validation: View | None
+    train: Samples
+    validation: Samples | None
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
@@ -39,26 +45,36 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 
     `progress` is called while it goes on.
     """
-    train_files, val_files = _data_files(config)
+    data = config.data
+    train_files, val_files = _files(config, "train_files"), _files(config, "val_files")
     source = resolve_source(config, progress=progress)
     # what config.json alone refuses is refused before anything is tokenised
-    per_document_reason(config.model, source, max_length=config.data.max_length)
-    tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    chat_template = read_chat_template(config.data)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    digest = tokenizer_digest(tokenizer)  # half a second for a large vocabulary
-    dataset = _prepare(config, train_files, config.data.train_max_samples, tokenizer, digest, progress)
-    if val_files is not None:
-        held_out = _prepare(config, val_files, config.data.val_max_samples, tokenizer, digest, progress)
-        train, validation = View.whole(dataset), View.whole(held_out)
+    per_document_reason(config.model, source, max_length=data.max_length)
+    own = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+
+    @cache
+    def renderer(chat_template: str | None) -> Renderer:
+        tokenizer = copy.copy(own)
+        tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
+        return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
+
+    train = _prepare(config, train_files, renderer, progress)
+    if val_files:
+        held_out = _prepare(config, val_files, renderer, progress)
     else:
-        train_ids, val_ids = split(dataset, val_ratio=config.data.val_ratio, seed=config.trainer.seed)
-        limit = config.data.val_max_samples
-        train, validation = View(dataset, train_ids), View(dataset, val_ids if limit == -1 else val_ids[:limit])
-    if not len(train.lengths):
-        raise DataError("no training samples are left; lower data.val_ratio or give more rows")
-    return Inputs(source, tokenizer, digest, chat_template, train, validation if len(validation.lengths) else None)
+        limit = None if data.val_max_samples == -1 else data.val_max_samples
+        parts = [source.split(val_ratio=data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train]
+        train, held_out = [part for part, _ in parts], [part for _, part in parts]
+    tokenizer, digest = renderer(data.chat_template)
+    validation = Samples(held_out)
+    return Inputs(
+        source=source,
+        tokenizer=tokenizer,
+        tokenizer_digest=digest,
+        chat_template=read_chat_template(data.chat_template),
+        train=Samples(train),
+        validation=validation if len(validation.lengths) else None,
+    )
 
 
 def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
@@ -69,43 +85,48 @@ def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: Non
     return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
 
 
-def _data_files(config: Config) -> tuple[list[Path], list[Path] | None]:
-    """Files of the training and of the validation rows. Raises `DataError` for what is missing or no data file."""
+def _files(config: Config, key: str) -> list[tuple[Source, list[Path]]]:
+    """The sources of a key with their files. Raises `DataError` for what is missing or no data file."""
 
     def resolved(files: str | list[str]) -> list[Path]:
         if files == QUICKSTART:
             return [TRAIN_FILE]
         return resolve_files(files)
 
-    val_files = config.data.val_files
-    return resolved(config.data.train_files), None if val_files is None else resolved(val_files)
+    return [(source, resolved(source.files)) for source in sources_of(config.data, key)]
 
 
 def _prepare(
     config: Config,
-    files: list[Path],
-    max_samples: int,
-    tokenizer: PreTrainedTokenizerBase,
-    digest: str,
+    sources: list[tuple[Source, list[Path]]],
+    renderer: Callable[[str | None], Renderer],
     progress: Callable[[], None],
-) -> TokenDataset:
-    data = config.data
-    options = PrepareOptions(
-        keys=RowKeys(data.messages_key, data.tools_key, data.prompt_key, data.response_key),
-        max_length=data.max_length,
-        truncation=data.truncation,
-        on_bad_row=data.on_bad_row,
-        max_bad_fraction=data.max_bad_fraction,
-        max_samples=max_samples,
-        special_in_content=data.special_in_content,
-        template_kwargs=data.apply_chat_template_kwargs,
-    )
-    return prepare(
-        files,
-        tokenizer=tokenizer,
-        tokenizer_digest=digest,
-        options=options,
-        cache_dir=Path(data.cache_dir),
-        wait=local_rank() != 0,
-        progress=progress,
-    )
+) -> list[SourceSamples]:
+    """Each source with a cache entry of its own."""
+    data, prepared = config.data, []
+    for source, files in sources:
+        tokenizer, digest = renderer(source.chat_template)
+        options = PrepareOptions(
+            keys=RowKeys(source.messages_key, source.tools_key, source.prompt_key, source.response_key),
+            max_length=data.max_length,
+            truncation=data.truncation,
+            on_bad_row=data.on_bad_row,
+            max_bad_fraction=data.max_bad_fraction,
+            max_samples=source.max_samples,
+            special_in_content=data.special_in_content,
+            template_kwargs=data.apply_chat_template_kwargs,
+        )
+        try:
+            dataset = prepare(
+                files,
+                tokenizer=tokenizer,
+                tokenizer_digest=digest,
+                options=options,
+                cache_dir=Path(data.cache_dir),
+                wait=local_rank() != 0,
+                progress=progress,
+            )
+        except DataError as error:
+            raise error if len(sources) == 1 else DataError(f"source '{source.name}': {error}") from error
+        prepared.append(dataset.whole(source.name, source.repeat))
+    return prepared

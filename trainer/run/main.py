@@ -17,7 +17,7 @@ from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.checkpoint.state import State
 from trainer.config import Config
 from trainer.data.announce import announce
-from trainer.data.batch_plan import Limits, Schedule
+from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
@@ -67,7 +67,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         return unfinished(Path(trainer.default_local_dir), position.step, owes_validation=owes_validation)
 
     shape = RunShape(
-        len(inputs.train.lengths),
+        _schedule(config, inputs, START).num_samples,
         config.data.train_batch_size,
         lambda position: _total_steps(config, _schedule(config, inputs, position)),
         _lineage(config, inputs),
@@ -164,7 +164,7 @@ def make_run(
 
 
 def _schedule(config: Config, inputs: Inputs, start: Position) -> Schedule:
-    return Schedule(len(inputs.train.lengths), config.data.train_batch_size, config.trainer.seed, start)
+    return Schedule(inputs.train.shares, config.data.train_batch_size, config.trainer.seed, start)
 
 
 def _total_steps(config: Config, schedule: Schedule) -> int:
@@ -220,14 +220,13 @@ def _checkpoints(
         elif level == "warn":
             logger.warning("step %d: %s", step, message)
 
-    end_token_ids = tuple(inputs.train.dataset.summary.end_token_ids)
     return CheckpointManager(
         Path(config.trainer.default_local_dir),
         world=world,
         config=config.trainer.checkpoint,
         state=state,
         model=model,
-        source=ExportSource(Path(inputs.source.path), inputs.chat_template, end_token_ids),
+        source=ExportSource(Path(inputs.source.path), inputs.chat_template, inputs.train.end_token_ids),
         keep=config.trainer.max_ckpt_to_keep,
         lock=start.lock,
         fingerprints=_lineage(config, inputs).fingerprints,

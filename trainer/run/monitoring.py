@@ -55,11 +55,11 @@ def make_meter(
 
 
 def _data_facts(inputs: Inputs) -> dict[str, float]:
-    summary = inputs.train.dataset.summary
+    total = inputs.train.total
     return {
-        "data/truncated": summary.num_truncated,
-        "data/truncated_frac": summary.num_truncated / max(1, summary.num_samples),
-        "data/dropped": summary.num_dropped + summary.num_bad_rows,
+        "data/truncated": total("num_truncated"),
+        "data/truncated_frac": total("num_truncated") / max(1, total("num_samples")),
+        "data/dropped": total("num_dropped") + total("num_bad_rows"),
     }
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trainer.checkpoint.choice import candidates_of, cannot_use
-from trainer.config import QUICKSTART, Config, ConfigError, DataConfig
+from trainer.config import QUICKSTART, Config, ConfigError, sources_of
 from trainer.data.rows import resolve_files
 from trainer.guard.user_rules import parse_rules
 from trainer.model.source import require_model
@@ -16,24 +16,25 @@ def require_ready(config: Config) -> None:
     """
     parse_rules(config.trainer.guard.rules)
     require_installed(config.trainer.logger)
-    read_chat_template(config.data)
+    read_chat_template(config.data.chat_template)
     if config.model.partial_pretrain != QUICKSTART:
         require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
-    for files in (config.data.train_files, config.data.val_files):
-        if files is not None and files != QUICKSTART:
-            resolve_files(files)
+    for source in sources_of(config.data, "train_files") + sources_of(config.data, "val_files"):
+        read_chat_template(source.chat_template)
+        if source.files != QUICKSTART:
+            resolve_files(source.files)
     try:
         candidates_of(config.trainer)
     except OSError as error:
         raise cannot_use(Path(config.trainer.default_local_dir), error) from error
 
 
-def read_chat_template(data: DataConfig) -> str | None:
-    """The text of `data.chat_template`. Raises `ConfigError`."""
-    if data.chat_template is None:
+def read_chat_template(path: str | None) -> str | None:
+    """The text of a `chat_template` of `data` or of a source. Raises `ConfigError`."""
+    if path is None:
         return None
     try:
-        return Path(data.chat_template).read_text()
+        return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"data.chat_template={data.chat_template}: {reason}") from error
+        raise ConfigError(f"data.chat_template={path}: {reason}") from error

@@ -1,6 +1,5 @@
 """Randomness keyed by what it belongs to, so that no generator state decides a result (floor 1)."""
 
-import functools
 import hashlib
 import random
 
@@ -24,13 +23,6 @@ def seed_step(seed: int, *, step: int, data_rank: int) -> None:
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value % 2**32)
-
-
-@functools.lru_cache(maxsize=2)
-def permutation(seed: int, *, epoch: int, num_samples: int) -> np.ndarray:
-    """Order of one epoch, int64 [num_samples]: a pure function of its arguments."""
-    generator = np.random.Generator(np.random.Philox(key("epoch", seed, epoch)))
-    return generator.permutation(num_samples)
 
 
 def rng_state(device: torch.device) -> dict[str, object]:

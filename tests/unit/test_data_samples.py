@@ -1,0 +1,189 @@
+"""The order of an epoch over sources, and their samples under common ids."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from prepared import good_rows, run, write_rows
+
+from trainer.data.batch_plan import Limits, Schedule, Share, epoch_order
+from trainer.data.loader import RankPlan, TrainLoader
+from trainer.data.samples import Samples, SourceSamples
+from trainer.errors import DataError
+
+OLD_ORDERS = {(1, 0): [0, 7, 3, 2, 4, 9, 8, 5, 6, 1], (1, 1): [7, 2, 6, 1, 0, 8, 3, 5, 9, 4]}
+"""(seed, epoch): what ten samples came in before there were sources."""
+MIXES = (
+    (Share(7, 2.5), Share(4)),
+    (Share(10, 0.5), Share(3, 1.5), Share(1, 3.0)),
+    (Share(5, 0.3),),
+    (Share(6, 1 / 3), Share(8, 1.99)),
+)
+
+
+def counts(shares: tuple[Share, ...], epoch: int, seed: int = 1) -> np.ndarray:
+    """How often each sample comes in an epoch."""
+    return np.bincount(epoch_order(shares, seed=seed, epoch=epoch), minlength=sum(share.num_rows for share in shares))
+
+
+@pytest.mark.parametrize(("key", "order"), OLD_ORDERS.items())
+def test_one_source_without_repeats_keeps_the_order_that_older_runs_began_with(
+    key: tuple[int, int], order: list[int]
+) -> None:
+    assert epoch_order((Share(10),), seed=key[0], epoch=key[1]).tolist() == order
+
+
+@pytest.mark.parametrize("shares", MIXES)
+def test_an_epoch_is_the_repeated_rows_in_another_order(shares: tuple[Share, ...]) -> None:
+    size = sum(share.num_samples for share in shares)
+    for epoch in range(6):
+        found, first = counts(shares, epoch), 0
+        assert found.sum() == len(epoch_order(shares, seed=1, epoch=epoch)) == size
+        for share in shares:
+            own = found[first : first + share.num_rows]
+            assert own.sum() == share.num_samples
+            assert set(own) <= {int(share.repeat), int(share.repeat) + 1}
+            first += share.num_rows
+
+
+def test_half_a_sample_counts_whole_and_every_epoch_is_as_long() -> None:
+    assert [Share(rows, repeat).num_samples for rows, repeat in ((3, 2.5), (1, 0.5), (3, 0.5), (9, 1.0))] == [
+        8,
+        1,
+        2,
+        9,
+    ]
+    schedule = Schedule((Share(3, 2.5), Share(4)), 5, seed=1)
+    assert (schedule.num_samples, schedule.steps_per_epoch, schedule.steps_until(2)) == (12, 3, 6)
+
+
+@pytest.mark.parametrize("shares", MIXES)
+def test_over_epochs_no_row_comes_twice_as_often_as_another(shares: tuple[Share, ...]) -> None:
+    for num_epochs in range(1, 8):
+        found, first = sum(counts(shares, epoch) for epoch in range(num_epochs)), 0
+        for share in shares:
+            own = found[first : first + share.num_rows]
+            assert own.max() - own.min() <= 1
+            first += share.num_rows
+
+
+def test_the_half_of_an_epoch_depends_on_seed_epoch_and_source() -> None:
+    halves = (Share(20, 0.5), Share(20, 0.5))
+    first, second = counts(halves, 0), counts(halves, 1)
+    assert np.array_equal(first + second, np.ones(40)), "the other half comes in the next epoch"
+    assert not np.array_equal(first[:20], first[20:]), "sources draw on their own"
+    assert not np.array_equal(first, counts(halves, 0, seed=2))
+    assert np.array_equal(counts((Share(20, 0.5),), 0), first[:20]), "a source that is added changes no other's draw"
+
+
+def test_another_batch_size_goes_on_in_the_same_epoch() -> None:
+    shares = (Share(7, 2.5), Share(4))
+    first = Schedule(shares, 8, seed=2)
+    second = Schedule(shares, 5, seed=2, start=first.position(1))
+    order = [*first.samples(0), *(index for step in range(1, 4) for index in second.samples(step))]
+    assert np.array_equal(order, epoch_order(shares, seed=2, epoch=0)) and len(order) == 22
+    assert second.position(4).epoch == 1
+
+
+def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
+    """Samples without tokens: lengths and ids tell them apart."""
+    summary = SimpleNamespace(fingerprint=changes.get("fingerprint", name), end_token_ids=changes.get("ends", [7]))
+    dataset: Any = SimpleNamespace(
+        summary=summary,
+        lengths=np.arange(count) + 1,
+        num_loss_tokens=np.arange(count),
+        sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),
+        location=lambda index: f"{name}.jsonl:{index + 1}",
+    )
+    return SourceSamples(name, dataset, changes.get("indices", np.arange(count)), repeat)
+
+
+def test_ids_are_common_to_all_sources_and_lead_back_to_the_row() -> None:
+    samples = Samples([source("a", 3), source("b", 4, indices=np.array([1, 3])), source("c", 2)])
+    places = ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3", "b.jsonl:2", "b.jsonl:4", "c.jsonl:1", "c.jsonl:2"]
+    assert [samples.location(number) for number in range(7)] == places
+    assert samples.source_of(range(7)).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert samples.lengths.tolist() == [1, 2, 3, 2, 4, 1, 2]
+    assert int(samples.sample(4)[0][0]) == 3
+
+
+def test_the_fingerprint_is_what_it_was_and_covers_sources_and_repeats() -> None:
+    one = source("a", 5, fingerprint="f" * 64, indices=np.array([0, 2, 4]))
+    assert Samples([one]).fingerprint == "f6ef0d199f39e39b", "of runs that began before there were sources"
+    variants = [
+        [source("a", 3)],
+        [source("a", 3, 2.0)],
+        [source("a", 3), source("b", 3)],
+        [source("b", 3), source("a", 3)],
+        [source("a", 3), source("b", 3, 1.5)],
+    ]
+    assert len({Samples(variant).fingerprint for variant in variants}) == len(variants)
+    renamed = [source("x", 3, fingerprint="a"), source("y", 3, fingerprint="b")]
+    assert Samples(renamed).fingerprint == Samples(variants[2]).fingerprint, "names are only names"
+
+
+def test_generation_stops_at_the_end_tokens_of_all_sources() -> None:
+    assert Samples([source("a", 1, ends=[5, 9]), source("b", 1, ends=[2, 9])]).end_token_ids == (2, 5, 9)
+
+
+def test_a_source_of_no_sample_is_refused() -> None:
+    with pytest.raises(DataError, match=r"source 'a': repeat 0\.1 of 4 rows is less than half a sample; raise it"):
+        Samples([source("a", 4, 0.1)])
+
+
+@pytest.mark.covers("S3.11")
+@pytest.mark.parametrize(
+    ("count", "ratio", "num_val"), [(100, 0.02, 2), (100, 0.0, 0), (10, 0.02, 1), (2, 0.9, 1), (1, 0.5, 0)]
+)
+def test_split(count: int, ratio: float, num_val: int) -> None:
+    whole = source("a", count, 2.0)
+    train, val = whole.split(val_ratio=ratio, seed=3, limit=None)
+    assert len(val.indices) == num_val
+    assert sorted([*train.indices, *val.indices]) == list(range(count))
+    assert np.array_equal(train.indices, np.sort(train.indices))
+    assert np.array_equal(val.indices, np.sort(val.indices))
+    assert (train.repeat, val.repeat) == (2.0, 1.0), "a validation measures every row once"
+    assert np.array_equal(whole.split(val_ratio=ratio, seed=3, limit=1)[1].indices, val.indices[:1])
+
+
+def test_the_split_depends_on_the_seed_and_is_that_of_older_runs() -> None:
+    def split(count: int, seed: int) -> list[int]:
+        return source("a", count).split(val_ratio=0.25, seed=seed, limit=None)[1].indices.tolist()
+
+    assert split(100, 1) != split(100, 2)
+    assert split(12, 3) == [0, 5, 9]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_rank_builds_its_part_of_mixed_batches_with_their_sources(tmp_path: Path, num_workers: int) -> None:
+    """Two ranks together train the order of the epoch, each document under the number of its source."""
+    datasets = [
+        run(write_rows(tmp_path / f"{name}.jsonl", *good_rows(count)), cache=tmp_path / "cache")
+        for name, count in (("a", 5), ("b", 4))
+    ]
+    samples = Samples([datasets[0].whole("a"), datasets[1].whole("b", 1.5)])
+    schedule = Schedule(samples.shares, 4, seed=1)
+    ranks = [
+        list(
+            TrainLoader(
+                samples,
+                plan=RankPlan(rank, 2, Limits(None, 2), quadratic_cost=0.0),
+                schedule=schedule,
+                total_steps=schedule.steps_until(2),
+                num_workers=num_workers,
+                pin_memory=False,
+            )
+        )
+        for rank in range(2)
+    ]
+    for step, batches in enumerate(zip(*ranks, strict=True)):
+        packs = [pack for batch in batches for pack in batch.micro_batches]
+        assert sorted(i for pack in packs for i in pack.sample_ids) == sorted(schedule.samples(step))
+        for pack in packs:
+            assert pack.sources_D.tolist() == [int(i >= 5) for i in pack.sample_ids] or not pack.sample_ids
+        ids = schedule.samples(step)
+        by_source = [int(samples.num_loss_tokens[ids[(ids >= 5) == number]].sum()) for number in (False, True)]
+        assert all(batch.loss_tokens_by == dict(zip("ab", by_source, strict=True)) for batch in batches)
+        assert sum(by_source) == batches[0].num_loss_tokens

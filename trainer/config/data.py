@@ -1,0 +1,157 @@
+"""The keys of `data`, and the sources that `data.train_files` and `data.val_files` come to."""
+
+import re
+from collections import Counter
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.keys import ConfigError, at_least, at_most, key, matches, not_empty, not_negative, one_of, within
+
+QUICKSTART = "quickstart"
+NAME = r"\w[\w.-]*"
+_COUNT_OR_NULL = at_least(1, means="null")
+_COUNT_OR_ALL = at_least(1, special=-1, means="-1 (all)")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """An entry of a list of sources."""
+
+    files: str | list[str] = key(MISSING, "path, glob or list of both", not_empty)
+    name: str | None = key(
+        None, "what metrics and log call it; null = the name of its file", matches(NAME, "letters, digits, _ - and .")
+    )
+    repeat: float = key(
+        1.0,
+        "how often each row is trained in an epoch; 2.5 = twice, and half of the rows once more, the other half in the "
+        "next epoch; 1 for validation",
+        within("(0, 1000]"),
+    )
+    max_samples: int | None = key(None, "use only the first rows; -1 = all", _COUNT_OR_ALL)
+    chat_template: str | None = key(None, "path of a jinja template for its rows")
+    messages_key: str | None = key(None, "column with [{role, content}, ...]")
+    tools_key: str | None = key(None, "column with tool definitions")
+    prompt_key: str | None = key(None, "column of the user's text")
+    response_key: str | None = key(None, "column of the assistant's text")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on and how it is batched."""
+
+    train_files: str | list[str | SourceConfig] = key(
+        QUICKSTART,
+        "path, glob or list of .jsonl, .json, .parquet; or a list of sources, e.g. [{files: a.jsonl, repeat: 2.5}, "
+        "{files: b.jsonl}] (docs/config.md); quickstart = the generated samples",
+        not_empty,
+    )
+    val_files: str | list[str | SourceConfig] | None = key(
+        None, "the same; null = hold out val_ratio of the training rows of each source", not_empty
+    )
+    val_ratio: float = key(
+        0.02, "share of training rows held out when val_files is null; 0 = no validation", within("[0, 1)")
+    )
+    train_batch_size: int = key(
+        32, "samples per optimizer step over all ranks; the result does not depend on their number", at_least(1)
+    )
+    micro_batch_size_per_gpu: int | None = key(
+        None, "at most this many samples per forward pass; null = no limit", _COUNT_OR_NULL
+    )
+    max_token_len_per_gpu: int | None = key(
+        8192, "at most this many tokens per forward pass; null = no limit", _COUNT_OR_NULL
+    )
+    max_length: int = key(2048, "longest sample in tokens", at_least(1))
+    truncation: str = key(
+        "error",
+        "longer samples: error | left | right (cut that side) | drop",
+        one_of("error", "left", "right", "drop"),
+    )
+    messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
+    tools_key: str = key("tools", "column with tool definitions, if any")
+    prompt_key: str | None = key(None, "single-turn data: column of the user's text; null = recognise the shape")
+    response_key: str | None = key(None, "single-turn data: column of the assistant's text")
+    chat_template: str | None = key(None, "path of a jinja template replacing the tokenizer's; exported with the model")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "further variables for the template, e.g. {enable_thinking: false}"
+    )
+    special_in_content: str = key(
+        "error",
+        "tokens that the template writes around turns, in a text: error (bad row) | text (ordinary characters) | "
+        "parse (as the tokenizer takes them)",
+        one_of("error", "text", "parse"),
+    )
+    train_max_samples: int = key(-1, "use only the first rows (of each source); -1 = all", _COUNT_OR_ALL)
+    val_max_samples: int = key(-1, "the same for validation", _COUNT_OR_ALL)
+    on_bad_row: str = key(
+        "error", "unusable rows: error (list them and stop) | skip (count and list them)", one_of("error", "skip")
+    )
+    max_bad_fraction: float = key(
+        0.01, "with skip: stop when more than this share of rows is unusable", within("[0, 1]")
+    )
+    num_workers: int = key(
+        1,
+        "loader processes per rank; 0 = build batches in the training process",
+        not_negative,
+        at_most(64, "each is a process beside every rank"),
+    )
+    cache_dir: str = key("checkpoints/.cache", "prepared tokens, under content hashes")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that are read and rendered alike: a `SourceConfig` with `data`'s values for what it leaves open."""
+
+    name: str
+    files: str | list[str]
+    repeat: float
+    max_samples: int
+    chat_template: str | None
+    messages_key: str
+    tools_key: str
+    prompt_key: str | None
+    response_key: str | None
+
+
+def sources_of(data: DataConfig, name: str) -> list[Source]:
+    """Those of `train_files` or `val_files` (`name`). Raises `ConfigError` for what they contradict each other in."""
+    dotted, files = f"data.{name}", data.train_files if name == "train_files" else data.val_files
+    if files is None:
+        return []
+    paths = [entry for entry in files if isinstance(entry, str)]
+    if isinstance(files, str) or len(paths) == len(files):
+        return [_source(SourceConfig(files if isinstance(files, str) else paths, name=name), data, name, dotted)]
+    entries = (SourceConfig(entry) if isinstance(entry, str) else entry for entry in files)
+    found = [_source(entry, data, name, f"{dotted}[{number}]") for number, entry in enumerate(entries)]
+    for same, count in Counter(source.name for source in found).items():
+        if count > 1:
+            raise ConfigError(f"'{dotted}' has {count} sources named '{same}': give each a name of its own")
+    return found
+
+
+def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
+    if name == "val_files" and given.repeat != 1:
+        raise ConfigError(f"'{dotted}.repeat' must be 1, got {given.repeat:g}: a validation measures every row once")
+    if (given.prompt_key is None) != (given.response_key is None):
+        raise ConfigError(f"'{dotted}.prompt_key' and '{dotted}.response_key' go together: set both or neither")
+    limit = data.train_max_samples if name == "train_files" else data.val_max_samples
+    # a source that says where its conversation stands does not look where others have theirs
+    is_own = given.messages_key is not None or given.prompt_key is not None
+    return Source(
+        name=given.name or _name(given.files, dotted),
+        files=given.files,
+        repeat=given.repeat,
+        max_samples=limit if given.max_samples is None else given.max_samples,
+        chat_template=given.chat_template or data.chat_template,
+        messages_key=given.messages_key or data.messages_key,
+        tools_key=given.tools_key or data.tools_key,
+        prompt_key=given.prompt_key if is_own else data.prompt_key,
+        response_key=given.response_key if is_own else data.response_key,
+    )
+
+
+def _name(files: str | list[str], dotted: str) -> str:
+    first = files if isinstance(files, str) else files[0]
+    if not re.fullmatch(NAME, stem := Path(first).stem):
+        raise ConfigError(f"'{dotted}' needs a name, which metrics carry: none follows from its files '{first}'")
+    return stem

@@ -1,0 +1,175 @@
+"""Prepared samples: what every process maps of the token cache, and the samples of a run, of one source or several."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.batch_plan import Share
+from trainer.data.rows import location
+from trainer.data.sample_writer import ARRAYS, BAD_ROWS, OVER_LONG_ROWS, Summary
+from trainer.errors import DataError
+
+SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDataset:
+    """Prepared samples; cheap to send to another process, which maps the same files."""
+
+    directory: Path
+    files: tuple[Path, ...]
+    summary: Summary
+    input_ids: np.ndarray
+    """Tokens of all samples end to end, int32 [T]; `loss_mask` is bool [T]."""
+    loss_mask: np.ndarray
+    offsets: np.ndarray
+    """Bounds of the N samples in them, int64 [N + 1]."""
+    source: np.ndarray
+    """File index and line of each sample, int64 [N, 2]."""
+    lengths: np.ndarray
+    num_loss_tokens: np.ndarray
+    """Labels a sample contributes, int32 [N]: a supervised first token has nothing to be predicted from."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (int32) and loss mask (bool) of one sample, as views of the mapped files."""
+        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.input_ids[part], self.loss_mask[part]
+
+    def location(self, index: int) -> str:
+        """Where a sample comes from, as `file:line`."""
+        file_index, line = self.source[index]
+        return location(self.files[file_index], int(line))
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out or cut, and where the list of it lies; for the log."""
+        summary, notes = self.summary, []
+        if summary.num_bad_rows:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in summary.bad_rows_by_kind.items())
+            notes.append(f"left out {summary.num_bad_rows} bad rows ({kinds}), listed in {self.directory / BAD_ROWS}")
+        if summary.num_dropped or summary.num_truncated:
+            notes.append(
+                f"over-long rows: {summary.num_dropped} dropped, {summary.num_truncated} cut by "
+                f"{summary.num_cut_tokens} tokens, listed in {self.directory / OVER_LONG_ROWS}"
+            )
+        if summary.unread_keys:
+            keys = ", ".join(f"'{key}' {count}" for key, count in summary.unread_keys.items())
+            notes.append(f"nothing reads these keys of messages: {keys}")
+        return notes
+
+    def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
+        """All samples, as a source."""
+        return SourceSamples(name, self, np.arange(len(self)), repeat)
+
+
+def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
+    """Map a prepared directory. `files` are where its rows came from, for messages."""
+    arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+    return TokenDataset(
+        directory=directory,
+        files=files,
+        summary=Summary(**json.loads((directory / "summary.json").read_text())),
+        input_ids=arrays["input_ids"],
+        loss_mask=arrays["loss_mask"],
+        offsets=arrays["offsets"],
+        source=arrays["source"],
+        lengths=np.diff(np.asarray(arrays["offsets"])),
+        num_loss_tokens=arrays["num_loss_tokens"],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SourceSamples:
+    """The samples of one source: the rows `indices` (int64 [N]) of a prepared dataset."""
+
+    name: str
+    dataset: TokenDataset
+    indices: np.ndarray
+    repeat: float = 1.0
+
+    @property
+    def share(self) -> Share:
+        """Raises `DataError` where not one sample comes in an epoch."""
+        share = Share(len(self.indices), self.repeat)
+        if not share.num_samples and share.num_rows:
+            what = f"source '{self.name}': repeat {share.repeat:g} of {share.num_rows} rows is less than half a sample"
+            raise DataError(f"{what}; raise it or leave the source out")
+        return share
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal samples in equal order."""
+        digest = hashlib.sha256(self.dataset.summary.fingerprint.encode())
+        digest.update(np.ascontiguousarray(self.indices, dtype=np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+    def split(self, *, val_ratio: float, seed: int, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
+        """(training, validation samples), in their order: drawn by their number, ratio and seed alone.
+
+        At least one on each side when `val_ratio` is positive and there are two; of the second the first `limit`.
+        """
+        num_samples, num_val = len(self.indices), 0
+        if val_ratio > 0 and num_samples >= 2:
+            num_val = min(max(1, round(num_samples * val_ratio)), num_samples - 1)
+        rng = np.random.Generator(np.random.Philox(key=[seed % 2**64, SPLIT_STREAM]))
+        order = self.indices[rng.permutation(num_samples)]
+        train, val = np.sort(order[num_val:]), np.sort(order[:num_val])[:limit]
+        return replace(self, indices=train), replace(self, indices=val, repeat=1.0)
+
+
+class Samples:
+    """The samples of all sources under ids of their own, source by source."""
+
+    def __init__(self, sources: Sequence[SourceSamples]) -> None:
+        self.sources = tuple(sources)
+        self.shares = tuple(source.share for source in sources)
+        self._bounds = np.cumsum([0, *(len(source.indices) for source in sources)])
+        self.lengths = np.concatenate([source.dataset.lengths[source.indices] for source in sources])
+        self.num_loss_tokens = np.concatenate([source.dataset.num_loss_tokens[source.indices] for source in sources])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal samples that come equally often in equal order, whatever their sources are called."""
+        if len(self.sources) == 1 and self.sources[0].repeat == 1:
+            return self.sources[0].fingerprint
+        parts = [[source.fingerprint, source.repeat] for source in self.sources]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids that close the assistant turns of any source: what generation must stop at."""
+        return tuple(sorted({token for source in self.sources for token in source.dataset.summary.end_token_ids}))
+
+    def total(self, count: str) -> int:
+        """A count of `Summary` over all sources."""
+        return sum(getattr(source.dataset.summary, count) for source in self.sources)
+
+    def source_of(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Number of the source of each sample, int64."""
+        return np.searchsorted(self._bounds, ids, side="right") - 1
+
+    def sample(self, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (int32) and loss mask (bool)."""
+        dataset, index = self._locate(sample_id)
+        return dataset.sample(index)
+
+    def location(self, sample_id: int) -> str:
+        """`file:line` of a sample."""
+        dataset, index = self._locate(sample_id)
+        return dataset.location(index)
+
+    def _locate(self, sample_id: int) -> tuple[TokenDataset, int]:
+        number = int(self.source_of([sample_id])[0])
+        source = self.sources[number]
+        return source.dataset, int(source.indices[sample_id - self._bounds[number]])
