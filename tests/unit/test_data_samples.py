@@ -82,7 +82,7 @@ def test_another_batch_size_goes_on_in_the_same_epoch() -> None:
     shares = (Share(7, 2.5), Share(4))
     first = Schedule(shares, 8, seed=2)
     second = Schedule(shares, 5, seed=2, start=first.position(1))
-    order = [*first.samples(0), *(index for step in range(1, 4) for index in second.samples(step))]
+    order = [*first.samples(1), *(index for step in range(2, 5) for index in second.samples(step))]
     assert np.array_equal(order, epoch_order(shares, seed=2, epoch=0)) and len(order) == 22
     assert second.position(4).epoch == 1
 
@@ -173,12 +173,11 @@ def test_every_rank_builds_its_part_of_mixed_batches_with_their_sources(tmp_path
                 schedule=schedule,
                 total_steps=schedule.steps_until(2),
                 num_workers=num_workers,
-                pin_memory=False,
             )
         )
         for rank in range(2)
     ]
-    for step, batches in enumerate(zip(*ranks, strict=True)):
+    for step, batches in enumerate(zip(*ranks, strict=True), start=1):
         packs = [pack for batch in batches for pack in batch.micro_batches]
         assert sorted(i for pack in packs for i in pack.sample_ids) == sorted(schedule.samples(step))
         for pack in packs:

@@ -1,6 +1,7 @@
 """What a run is made from: model files, tokenizer and tokens, ready before any process group exists."""
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,7 @@ from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.run.preflight import read_chat_template
 from trainer.runtime.environment import local_rank
 
+logger = logging.getLogger(__name__)
 Renderer = tuple[PreTrainedTokenizerBase, str]
 """A tokenizer with a chat template, and the digest of both."""
 
@@ -65,6 +67,10 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
         limit = None if data.val_max_samples == -1 else data.val_max_samples
         parts = [source.split(val_ratio=data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train]
         train, held_out = [part for part, _ in parts], [part for _, part in parts]
+    if own_templates := [source.name for source, _ in train_files if source.chat_template != data.chat_template]:
+        logger.warning(
+            "rendered with chat templates of their own, which huggingface/ does not carry: %s", ", ".join(own_templates)
+        )
     tokenizer, digest = renderer(data.chat_template)
     validation = Samples(held_out)
     return Inputs(
