@@ -25,7 +25,7 @@ from curves import BIMODAL, HELD_OUT, TUNED, healthy, held_out_val_curve, val_cu
 from guard_trials import FAULT_STEP, FAULTS, Family, Outcome, per_10k, precision, recall, trial
 
 from trainer.detection import Detector, Level
-from trainer.detection.overfit import judge
+from trainer.detection.overfit import OverfitJudge
 
 FIRST_SEED = 10_000
 """Tests use lower ones."""
@@ -98,14 +98,20 @@ def overfit_summary(num_runs: int, is_held_out: bool, noise: float) -> dict[str,
     """Healthy curves never turn; the others turn half way."""
     rng = np.random.default_rng(FIRST_SEED)
     curve = held_out_val_curve if is_held_out else val_curve
-    good = [judge(range(20), *curve(rng, noise=noise, turn=1.0)) for _ in range(num_runs)]
-    bad = [judge(range(20), *curve(rng, noise=noise, turn=0.5)) for _ in range(num_runs)]
+    good = [is_overfit(*curve(rng, noise=noise, turn=1.0)) for _ in range(num_runs)]
+    bad = [is_overfit(*curve(rng, noise=noise, turn=0.5)) for _ in range(num_runs)]
     return {
         "is_held_out": is_held_out,
         "noise": noise,
-        "false_overfit": sum(found.overfit_step is not None for found in good) / num_runs,
-        "recall": sum(found.overfit_step is not None for found in bad) / num_runs,
+        "false_overfit": sum(good) / num_runs,
+        "recall": sum(bad) / num_runs,
     }
+
+
+def is_overfit(val_losses: Sequence[float], train_losses: Sequence[float]) -> bool:
+    judge = OverfitJudge()
+    losses = enumerate(zip(val_losses, train_losses, strict=True))
+    return any(judge.observe(step, val_loss=float(val), train_loss=float(train)) for step, (val, train) in losses)
 
 
 def microseconds_per_step() -> float:

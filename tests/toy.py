@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from trainer.config import FsdpConfig, ModelConfig, OptimConfig
+from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
 from trainer.data.batch_plan import START, Limits, Schedule, Share
 from trainer.data.loader import RankPlan, TrainLoader
 from trainer.guard.evidence import EvidenceKeeper
-from trainer.guard.guard import Guard, GuardSettings
+from trainer.guard.guard import Guard
 from trainer.loop.run import Cadence, Run
 from trainer.losses import LOSSES
 from trainer.model import flops, load, packed_lm, parallelize
@@ -179,17 +179,17 @@ def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
     memory = Memory(world.device)
     plan = Plan(total_steps, save_freq=-1, test_freq=-1, max_norm=1.0)
     return {
-        "guard": Guard(guard_settings()),
+        "guard": Guard(guard_config()),
         "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=None),
         "detail": RollDetail(memory, level="off"),
         "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str, seed=3),
     }
 
 
-def guard_settings(**changes: Any) -> GuardSettings:
-    """The defaults, with three steps in a row that may not be finite."""
-    defaults = {"max_nonfinite_steps": 3, "on_nonfinite": "stop", "on_severe": "warn", "on_diverging": "warn"}
-    return GuardSettings(**(defaults | changes))
+def guard_config(**changes: Any) -> TrainerConfig:
+    """The defaults, with three steps in a row that may not be finite; `changes` are keys of both groups."""
+    own = {name: changes.pop(name) for name in GuardConfig.__dataclass_fields__ if name in changes}
+    return TrainerConfig(**({"max_nonfinite_steps": 3} | changes), guard=GuardConfig(**own))
 
 
 def toy_run(

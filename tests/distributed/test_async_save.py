@@ -14,7 +14,7 @@ import torch
 import toy_runs
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
-from toy import ToySamples, build_toy_model, guard_settings, toy_run, write_model_config
+from toy import ToySamples, build_toy_model, guard_config, toy_run, write_model_config
 from toy_runs import Recipe, checkpoint_manager, read_trace, run, save_now
 
 from trainer.checkpoint import fsio, layout, shards
@@ -298,7 +298,7 @@ class GivesUp(Guard):
 
 def train_until_exit(world: World, run_dir: Path, source: Any, how: str) -> tuple[int, list[int], int]:
     """Leave at step 3 while the save of step 2 is held up; (exit code, steps on disk, saves in flight) at the end."""
-    held, guard, stop = threading.Event(), GivesUp(guard_settings()), StopRequest()
+    held, guard, stop = threading.Event(), GivesUp(guard_config()), StopRequest()
     stop.install()
 
     def leave(step: int) -> None:

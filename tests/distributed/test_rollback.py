@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import toy_runs
 from ranks import run_ranks
-from toy import VOCAB, OneSource, guard_settings, write_model_config
+from toy import VOCAB, OneSource, guard_config, write_model_config
 from toy_runs import Recipe
 
 from trainer.checkpoint import fsio, layout, rollback
@@ -58,7 +58,7 @@ class WatchedGuard(Guard):
     """Remembers which steps were trained."""
 
     def __init__(self, on_severe: str) -> None:
-        super().__init__(guard_settings(on_severe=on_severe))
+        super().__init__(guard_config(on_severe=on_severe))
         self.steps: list[int] = []
 
     def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:

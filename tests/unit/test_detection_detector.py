@@ -9,9 +9,9 @@ import pytest
 from curves import HELD_OUT, TUNED, Curve, decaying, drift, healthy, level, spike
 from guard_trials import watch
 
-from trainer.detection import Detector, Event, Level, parse_rule
+from trainer.detection import Anomaly, Detector, Level, parse_rule
 from trainer.detection.divergence import Divergence
-from trainer.detection.ledger import LedgerSettings, WarnLedger
+from trainer.detection.ledger import WarnLedger
 
 FAMILIES = [*TUNED[::2], *HELD_OUT[::2]]
 
@@ -20,7 +20,7 @@ def constant(num_steps: int, *, loss: float = 2.0, grad_norm: float = 1.0) -> Cu
     return Curve(np.full(num_steps, loss), np.full(num_steps, grad_norm))
 
 
-def told(events: list[Event]) -> list[tuple[int, str]]:
+def told(events: list[Anomaly]) -> list[tuple[int, str]]:
     return [(event.step, event.level.value) for event in events]
 
 
@@ -132,11 +132,11 @@ def test_a_heavy_tail_is_told_once_and_then_kept_quiet() -> None:
 
 
 def test_a_restored_ledger_counts_alike() -> None:
-    straight, restored = WarnLedger(LedgerSettings()), WarnLedger(LedgerSettings())
+    straight, restored = WarnLedger(), WarnLedger()
     num_advisories = 0
     for step, is_spike in enumerate((np.random.default_rng(6).random(1500) < 0.02).tolist()):
         state = json.loads(json.dumps(restored.state_dict()))
-        restored = WarnLedger(LedgerSettings())
+        restored = WarnLedger()
         restored.load_state_dict(state)
         is_advisory = straight.count(is_spike=is_spike)
         assert restored.count(is_spike=is_spike) == is_advisory, f"seed 6, step {step}"

@@ -6,13 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from trainer.detection.window import GRAD_SCALE, LOSS_SCALE, RobustWindow, RunningMedian, Scale, Usual
+from trainer.detection.steps import MIN_GRAD_SPREAD, MIN_LOSS_SPREAD
+from trainer.detection.window import RobustWindow, RunningMedian, Usual
 
-TIGHT = Scale(log_floor=1e-9, raw_floor=1e-9, raw_floor_share=0.0)
 
-
-def filled(values: np.ndarray, scale: Scale = TIGHT, size: int = 128) -> RobustWindow:
-    window = RobustWindow(scale, size=size)
+def filled(values: np.ndarray, min_log_spread: float = 1e-9, size: int = 128) -> RobustWindow:
+    window = RobustWindow(min_log_spread, size=size)
     for value in values.tolist():
         window.push(value)
     return window
@@ -46,14 +45,14 @@ def test_nothing_is_usual_before_the_least_number_of_points() -> None:
 
 
 def test_a_quiet_window_has_the_floor_for_its_spread() -> None:
-    assert measured(filled(np.full(40, 2.0), LOSS_SCALE)).scale == 0.05
-    assert measured(filled(np.full(40, 2.0), GRAD_SCALE)).scale == 0.10
-    assert measured(filled(np.full(40, -2.0), LOSS_SCALE)).scale == pytest.approx(0.1), "5% of the centre"
-    assert measured(filled(np.full(40, -1e-4), LOSS_SCALE)).scale == 1e-3
+    assert measured(filled(np.full(40, 2.0), MIN_LOSS_SPREAD)).scale == 0.05
+    assert measured(filled(np.full(40, 2.0), MIN_GRAD_SPREAD)).scale == 0.10
+    assert measured(filled(np.full(40, -2.0), MIN_LOSS_SPREAD)).scale == pytest.approx(0.1), "5% of the centre"
+    assert measured(filled(np.full(40, -1e-4), MIN_LOSS_SPREAD)).scale == 1e-3
 
 
 def test_one_value_at_zero_changes_the_domain_until_it_leaves() -> None:
-    window = filled(np.full(40, 2.0), LOSS_SCALE, size=64)
+    window = filled(np.full(40, 2.0), MIN_LOSS_SPREAD, size=64)
     window.push(0.0)
     for _ in range(64):
         assert not measured(window).is_log
@@ -62,7 +61,7 @@ def test_one_value_at_zero_changes_the_domain_until_it_leaves() -> None:
 
 
 def test_outliers_do_not_hide_later_ones_but_a_new_level_is_learned() -> None:
-    window = filled(np.full(128, 2.0), LOSS_SCALE)
+    window = filled(np.full(128, 2.0), MIN_LOSS_SPREAD)
     window.push(2000.0)
     assert measured(window).scale == 0.05 and measured(window).z(6.0) > 20
     alarms = 0
@@ -72,11 +71,11 @@ def test_outliers_do_not_hide_later_ones_but_a_new_level_is_learned() -> None:
     assert 5 <= alarms <= 10, "a shift to twice the level is learned within a few steps"
 
 
-def test_falls_are_winsorised_only_where_both_directions_count() -> None:
-    for is_two_sided, lowest in ((False, 1e-6), (True, math.exp(-6 * 0.05))):
-        window = filled(np.ones(128), Scale(log_floor=0.05, is_two_sided=is_two_sided))
-        window.push(1e-6)
-        assert min(window.state()) == pytest.approx(lowest)
+def test_only_rises_are_winsorised() -> None:
+    window = filled(np.ones(128), MIN_LOSS_SPREAD)
+    window.push(1e-6)
+    window.push(1e6)
+    assert min(window.state()) == 1e-6 and max(window.state()) == pytest.approx(math.exp(6 * 0.05))
 
 
 def test_scores_and_values_are_inverse_and_never_overflow() -> None:
@@ -90,9 +89,9 @@ def test_scores_and_values_are_inverse_and_never_overflow() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_restored_window_goes_on_bit_equal(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    window = RobustWindow(LOSS_SCALE, size=40)
+    window = RobustWindow(MIN_LOSS_SPREAD, size=40)
     for value in (rng.normal(0.3, 0.3, 300) * rng.choice([1, 100], 300, p=[0.95, 0.05])).tolist():
-        restored = RobustWindow(LOSS_SCALE, size=40)
+        restored = RobustWindow(MIN_LOSS_SPREAD, size=40)
         restored.load(json.loads(json.dumps(window.state())))
         window.push(value)
         restored.push(value)

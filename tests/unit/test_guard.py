@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from toy import guard_settings
+from toy import guard_config
 
 from trainer.detection import parse_rule
 from trainer.guard.guard import Decision, Guard
@@ -37,8 +37,7 @@ def calm(guard: Guard, num_steps: int, *, first: int = 1) -> int:
 
 
 def new_guard(events: Events | None = None, **changes: Any) -> Guard:
-    rules = tuple(parse_rule(text) for text in changes.pop("rules", ()))
-    return Guard(guard_settings(rules=rules, **changes), events=events)
+    return Guard(guard_config(**changes), events=events)
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (1.0, -INF), (NAN, NAN)])

@@ -1,34 +1,24 @@
 """Whether a loss has been rising for a while, compared with the best level it ever held."""
 
-from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
 from trainer.detection.window import RunningMedian
 
-
-@dataclass(frozen=True)
-class DivergenceSettings:
-    """Numbers of section "Guard" of the specification; steps are optimizer steps."""
-
-    num_recent: int = 32
-    """The median of so many last steps is judged."""
-    num_best: int = 64
-    """Against the lowest median of so many steps in a row."""
-    min_ratio: float = 1.25
-    min_rise: float = 0.1
-    """In nats."""
-    num_in_a_row: int = 32
-    """The excess must last so long; as long without it ends the episode."""
+NUM_RECENT, NUM_BEST = 32, 64
+"""The median of so many last steps is judged against the lowest median of so many steps in a row."""
+MIN_RATIO, MIN_RISE = 1.25, 0.1
+"""The rise that counts: as a ratio, and in nats."""
+NUM_IN_A_ROW = 32
+"""The excess must last so many steps; as many without it end the episode."""
 
 
 class Divergence:
     """Takes one finite loss per step. An episode is reported once, when it has lasted long enough."""
 
-    def __init__(self, settings: DivergenceSettings | None = None) -> None:
-        self._settings = settings or DivergenceSettings()
-        self._recent = RunningMedian(self._settings.num_recent)
-        self._long = RunningMedian(self._settings.num_best)
+    def __init__(self) -> None:
+        self._recent = RunningMedian(NUM_RECENT)
+        self._long = RunningMedian(NUM_BEST)
         self.best = inf
         self.is_diverging = False
         self._num_in_a_row = 0
@@ -48,7 +38,7 @@ class Divergence:
         if self._num_in_a_row == 0:
             self._first_step = step
         self._num_in_a_row += 1
-        if self._num_in_a_row < self._settings.num_in_a_row:
+        if self._num_in_a_row < NUM_IN_A_ROW:
             return False
         self._num_in_a_row = 0
         self.is_diverging = not self.is_diverging
@@ -61,12 +51,12 @@ class Divergence:
     @property
     def onset(self) -> int:
         """Where the present episode began: a median crosses its bound when half of its steps are above."""
-        return max(0, self._first_step - self._settings.num_recent // 2)
+        return max(0, self._first_step - NUM_RECENT // 2)
 
     @property
     def _bound(self) -> float:
         # written as a distance, so that it also works for a best level at or below zero
-        return self.best + max((self._settings.min_ratio - 1) * abs(self.best), self._settings.min_rise)
+        return self.best + max((MIN_RATIO - 1) * abs(self.best), MIN_RISE)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -80,7 +70,7 @@ class Divergence:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         values = state_dict["values"]
         self._long.load(values)
-        self._recent.load(values[-self._settings.num_recent :])
+        self._recent.load(values[-NUM_RECENT:])
         self.best = float(state_dict["best"]) if self._long.is_full else inf
         self.is_diverging = bool(state_dict["is_diverging"])
         self._num_in_a_row = int(state_dict["num_in_a_row"])

@@ -1,31 +1,27 @@
 """How much is said about single steps: warnings are rationed, and a heavy tail is told once."""
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 RATE_STEPS = 1000
 """Rates are per so many steps."""
 
 
-@dataclass(frozen=True)
-class LedgerSettings:
-    min_steps_between: int = 50
-    """Between two warnings."""
-    max_singles: int = 10
-    """More steps than this per 1000 that stood out alone are a property of the data; half of it ends that."""
+MIN_STEPS_BETWEEN = 50
+"""Between two warnings."""
+MAX_SINGLES = 10
+"""More steps than this per 1000 that stood out alone are a property of the data; half of it ends that."""
 
 
 class WarnLedger:
     """Counts steps that stood out. Steps are numbered by itself: a step that is trained again counts again."""
 
-    def __init__(self, settings: LedgerSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._num_steps = 0
         self._spikes: deque[int] = deque()
         self._singles: deque[int] = deque()
         self._num_spikes_in_a_row = 0
-        self._last_warning = -settings.min_steps_between
+        self._last_warning = -MIN_STEPS_BETWEEN
         self._is_heavy = False
 
     @property
@@ -50,14 +46,14 @@ class WarnLedger:
             while steps and steps[0] <= self._num_steps - RATE_STEPS:
                 steps.popleft()
         if self._is_heavy:
-            self._is_heavy = len(self._singles) > self._settings.max_singles // 2
+            self._is_heavy = len(self._singles) > MAX_SINGLES // 2
             return False
-        self._is_heavy = len(self._singles) > self._settings.max_singles
+        self._is_heavy = len(self._singles) > MAX_SINGLES
         return self._is_heavy
 
     def may_warn(self) -> bool:
         """Whether a warning about the step counted last may be given; if so, it counts as given."""
-        if self._is_heavy or self._num_steps - self._last_warning < self._settings.min_steps_between:
+        if self._is_heavy or self._num_steps - self._last_warning < MIN_STEPS_BETWEEN:
             return False
         self._last_warning = self._num_steps
         return True

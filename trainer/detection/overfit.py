@@ -1,57 +1,25 @@
 """Whether a model overfits, from its validation curve and the training loss at the same steps."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from statistics import median
 from typing import Any
 
+from trainer.detection.window import MAD_TO_SIGMA
+
 MIN_NOISE_EVALS = 5
 """Fewer validations say nothing about the noise of their curve."""
-
-
-class Verdict(StrEnum):
-    """Of one validation."""
-
-    OK = "ok"
-    NOTE = "note"
-    """Clearly above the best one so far."""
-    OVERFIT = "overfit"
-    """Again, or far above, while the training loss kept falling."""
-
-
-@dataclass(frozen=True)
-class OverfitSettings:
-    """Shares of the best validation loss, or multiples of the curve's own noise; the larger counts."""
-
-    note_rise: float = 0.02
-    note_sigmas: float = 4.0
-    overfit_rise: float = 0.10
-    overfit_sigmas: float = 8.0
-    min_train_fall: float = 0.01
-    """Since the best validation: without it the model got worse at both, which is no overfitting."""
-    patience: int = 3
-    """Validations in a row without a new best one."""
-    min_delta: float = 0.002
-    """In nats: what counts as better."""
-
-
-@dataclass(frozen=True)
-class Overfitting:
-    """A whole curve judged: `verdicts` by step of validation."""
-
-    verdicts: dict[int, Verdict]
-    best_step: int | None
-    """Lowest validation loss; None without validations."""
-    overfit_step: int | None
-    """First validation that is overfit."""
+NOTE_RISE, NOTE_SIGMAS = 0.02, 4.0
+OVERFIT_RISE, OVERFIT_SIGMAS = 0.10, 8.0
+"""A rise as a share of the best validation loss, and as a multiple of the curve's own noise; the larger counts."""
+MIN_TRAIN_FALL = 0.01
+"""Since the best validation: without it the model got worse at both, which is no overfitting."""
 
 
 class OverfitJudge:
     """Takes one validation after another. `best_step` and `overfit_step` are None until there is one."""
 
-    def __init__(self, settings: OverfitSettings | None = None) -> None:
-        self._settings = settings or OverfitSettings()
+    def __init__(self, *, patience: int | None = None, min_delta: float = 0.0) -> None:
+        """`patience`: validations in a row without a better one, by `min_delta` nats, that end a run; None: none do."""
+        self._patience, self._min_delta = patience, min_delta
         self._val_losses: list[float] = []
         self._best_train = 0.0
         self._was_noted = False
@@ -67,25 +35,27 @@ class OverfitJudge:
     @property
     def is_exhausted(self) -> bool:
         """Early stopping: no better validation loss for `patience` validations."""
-        return self._num_unimproved >= self._settings.patience
+        return self._patience is not None and self._num_unimproved >= self._patience
 
-    def observe(self, step: int, *, val_loss: float, train_loss: float) -> Verdict:
-        """`train_loss` is a level around the step, e.g. a mean since the last validation. Both must be finite."""
+    def observe(self, step: int, *, val_loss: float, train_loss: float) -> bool:
+        """Whether the model overfits: clearly above its best validation twice in a row, or far above it, while the
+        training loss kept falling. `train_loss` is a level around the step. Both must be finite.
+        """
         self._count_patience(val_loss)
         best = self.best_loss
         self._val_losses.append(val_loss)
         if best is None or val_loss < best:
             self.best_step, self._best_train, self._was_noted = step, train_loss, False
-            return Verdict.OK
+            return False
         rise, sigma = val_loss - best, self.noise
-        is_noted = rise > max(self._settings.note_rise * abs(best), self._settings.note_sigmas * sigma)
-        is_far = rise > max(self._settings.overfit_rise * abs(best), self._settings.overfit_sigmas * sigma)
-        has_train_fallen = train_loss < self._best_train - self._settings.min_train_fall * abs(self._best_train)
+        is_noted = rise > max(NOTE_RISE * abs(best), NOTE_SIGMAS * sigma)
+        is_far = rise > max(OVERFIT_RISE * abs(best), OVERFIT_SIGMAS * sigma)
+        has_train_fallen = train_loss < self._best_train - MIN_TRAIN_FALL * abs(self._best_train)
         is_overfit = is_noted and has_train_fallen and (self._was_noted or is_far)
         self._was_noted = is_noted
         if is_overfit and self.overfit_step is None:
             self.overfit_step = step
-        return Verdict.OVERFIT if is_overfit else Verdict.NOTE if is_noted else Verdict.OK
+        return is_overfit
 
     @property
     def noise(self) -> float:
@@ -96,10 +66,10 @@ class OverfitJudge:
         bends = [
             abs(before - 2 * here + after) for before, here, after in zip(losses, losses[1:], losses[2:], strict=False)
         ]
-        return 1.4826 * median(bends) / 6**0.5
+        return MAD_TO_SIGMA * median(bends) / 6**0.5
 
     def _count_patience(self, val_loss: float) -> None:
-        if not self._val_losses or val_loss < self._patient_best - self._settings.min_delta:
+        if not self._val_losses or val_loss < self._patient_best - self._min_delta:
             self._patient_best, self._num_unimproved = val_loss, 0
         else:
             self._num_unimproved += 1
@@ -123,18 +93,3 @@ class OverfitJudge:
         self._patient_best = float(state_dict["patient_best"])
         self.best_step = None if state_dict["best_step"] < 0 else int(state_dict["best_step"])
         self.overfit_step = None if state_dict["overfit_step"] < 0 else int(state_dict["overfit_step"])
-
-
-def judge(
-    steps: Sequence[int],
-    val_losses: Sequence[float],
-    train_losses: Sequence[float],
-    settings: OverfitSettings | None = None,
-) -> Overfitting:
-    """A finished curve: training losses at the steps of the validations, all of one length and finite."""
-    judge = OverfitJudge(settings)
-    verdicts = {
-        int(step): judge.observe(int(step), val_loss=float(val_loss), train_loss=float(train_loss))
-        for step, val_loss, train_loss in zip(steps, val_losses, train_losses, strict=True)
-    }
-    return Overfitting(verdicts, judge.best_step, judge.overfit_step)

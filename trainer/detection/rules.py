@@ -42,7 +42,7 @@ class RuleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class _Comparison:
     left: str | float
     comparison: str
     right: str | float
@@ -57,11 +57,11 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Combination:
+class _Combination:
     """Terms that must hold all (`and`), or of which one must (`or`)."""
 
     is_all: bool
-    terms: tuple["Condition", ...]
+    terms: tuple["_Condition", ...]
 
     def holds(self, values: Mapping[str, float]) -> bool:
         holding = (term.holds(values) for term in self.terms)
@@ -72,24 +72,33 @@ class Combination:
             yield from term.keys()
 
 
-Condition = Comparison | Combination
+_Condition = _Comparison | _Combination
 
 
 @dataclass(frozen=True)
-class Rule:
+class UserRule:
     """A condition on the metrics of one step, how many steps in a row it must hold, and what to do then.
 
     A metric that a step does not have makes its comparison false: `keys` lets the caller warn of one never seen.
     """
 
     text: str
-    condition: Condition
+    condition: _Condition
     num_steps: int
     actions: tuple[str, ...]
     keys: tuple[str, ...]
 
     def holds(self, values: Mapping[str, float]) -> bool:
         return self.condition.holds(values)
+
+    @property
+    def upper_limit(self) -> tuple[str, float] | None:
+        """(metric, number) of a rule that is `metric > number` at one step; None for any other."""
+        condition = self.condition
+        if not isinstance(condition, _Comparison) or condition.comparison != ">" or self.num_steps != 1:
+            return None
+        left, right = condition.left, condition.right
+        return (left, right) if isinstance(left, str) and isinstance(right, float) else None
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class _Token:
     column: int
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> UserRule:
     """Raises `RuleError`."""
     return _Parser(text).rule()
 
@@ -113,7 +122,7 @@ class _Parser:
         self._tokens = self._split()
         self._next = next(self._tokens)
 
-    def rule(self) -> Rule:
+    def rule(self) -> UserRule:
         condition = self._condition()
         num_steps = self._num_steps() if self._accept("for") else 1
         self._expect(":", "write ':' and the actions after the condition, e.g. ': snapshot, rollback'")
@@ -124,18 +133,19 @@ class _Parser:
             raise self._error("nothing may follow the actions; separate them by commas")
         if len(set(actions)) < len(actions):
             raise self._error("an action is named twice; leave one out")
-        return Rule(self._text.strip(), condition, num_steps, tuple(actions), tuple(dict.fromkeys(condition.keys())))
+        keys = tuple(dict.fromkeys(condition.keys()))
+        return UserRule(self._text.strip(), condition, num_steps, tuple(actions), keys)
 
-    def _condition(self) -> Condition:
+    def _condition(self) -> _Condition:
         return self._chain("or", lambda: self._chain("and", self._term))
 
-    def _chain(self, word: str, part: Callable[[], Condition]) -> Condition:
+    def _chain(self, word: str, part: Callable[[], _Condition]) -> _Condition:
         terms = [part()]
         while self._accept(word):
             terms.append(part())
-        return terms[0] if len(terms) == 1 else Combination(word == "and", tuple(terms))
+        return terms[0] if len(terms) == 1 else _Combination(word == "and", tuple(terms))
 
-    def _term(self) -> Condition:
+    def _term(self) -> _Condition:
         if self._accept("("):
             condition = self._condition()
             self._expect(")", "close the parenthesis; 'for' stands once, behind the whole condition")
@@ -148,7 +158,7 @@ class _Parser:
         right = self._operand()
         if not isinstance(left, str) and not isinstance(right, str):
             raise self._error("compare a metric: two numbers never change", column)
-        return Comparison(left, comparison, right)
+        return _Comparison(left, comparison, right)
 
     def _operand(self) -> str | float:
         if self._next.kind == "number":

@@ -5,30 +5,20 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from trainer.detection.window import GRAD_SCALE, LOSS_SCALE, RobustWindow, Usual
+from trainer.detection.window import RobustWindow, Usual
 
-
-@dataclass(frozen=True)
-class StepSettings:
-    """When a step stands out. Ratios are to the usual level, z in usual spreads, nats as the loss is."""
-
-    window_size: int = 128
-    window_min: int = 32
-    """Until so many steps are known no step is judged."""
-    loss_z: float = 8.0
-    loss_warn_ratio: float = 1.5
-    loss_severe_ratio: float = 2.0
-    loss_rise: float = 0.1
-    """In nats, for warning and severe alike: a memorised batch may double its tiny loss."""
-    grad_warn_z: float = 6.0
-    grad_warn_ratio: float = 5.0
-    grad_severe_z: float = 8.0
-    grad_severe_ratio: float = 50.0
-    num_warns: int = 3
-    """Loss warnings within `num_warn_steps` steps that make the last of them severe."""
-    num_warn_steps: int = 5
-    num_grad_steps: int = 3
-    """A high gradient makes a severe loss of its own step and of those after it, so many steps in all."""
+MIN_LOSS_SPREAD, MIN_GRAD_SPREAD = 0.05, 0.10
+"""In nats of the logarithm."""
+LOSS_Z, LOSS_WARN_RATIO, LOSS_SEVERE_RATIO = 8.0, 1.5, 2.0
+"""A loss stands out by spreads above the usual level and by its ratio to that."""
+MIN_LOSS_RISE = 0.1
+"""In nats, for warning and severe alike: a memorised batch may double its tiny loss."""
+GRAD_WARN_Z, GRAD_WARN_RATIO = 6.0, 5.0
+GRAD_SEVERE_Z, GRAD_SEVERE_RATIO = 8.0, 50.0
+NUM_WARNS, NUM_WARN_STEPS = 3, 5
+"""So many loss warnings within so many steps make the last of them severe."""
+NUM_GRAD_STEPS = 3
+"""A high gradient makes a severe loss of its own step and of those after it, so many steps in all."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +39,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What a value must exceed to stand out, from the windows alone."""
+class StepVerdict:
+    """Of one step. `usual_*` is what it was compared with, None until enough steps are known."""
 
-    loss_warn: float = inf
-    loss_severe: float = inf
-    grad_high: float = inf
-    """Supports a severe loss."""
-    grad_warn: float = inf
-    grad_severe: float = inf
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Of one step. `usual_*` is what it was compared with, None during warm-up."""
-
-    is_loss_warn: bool
-    is_grad_warn: bool
+    stands_out: bool
     is_severe: bool
     is_by_grad: bool
     """The gradient, not the loss, is what stands out."""
@@ -74,9 +51,17 @@ class Judgement:
     usual_loss: Usual | None
     usual_grad: Usual | None
 
-    @property
-    def stands_out(self) -> bool:
-        return self.is_loss_warn or self.is_grad_warn or self.is_severe
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What a value must exceed to stand out, from the windows alone."""
+
+    loss_warn: float = inf
+    loss_severe: float = inf
+    grad_high: float = inf
+    """Supports a severe loss."""
+    grad_warn: float = inf
+    grad_severe: float = inf
 
 
 @dataclass(frozen=True)
@@ -91,17 +76,15 @@ class _Flags:
 class StepJudge:
     """`limits()` before a step and `judge()` after it speak of the same step and agree exactly."""
 
-    def __init__(self, settings: StepSettings) -> None:
-        self._settings = settings
-        size, least = settings.window_size, settings.window_min
-        self._loss = RobustWindow(LOSS_SCALE, size=size, min_points=least)
-        self._grad = RobustWindow(GRAD_SCALE, size=size, min_points=least)
-        self._earlier: deque[_Flags] = deque(maxlen=max(settings.num_warn_steps, settings.num_grad_steps) - 1)
+    def __init__(self) -> None:
+        self._loss = RobustWindow(MIN_LOSS_SPREAD)
+        self._grad = RobustWindow(MIN_GRAD_SPREAD)
+        self._earlier: deque[_Flags] = deque(maxlen=max(NUM_WARN_STEPS, NUM_GRAD_STEPS) - 1)
 
     def limits(self) -> Limits:
         return self._limits(self._bounds())
 
-    def judge(self, step: int, *, loss: float, grad_norm: float) -> Judgement:
+    def judge(self, step: int, *, loss: float, grad_norm: float) -> StepVerdict:
         """Of a step whose loss and gradient norm are finite. The step becomes part of what is usual by `learn`."""
         bounds = self._bounds()
         limits = self._limits(bounds)
@@ -110,9 +93,8 @@ class StepJudge:
         self._earlier.append(now)
         is_loss_severe = loss > limits.loss_alone or (loss > limits.loss_with_grad and now.is_grad_high)
         is_severe = limits.is_severe(loss=loss, grad_norm=grad_norm)
-        return Judgement(
-            is_loss_warn=now.is_loss_warn,
-            is_grad_warn=grad_norm > bounds.grad_warn,
+        return StepVerdict(
+            stands_out=now.is_loss_warn or grad_norm > bounds.grad_warn or is_severe,
             is_severe=is_severe,
             is_by_grad=not is_loss_severe if is_severe else not now.is_loss_warn,
             onset=flagged[0] if is_severe and flagged else step,
@@ -130,25 +112,25 @@ class StepJudge:
         """A step that cannot be judged still takes its place among the last few."""
         self._earlier.append(_Flags(step, is_loss_warn=False, is_grad_high=False))
 
-    def _bounds(self) -> Bounds:
-        settings, loss, grad = self._settings, self._loss.usual, self._grad.usual
+    def _bounds(self) -> _Bounds:
+        loss, grad = self._loss.usual, self._grad.usual
         loss_warn = loss_severe = grad_high = grad_warn = grad_severe = inf
         if loss:
-            loss_warn = loss_severe = max(loss.at(settings.loss_z), loss.level + settings.loss_rise)
+            loss_warn = loss_severe = max(loss.at(LOSS_Z), loss.level + MIN_LOSS_RISE)
             if loss.is_log:  # a ratio to a level that may be zero or negative says nothing
-                loss_warn = max(loss_warn, settings.loss_warn_ratio * loss.level)
-                loss_severe = max(loss_severe, settings.loss_severe_ratio * loss.level)
+                loss_warn = max(loss_warn, LOSS_WARN_RATIO * loss.level)
+                loss_severe = max(loss_severe, LOSS_SEVERE_RATIO * loss.level)
         if grad:
-            grad_high = grad.at(settings.grad_warn_z)
-            grad_warn = max(grad_high, settings.grad_warn_ratio * grad.level)
-            grad_severe = max(grad.at(settings.grad_severe_z), settings.grad_severe_ratio * grad.level)
-        return Bounds(loss_warn, loss_severe, grad_high, grad_warn, grad_severe)
+            grad_high = grad.at(GRAD_WARN_Z)
+            grad_warn = max(grad_high, GRAD_WARN_RATIO * grad.level)
+            grad_severe = max(grad.at(GRAD_SEVERE_Z), GRAD_SEVERE_RATIO * grad.level)
+        return _Bounds(loss_warn, loss_severe, grad_high, grad_warn, grad_severe)
 
-    def _limits(self, bounds: Bounds) -> Limits:
-        settings, earlier, loss_alone = self._settings, list(self._earlier), inf
-        if any(flags.is_grad_high for flags in earlier[1 - settings.num_grad_steps :]):
+    def _limits(self, bounds: _Bounds) -> Limits:
+        earlier, loss_alone = list(self._earlier), inf
+        if any(flags.is_grad_high for flags in earlier[1 - NUM_GRAD_STEPS :]):
             loss_alone = bounds.loss_severe
-        if sum(flags.is_loss_warn for flags in earlier[1 - settings.num_warn_steps :]) >= settings.num_warns - 1:
+        if sum(flags.is_loss_warn for flags in earlier[1 - NUM_WARN_STEPS :]) >= NUM_WARNS - 1:
             loss_alone = min(loss_alone, bounds.loss_warn)
         return Limits(bounds.loss_severe, bounds.grad_high, loss_alone, bounds.grad_severe)
 

@@ -16,22 +16,8 @@ WINSOR_Z = 6.0
 """The window takes no value further out: outliers do not hide later ones, yet a lasting shift is learned."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What the spread of one kind of signal is at least, so that a quiet stretch does not make trifles stand out."""
-
-    log_floor: float
-    """In nats of the signal's logarithm, used while all values of the window are positive."""
-    raw_floor: float = 1e-3
-    """In the signal's unit, used otherwise."""
-    raw_floor_share: float = 0.05
-    """The same as a share of the centre; the larger counts."""
-    is_two_sided: bool = False
-    """Whether falls matter as much as rises."""
-
-
-LOSS_SCALE = Scale(log_floor=0.05)
-GRAD_SCALE = Scale(log_floor=0.10)
+MIN_SPREAD, MIN_SPREAD_SHARE = 1e-3, 0.05
+"""The spread of a signal that is not always positive is at least so much, in its unit and as a share of its centre."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +91,14 @@ class RunningMedian:
 
 
 class RobustWindow:
-    """The last `size` finite values, winsorised, with their median and spread; nothing is said below `min_points`."""
+    """The last `size` finite values, winsorised, with their median and spread; nothing is said below `min_points`.
 
-    def __init__(self, scale: Scale, *, size: int = 128, min_points: int = 32) -> None:
-        self._scale = scale
+    While all values are positive their logarithms count, whose spread is at least `min_log_spread`: a quiet stretch
+    does not make trifles stand out.
+    """
+
+    def __init__(self, min_log_spread: float, *, size: int = 128, min_points: int = 32) -> None:
+        self._min_log_spread = min_log_spread
         self._size = size
         self._min_points = min_points
         self._values: deque[float] = deque()
@@ -124,9 +114,9 @@ class RobustWindow:
             self._usual = self._measure()
         return self._usual
 
-    def push(self, value: float, *, within: Usual | None = None) -> None:
-        """Take the next value; winsorised by `within` where a caller keeps an older measure, else by `usual`."""
-        value = self._winsorised(value, within or self.usual)
+    def push(self, value: float) -> None:
+        if (usual := self.usual) is not None and (value > 0 or not usual.is_log):
+            value = min(value, usual.at(WINSOR_Z))
         self._values.append(value)
         self._num_nonpositive += value <= 0
         oldest = self._values.popleft() if len(self._values) > self._size else None
@@ -154,12 +144,6 @@ class RobustWindow:
     def _in_domain(self, value: float) -> float:
         return math.log(value) if self._is_log else value
 
-    def _winsorised(self, value: float, usual: Usual | None) -> float:
-        if usual is None or (usual.is_log and value <= 0):
-            return value
-        value = min(value, usual.at(WINSOR_Z))
-        return max(value, usual.at(-WINSOR_Z)) if self._scale.is_two_sided else value
-
     def _measure(self) -> Usual:
         """Of the window, without its oldest part where that lies high above the newest: the start of a run.
 
@@ -184,10 +168,5 @@ class RobustWindow:
         spread = MAD_TO_SIGMA * quantile(sorted([abs(value - centre) for value in ordered]), 0.5)
         # a mixture of easy and hard batches has a small median deviation and a long tail
         spread = max(spread, (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95)
-        if self._scale.is_two_sided:
-            spread = max(spread, (centre - quantile(ordered, 0.05)) / SIGMAS_TO_Q95)
-        if self._is_log:
-            floor = self._scale.log_floor
-        else:
-            floor = max(self._scale.raw_floor, self._scale.raw_floor_share * abs(centre))
+        floor = self._min_log_spread if self._is_log else max(MIN_SPREAD, MIN_SPREAD_SHARE * abs(centre))
         return Usual(centre, max(spread, floor), self._is_log)

@@ -4,19 +4,18 @@ It sees only values that are equal on all ranks, so every rank decides alike; th
 step's packet, and a rank that decided otherwise is found at once.
 """
 
-import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Protocol
 
-from trainer.detection import Detector, Event, Level, Limits, Rule, Settings
-from trainer.detection.overfit import OverfitJudge, OverfitSettings, Verdict
-from trainer.guard.user_rules import skip_limits
+from trainer.config import TrainerConfig
+from trainer.detection import Anomaly, Detector, Level, Limits
+from trainer.detection.overfit import OverfitJudge
+from trainer.guard.user_rules import parse_rules, skip_limits
 from trainer.progress import History
 
-logger = logging.getLogger(__name__)
 NUM_EARLY_STEPS = 100
 """A run that learns nothing so early never did: it is stopped."""
 NONFINITE_WINDOW_STEPS = 200
@@ -24,21 +23,6 @@ MAX_NONFINITE_IN_WINDOW = 10
 EVIDENCE_REST_STEPS = 500
 MAX_ROLLBACKS = 3
 SKIPPABLE = ("train/loss", "train/grad_norm")
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """`on_*`: warn, skip (severe only), rollback or stop."""
-
-    max_nonfinite_steps: int
-    on_nonfinite: str
-    on_severe: str
-    on_diverging: str
-    rules: tuple[Rule, ...] = ()
-    early_stop_patience: int | None = None
-    early_stop_min_delta: float = 0.0
-    max_first_loss: float = inf
-    """The first steps of a pretrained model lie below it on data that it can read."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +52,14 @@ class Rollbacks(Protocol):
 class Guard:
     """One per rank; only the main rank's has somewhere to report to. Survives restarts and rollbacks."""
 
-    def __init__(self, settings: GuardSettings, *, events: EventSink | None = None) -> None:
-        self._settings, self._events = settings, events
-        watched = tuple(rule for rule in settings.rules if set(rule.actions) != {"skip"})
-        self._detector = Detector(Settings(max_first_loss=settings.max_first_loss), watched)
-        self._rule_limits = skip_limits(settings.rules)
-        overfit = OverfitSettings(
-            patience=settings.early_stop_patience or 2**31, min_delta=settings.early_stop_min_delta
-        )
-        self._overfit = OverfitJudge(overfit)
+    def __init__(self, config: TrainerConfig, *, max_first_loss: float = inf, events: EventSink | None = None) -> None:
+        """The first steps of a pretrained model lie below `max_first_loss`, on data that it can read."""
+        self._config, self._events = config, events
+        rules = parse_rules(config.guard.rules)
+        watched = [rule for rule in rules if set(rule.actions) != {"skip"}]
+        self._detector = Detector(watched, max_first_loss=max_first_loss)
+        self._rule_limits = skip_limits(rules)
+        self._overfit = OverfitJudge(patience=config.early_stop_patience, min_delta=config.early_stop_min_delta)
         self._nonfinite_steps: deque[int] = deque(maxlen=MAX_NONFINITE_IN_WINDOW)
         self._num_nonfinite_in_a_row = 0
         self._last_evidence = -EVIDENCE_REST_STEPS
@@ -89,7 +72,7 @@ class Guard:
 
     def limits(self) -> Limits:
         """Beyond which the coming step's update is left out."""
-        found = self._detector.limits() if self._settings.on_severe == "skip" else Limits()
+        found = self._detector.limits() if self._config.guard.on_severe == "skip" else Limits()
         return replace(
             found,
             loss_alone=min(found.loss_alone, self._rule_limits.loss_alone),
@@ -100,7 +83,7 @@ class Guard:
         """What to do after a step whose update was made, or left out on the device."""
         self.num_skipped += is_skipped
         self._count_nonfinite(step, signals)
-        decisions = [self._decide(event) for event in self._detector.observe(step, signals)]
+        decisions = [self._decide(anomaly) for anomaly in self._detector.observe(step, signals)]
         if is_skipped and all(isfinite(signals[key]) for key in SKIPPABLE):
             self._tell("skip", step, "update left out: loss or gradient norm beyond its limit", "warn")
         decision = _all_of(decisions)
@@ -118,12 +101,11 @@ class Guard:
         """Take note of a validation; stop when `early_stop_patience` of them brought nothing."""
         if not (isfinite(loss) and isfinite(train_loss)):
             return Decision()
-        verdict = self._overfit.observe(step, val_loss=loss, train_loss=train_loss)
-        if verdict == Verdict.OVERFIT:
+        if self._overfit.observe(step, val_loss=loss, train_loss=train_loss):
             best = f"val/loss {loss:.4f} is above its best, {self._overfit.best_loss:.4f} at step {self.best_step}"
             self._tell("overfit", step, f"{best}, while train/loss fell: that checkpoint is kept", "warn")
-        if self._settings.early_stop_patience is not None and self._overfit.is_exhausted:
-            reason = f"val/loss has not improved in {self._settings.early_stop_patience} validations"
+        if self._overfit.is_exhausted:
+            reason = f"val/loss has not improved in {self._config.early_stop_patience} validations"
             self._tell("early_stop", step, f"{reason}; best at step {self.best_step}", "info")
             self.num_decisions += 1
             return Decision(is_stop=True, reason=reason)
@@ -166,27 +148,30 @@ class Guard:
         self._last_evidence = int(forgotten["last_evidence"])
         self.episodes = [(first, last) for first, last in forgotten["episodes"]]
 
-    def _decide(self, event: Event) -> Decision:
-        settings, onset = self._settings, event.onset or event.step
-        is_bad = event.level in (Level.SEVERE, Level.DIVERGING, Level.DEAD)
-        self._tell(f"guard/{event.level}", event.step, event.message, "error" if is_bad else "warn", event)
-        if event.level in (Level.SEVERE, Level.DIVERGING):
-            self.episodes = [*self.episodes, (onset, event.step)][-100:]
-            action = settings.on_severe if event.level == Level.SEVERE else settings.on_diverging
-            return _decision(action, event, onset, wants_evidence=True)
-        if event.level == Level.NONFINITE:
-            if not self._is_nonfinite_exhausted:
-                return Decision()
-            num_in_a_row = self._num_nonfinite_in_a_row
-            is_row = num_in_a_row >= settings.max_nonfinite_steps
-            first = self._nonfinite_steps[-min(num_in_a_row, len(self._nonfinite_steps)) if is_row else 0]
-            reason = f"too many steps {'in a row ' if is_row else ''}without a finite loss and gradient"
-            is_back = settings.on_nonfinite == "rollback"
-            return Decision(True, rollback_onset=first if is_back else None, is_stop=True, reason=reason)
-        if event.level == Level.DEAD:
-            return Decision(is_stop=event.step <= NUM_EARLY_STEPS, reason=event.message)
-        actions = [_decision(action, event, onset, wants_evidence=action == "snapshot") for action in event.actions]
-        return _all_of(actions)
+    def _decide(self, anomaly: Anomaly) -> Decision:
+        level, onset = anomaly.level, anomaly.onset or anomaly.step
+        is_bad = level in (Level.SEVERE, Level.DIVERGING, Level.DEAD)
+        self._tell(f"guard/{level}", anomaly.step, anomaly.message, "error" if is_bad else "warn", anomaly)
+        if level in (Level.SEVERE, Level.DIVERGING):
+            self.episodes = [*self.episodes, (onset, anomaly.step)][-100:]
+            action = self._config.guard.on_severe if level == Level.SEVERE else self._config.guard.on_diverging
+            return _decision(action, anomaly, onset, wants_evidence=True)
+        if level == Level.NONFINITE:
+            return self._decide_nonfinite()
+        if level == Level.DEAD:
+            return Decision(is_stop=anomaly.step <= NUM_EARLY_STEPS, reason=anomaly.message)
+        return _all_of([_decision(act, anomaly, onset, wants_evidence=act == "snapshot") for act in anomaly.actions])
+
+    def _decide_nonfinite(self) -> Decision:
+        steps, num_in_a_row = self._nonfinite_steps, self._num_nonfinite_in_a_row
+        is_row = num_in_a_row >= self._config.max_nonfinite_steps
+        is_frequent = len(steps) == steps.maxlen and steps[-1] - steps[0] < NONFINITE_WINDOW_STEPS
+        if not (is_row or is_frequent):
+            return Decision()
+        first = steps[-min(num_in_a_row, len(steps)) if is_row else 0]
+        reason = f"too many steps {'in a row ' if is_row else ''}without a finite loss and gradient"
+        onset = first if self._config.guard.on_nonfinite == "rollback" else None
+        return Decision(wants_evidence=True, rollback_onset=onset, is_stop=True, reason=reason)
 
     def _count_nonfinite(self, step: int, signals: Mapping[str, float]) -> None:
         if all(isfinite(signals[key]) for key in SKIPPABLE):
@@ -195,15 +180,9 @@ class Guard:
         self._num_nonfinite_in_a_row += 1
         self._nonfinite_steps.append(step)
 
-    @property
-    def _is_nonfinite_exhausted(self) -> bool:
-        steps = self._nonfinite_steps
-        is_frequent = len(steps) == steps.maxlen and steps[-1] - steps[0] < NONFINITE_WINDOW_STEPS
-        return is_frequent or self._num_nonfinite_in_a_row >= self._settings.max_nonfinite_steps
-
-    def _tell(self, kind: str, step: int, message: str, level: str, event: Event | None = None) -> None:
+    def _tell(self, kind: str, step: int, message: str, level: str, anomaly: Anomaly | None = None) -> None:
         if self._events is not None:
-            details = {} if event is None else {"event": event.as_dict()}
+            details = {} if anomaly is None else {"event": anomaly.as_dict()}
             self._events.event(kind, step, message, level=level, **details)
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,12 +211,12 @@ class Guard:
         self.episodes = [(int(first), int(last)) for first, last in state_dict["episodes"]]
 
 
-def _decision(action: str, event: Event, onset: int, *, wants_evidence: bool) -> Decision:
+def _decision(action: str, anomaly: Anomaly, onset: int, *, wants_evidence: bool) -> Decision:
     return Decision(
         wants_evidence=wants_evidence,
         rollback_onset=onset if action == "rollback" else None,
         is_stop=action == "stop",
-        reason=event.message,
+        reason=anomaly.message,
     )
 
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from math import inf
 
 from trainer.config import ConfigError, did_you_mean
-from trainer.detection import Limits, Rule, RuleError, parse_rule
-from trainer.detection.rules import Comparison
+from trainer.detection import Limits, RuleError, UserRule, parse_rule
 
 _LENGTHS = [f"train/seq_{kind}_len_{of}" for kind in ("prompt", "completion", "total") for of in ("mean", "max", "p95")]
 SIGNALS = (
@@ -42,7 +41,7 @@ SIGNALS = (
 """What `Meter.signals` may give: values that all ranks agree on bit by bit."""
 
 
-def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
+def parse_rules(texts: Sequence[str]) -> tuple[UserRule, ...]:
     """Raises `ConfigError` for a rule that cannot be read, or asks for what the guard cannot know or do."""
     try:
         rules = tuple(parse_rule(text) for text in texts)
@@ -53,7 +52,7 @@ def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
     return rules
 
 
-def require_known_keys(rules: Sequence[Rule]) -> None:
+def require_known_keys(rules: Sequence[UserRule]) -> None:
     """Raises `ValueError` for a rule about a metric the guard does not see: ranks could not agree on it."""
     for rule in rules:
         if unknown := [key for key in rule.keys if key not in SIGNALS]:
@@ -61,7 +60,7 @@ def require_known_keys(rules: Sequence[Rule]) -> None:
             raise ValueError(f"rule '{rule.text}': the guard does not see '{unknown[0]}'; {hint}")
 
 
-def skip_limits(rules: Sequence[Rule]) -> Limits:
+def skip_limits(rules: Sequence[UserRule]) -> Limits:
     """What rules with the action `skip` ask of the device, which knows nothing but loss and gradient norm.
 
     Raises `ValueError` for such a rule that is more than `train/loss > x` or `train/grad_norm > x`.
@@ -70,21 +69,11 @@ def skip_limits(rules: Sequence[Rule]) -> Limits:
     for rule in rules:
         if "skip" not in rule.actions:
             continue
-        key, limit = _threshold(rule)
-        if key not in found or rule.num_steps != 1:
+        key, limit = rule.upper_limit or ("", inf)
+        if key not in found:
             raise ValueError(
                 f"rule '{rule.text}': an update is left out before its other metrics are known; skip goes with "
                 f"'train/loss > number' or 'train/grad_norm > number' alone"
             )
         found[key] = min(found[key], limit)
     return Limits(loss_alone=found["train/loss"], grad_alone=found["train/grad_norm"])
-
-
-def _threshold(rule: Rule) -> tuple[str, float]:
-    """(metric, number) of a rule that is `metric > number`; an empty name for any other."""
-    condition = rule.condition
-    if not isinstance(condition, Comparison) or condition.comparison != ">":
-        return "", inf
-    if not isinstance(condition.left, str) or not isinstance(condition.right, float):
-        return "", inf
-    return condition.left, condition.right

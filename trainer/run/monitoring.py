@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trainer.checkpoint.rollback import Rollbacks
 from trainer.config import Config, TrainerConfig
-from trainer.guard.guard import Guard, GuardSettings
-from trainer.guard.user_rules import parse_rules
+from trainer.detection.detector import MAX_FIRST_LOSS
+from trainer.guard.guard import Guard
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.trace import TraceFile
@@ -15,9 +15,6 @@ from trainer.protocols import StepCost
 from trainer.run.inputs import Inputs
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking
-
-MAX_FIRST_LOSS = 5.0
-"""Of pretrained weights, in nats per token."""
 
 
 def make_meter(
@@ -64,16 +61,7 @@ def _data_facts(inputs: Inputs) -> dict[str, float]:
 
 
 def make_guard(config: TrainerConfig, inputs: Inputs, *, rollbacks: Rollbacks, tracking: Tracking | None) -> Guard:
-    settings = GuardSettings(
-        max_nonfinite_steps=config.max_nonfinite_steps,
-        on_nonfinite=config.guard.on_nonfinite,
-        on_severe=config.guard.on_severe,
-        on_diverging=config.guard.on_diverging,
-        rules=parse_rules(config.guard.rules),
-        early_stop_patience=config.early_stop_patience,
-        early_stop_min_delta=config.early_stop_min_delta,
-        max_first_loss=inf if inputs.source.random_weights else MAX_FIRST_LOSS,
-    )
-    guard = Guard(settings, events=tracking)
+    max_first_loss = inf if inputs.source.random_weights else MAX_FIRST_LOSS
+    guard = Guard(config, max_first_loss=max_first_loss, events=tracking)
     guard.note_rollbacks(rollbacks)
     return guard
