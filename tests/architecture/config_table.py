@@ -105,6 +105,12 @@ def dead_links(markdown: str, directory: Path) -> list[str]:
     return [target for target in targets if not (directory / target).exists()]
 
 
+def missing_files(markdown: str) -> list[str]:
+    """Files of the project that a page names and that do not exist."""
+    named = re.findall(r"`((?:trainer|tests|conf|benchmarks|docs|examples)/[\w./-]*\.\w+)`", markdown)
+    return [name for name in named if not (REPOSITORY / name).exists()]
+
+
 if __name__ == "__main__":
     SHEET.write_text(sheet())
     PAGE.write_text(with_tables(PAGE.read_text()))

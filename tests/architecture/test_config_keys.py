@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 import source_rules as rules
-from config_table import PAGE, REPOSITORY, SHEET, dead_links, keys_named_in, replace_table, sheet, table, with_tables
+from config_table import (
+    PAGE,
+    REPOSITORY,
+    SHEET,
+    dead_links,
+    keys_named_in,
+    missing_files,
+    replace_table,
+    sheet,
+    table,
+    with_tables,
+)
 from test_floors import python_files
 
 from trainer.__main__ import PARTS, load_config
@@ -15,6 +26,7 @@ from trainer.config import Config, TrainerConfig, known_keys
 from trainer.config.keys import Check, group, key, keys_of, one_of
 
 README = REPOSITORY / "README.md"
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(PAGE.parent.glob("*.md"))]
 OWNER_NAMES = {"fsdp_config": ("fsdp",)}
 """Names that code gives to a section besides its own."""
 
@@ -112,7 +124,7 @@ def test_the_table_of_the_documentation_is_up_to_date() -> None:
     assert len(keys_named_in(page)) >= len(known_keys())
 
 
-@pytest.mark.parametrize("path", [README, *sorted(PAGE.parent.glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_page_names_only_keys_that_exist(path: Path) -> None:
     assert sorted(keys_named_in(path.read_text(encoding="utf-8")) - set(known_keys())) == []
 
@@ -122,9 +134,18 @@ def test_a_key_that_does_not_exist_is_caught() -> None:
     assert keys_named_in(text) == {"data.train_batchsize"}
 
 
-@pytest.mark.parametrize("path", [README, *sorted(PAGE.parent.glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_page_leads_only_to_files_that_exist(path: Path) -> None:
     assert dead_links(path.read_text(encoding="utf-8"), path.parent) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_names_only_files_that_exist(path: Path) -> None:
+    assert missing_files(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_file_that_does_not_exist_is_caught() -> None:
+    assert missing_files("see `trainer/none.py`, `trainer/loop/step.py`, `step.py`") == ["trainer/none.py"]
 
 
 def test_a_dead_link_is_caught() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.run.final_report import write_final_report
+from trainer.run.end import write_final_report
 from trainer.tracking import Tracking
 
 

@@ -1,5 +1,6 @@
 """How a run ends: what it holds is given back, and what it leaves is on disk, whatever ended it (floor 4)."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,13 +9,14 @@ from pathlib import Path
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
-from trainer.run.final_report import FILE as REPORT
-from trainer.run.final_report import write_final_report
+from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.distributed import World, await_main
 from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.tracking import Tracking, events_file, metrics_file
 
+logger = logging.getLogger(__name__)
+REPORT = "report.html"
 AWAIT_MAIN_S = 20.0
 """After an error that all ranks share; the first that leaves has the others ended."""
 
@@ -83,3 +85,19 @@ def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
     if exit_code == EXIT_DONE and not (run_dir / REPORT).exists():
         lacking.append("its report is not written")
     return lacking
+
+
+def write_final_report(run_dir: Path) -> None:
+    """Write `report.html` and say its verdict. Whatever goes wrong here is only logged: the run is over and saved."""
+    try:
+        from trainer.report.analyse import analyse
+        from trainer.report.page import as_page
+        from trainer.report.readers import read_run
+
+        log = read_run(run_dir)
+        report = analyse(log)
+        atomic_write(run_dir / REPORT, as_page([(report, log)]))
+    except Exception as error:  # a fault of the report must not look like one of the training
+        logger.warning("no report: %s: %s; see python -m trainer.cli.report %s", type(error).__name__, error, run_dir)
+        return
+    logger.info("report: %s %s (%s)", report.verdict, report.headline, run_dir / REPORT)
