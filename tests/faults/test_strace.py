@@ -80,9 +80,12 @@ class Program:
     def run(self, run_dir: Path, *, keep: int, calls: str, injection: str = "") -> Ended:
         trace = run_dir.with_suffix(".trace")
         strace = ["strace", "-qq", "-y", "-o", str(trace), "-e", "signal=none", "-e", f"trace={calls}"]
+        if "signal=" not in injection:  # with a filter in the kernel, which loses signals, other calls cost nothing
+            strace += ["-f", "--seccomp-bpf"]
         inject = ["-e", f"inject={injection}"] if injection else []
         ended = self._run([*strace, *inject, sys.executable, "-S", "-B"], run_dir, keep=keep)
-        return Ended(ended.code, ended.said, ended.warned, trace.read_text(errors="replace").splitlines())
+        lines = [re.sub(r"^\d+ +", "", line) for line in trace.read_text(errors="replace").splitlines()]
+        return Ended(ended.code, ended.said, ended.warned, lines)
 
     def _run(self, command: list[str], run_dir: Path, *, keep: int) -> Ended:
         found = subprocess.run(
