@@ -5,8 +5,9 @@ Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervise
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,13 @@ class PackedBatch:
             sample_ids=sample_ids,
             sources_D=torch.zeros(len(seqlens), dtype=torch.int64) if sources_D is None else sources_D,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Between processes by value: torch shares a tensor through a socket in TMPDIR, whose path may be too long."""
+        return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()})
 
     @property
     def max_seqlen(self) -> int:

@@ -1,7 +1,10 @@
 """From samples to packed batches, and the position of a run across restarts."""
 
 import itertools
+import multiprocessing
+import tempfile
 from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +181,17 @@ def test_validation_visits_every_sample_once(world_size: int, num_samples: int) 
 def test_validation_can_be_walked_again() -> None:
     batches = ValidationBatches(ToySamples(5), plan_of(0, 1), batch_size=2)
     assert sample_ids(list(batches)) == sample_ids(list(batches)) == list(range(5))
+
+
+@pytest.mark.timeout(20)
+def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch passes tensors through a socket there: with 108 bytes in its path the run waited for its first batch."""
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    for left, right in zip(loader(num_workers=1), loader(), strict=True):
+        assert all(same(a, b) for a, b in zip(left.micro_batches, right.micro_batches, strict=True))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
