@@ -1,18 +1,29 @@
 """Runs whose output nobody can read any more: they train, save, stop and continue as documented."""
 
 import getpass
+import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from runs import SMALL, command, curve, environment, processes_of, wait_for_step
 
 
-def started(cwd: Path, redirection: str, *overrides: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(cwd: Path, redirection: str, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """In a process group of its own, gone at the end of the block."""
     words = ["bash", "-c", f'exec "$@" {redirection}', "bash", *command(2, *SMALL, *overrides)]
     streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(words, cwd=cwd, env=environment(TMPDIR=str(cwd / "tmp")), text=True, **streams)
+    env = environment(TMPDIR=str(cwd / "tmp"))
+    with subprocess.Popen(words, cwd=cwd, env=env, text=True, start_new_session=True, **streams) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture

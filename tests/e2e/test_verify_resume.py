@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runs import REPOSITORY, environment, processes_of
 
-RECIPE = ("data.train_max_samples=96", "data.train_batch_size=8", "model.fsdp_config.param_dtype=float32")
+RECIPE = ("data.train_max_samples=96", "data.train_batch_size=4", "model.fsdp_config.param_dtype=float32")
 EQUAL = "verdict: interrupted equals uninterrupted, bit for bit"
 
 

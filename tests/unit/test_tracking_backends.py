@@ -80,6 +80,7 @@ def test_mlflow_names_are_unique_stable_and_reversible() -> None:
 
 @pytest.fixture
 def wandb_offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb").teardown()  # its settings are read once per process
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
@@ -121,7 +122,6 @@ def test_wandb_without_key_is_dropped_and_never_asks(
 ) -> None:
     import wandb
 
-    wandb.teardown()  # its settings are read once per process
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

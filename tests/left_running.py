@@ -1,0 +1,33 @@
+"""The processes that tests have started and that are still there."""
+
+import contextlib
+import os
+from multiprocessing import forkserver, resource_tracker
+
+import psutil
+
+MARK = "STARTED_BY_TESTS_OF"
+"""In the environment of all that tests start: also what has lost its parent is found."""
+
+
+def left_running() -> list[psutil.Process]:
+    """All but the two that multiprocessing keeps until the interpreter ends."""
+    kept = {os.getpid(), forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    found = set(psutil.Process().children(recursive=True))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(os.getpid()):
+                found.add(process)
+    return sorted((p for p in found if p.pid not in kept and _is_alive(p)), key=lambda process: process.pid)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def describe(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
+    return f"{process.pid}: gone meanwhile"
