@@ -8,7 +8,7 @@ from functools import partial
 import curves
 from curves import Curve, healthy
 
-from trainer.detection import Anomaly, Detector, Level
+from trainer.detection import Detector, Level, StepAnomaly
 
 FAULT_STEP = 1500
 WATCHED_STEPS = 300
@@ -30,7 +30,9 @@ FAULTS: Mapping[str, Fault] = {
 SINGLE_STEP = tuple(name for name in FAULTS if name.startswith(("spike", "gradient")))
 
 
-def watch(curve: Curve, *, first: int = 0, end: int | None = None, detector: Detector | None = None) -> list[Anomaly]:
+def watch(
+    curve: Curve, *, first: int = 0, end: int | None = None, detector: Detector | None = None
+) -> list[StepAnomaly]:
     """Every event of the steps from `first` to before `end`."""
     detector = detector or Detector()
     steps = range(first, len(curve.loss) if end is None else end)

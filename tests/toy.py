@@ -19,7 +19,7 @@ from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail
 from trainer.optim import OPTIMIZERS
-from trainer.optim.schedule import Schedule as LrSchedule
+from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat

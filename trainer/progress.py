@@ -26,6 +26,43 @@ class History:
     """First and last step of each stretch of trouble; the newest checkpoint before the last one stays too."""
 
 
+@dataclass(frozen=True)
+class Rollback:
+    """From the state after step `found_step` back to that after `target_step`; steps first to last are passed over."""
+
+    onset: int
+    found_step: int
+    target_step: int
+    first_skipped: int
+    last_skipped: int
+    reason: str
+    condemned: list[str]
+    """Nonces of the checkpoints that were newer: they are set aside, also by a start after a crash."""
+
+    def overlaps(self, other: "Rollback") -> bool:
+        return self.first_skipped <= other.last_skipped and other.first_skipped <= self.last_skipped
+
+
+@dataclass(frozen=True)
+class Rollbacks:
+    """All rollbacks of a run, oldest first."""
+
+    entries: tuple[Rollback, ...] = ()
+
+    @property
+    def skipped_steps(self) -> frozenset[int]:
+        """Steps, counted from 1, that are not trained."""
+        return frozenset(n for entry in self.entries for n in range(entry.first_skipped, entry.last_skipped + 1))
+
+    @property
+    def lr_factor(self) -> float:
+        """The learning rate is halved each time the same place makes trouble again."""
+        repeats = sum(
+            any(entry.overlaps(before) for before in self.entries[:index]) for index, entry in enumerate(self.entries)
+        )
+        return float(0.5**repeats)
+
+
 @dataclass
 class LoopState:
     """What the loop itself remembers over a restart."""

@@ -18,7 +18,7 @@ from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
 from trainer.loop.state import RateState
-from trainer.optim.schedule import Schedule as LrSchedule
+from trainer.optim.schedule import LrSchedule
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.data.batch_plan import Schedule, Share
 from trainer.data.loader import ValidationBatches
 from trainer.loop.fit import fit
-from trainer.optim.schedule import Schedule as LrSchedule
+from trainer.optim.schedule import LrSchedule
 from trainer.runtime import seeding
 
 STEPS = 8

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.shards import write_torch
-from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, Row
+from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, MetricsRow
 
 STEPS = 6
 NAMES = ("embed.weight", "norm.weight")
@@ -61,8 +61,8 @@ def write_run(run_dir: Path) -> Path:
     run_dir.mkdir()
     metrics = MetricsFile(run_dir / FILE_NAME)
     for step in range(1, STEPS + 1):
-        metrics.append(Row.of(row(step), step))
-    metrics.append(Row.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS))
+        metrics.append(MetricsRow.of(row(step), step))
+    metrics.append(MetricsRow.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS))
     metrics.close()
     with process_group():
         states = [rank_state(rank) for rank in range(WORLD_SIZE)]

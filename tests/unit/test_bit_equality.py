@@ -13,7 +13,7 @@ from finished_runs import NAMES, STEPS, data_state, process_group, rank_state, r
 
 from trainer.checkpoint import layout
 from trainer.resume_proof.bit_equality import NO_DIGEST, Comparison, compare_runs, digest_of_parameters
-from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, Row
+from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, MetricsRow
 
 States = list[dict[str, dict[str, Any]]]
 
@@ -31,7 +31,7 @@ def compare(runs: tuple[Path, Path]) -> Comparison:
 def log_again(run_dir: Path, step: int, **changes: float) -> None:
     """A newer attempt of one step, with other values."""
     metrics = MetricsFile(run_dir / FILE_NAME)
-    metrics.append(Row.of(row(step) | {f"train/{name}": value for name, value in changes.items()}, step))
+    metrics.append(MetricsRow.of(row(step) | {f"train/{name}": value for name, value in changes.items()}, step))
     metrics.close()
 
 

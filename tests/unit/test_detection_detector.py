@@ -9,7 +9,7 @@ import pytest
 from curves import HELD_OUT, TUNED, Curve, decaying, drift, healthy, level, spike
 from guard_trials import watch
 
-from trainer.detection import Anomaly, Detector, Level, parse_rule
+from trainer.detection import Detector, Level, StepAnomaly, parse_rule
 from trainer.detection.divergence import Divergence
 from trainer.detection.ledger import WarnLedger
 
@@ -20,7 +20,7 @@ def constant(num_steps: int, *, loss: float = 2.0, grad_norm: float = 1.0) -> Cu
     return Curve(np.full(num_steps, loss), np.full(num_steps, grad_norm))
 
 
-def told(events: list[Anomaly]) -> list[tuple[int, str]]:
+def told(events: list[StepAnomaly]) -> list[tuple[int, str]]:
     return [(event.step, event.level.value) for event in events]
 
 

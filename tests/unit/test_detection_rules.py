@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.detection import Anomaly, Detector, RuleError, parse_rule
+from trainer.detection import Detector, RuleError, StepAnomaly, parse_rule
 
 STEP = {"train/loss": 2.0, "train/grad_norm": 1.0, "train/total_valid_token_count": 10.0}
 
@@ -25,7 +25,7 @@ def test_the_rule_of_the_analysed_run() -> None:
     assert rule.holds({"kl": 0.1, "completions/clipped_ratio": 0.31})
     assert not rule.holds({"kl": 10.0, "completions/clipped_ratio": 0.3})
     (event,) = Detector(rules=[rule]).observe(2800, STEP | {"kl": 19.6, "completions/clipped_ratio": 0.875})
-    assert event == Anomaly(
+    assert event == StepAnomaly(
         step=2800,
         level="rule",
         signal=rule.text,

@@ -7,7 +7,7 @@ import pytest
 from curves import LOSSES, Curve, healthy
 from guard_trials import watch
 
-from trainer.detection import Anomaly, Detector, Level
+from trainer.detection import Detector, Level, StepAnomaly
 
 WARM = 100
 
@@ -18,7 +18,7 @@ def flat(*steps: tuple[float, float]) -> Curve:
     return Curve(np.array(loss), np.array(grad_norm))
 
 
-def events(*steps: tuple[float, float]) -> list[Anomaly]:
+def events(*steps: tuple[float, float]) -> list[StepAnomaly]:
     return watch(flat(*steps))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from toy import optim_config
 
 from trainer.optim import OPTIMIZERS, clip
-from trainer.optim.schedule import Schedule
+from trainer.optim.schedule import LrSchedule
 
 KINDS = ("cosine", "linear", "constant", "wsd")
 
@@ -21,7 +21,7 @@ KINDS = ("cosine", "linear", "constant", "wsd")
 def rates(kind: str, total_steps: int, *, warmup: float = 0.0, min_lr: float = 0.1, stable: float = 0.5) -> list[float]:
     """Shares of the peak rate, step by step."""
     config = optim_config(lr_scheduler=kind, lr_warmup_steps_ratio=warmup, min_lr_ratio=min_lr, stable_ratio=stable)
-    schedule = Schedule.from_config(config, peak_lr=2e-3, total_steps=total_steps)
+    schedule = LrSchedule.from_config(config, peak_lr=2e-3, total_steps=total_steps)
     return [schedule.lr_at(step) / 2e-3 for step in range(1, total_steps + 1)]
 
 
@@ -72,7 +72,7 @@ def test_the_last_step_is_one_short_of_the_minimum(kind: str) -> None:
 
 def test_apply_sets_every_group() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=7.0)
-    schedule = Schedule.from_config(optim_config(lr_warmup_steps_ratio=0.5), peak_lr=1.0, total_steps=4)
+    schedule = LrSchedule.from_config(optim_config(lr_warmup_steps_ratio=0.5), peak_lr=1.0, total_steps=4)
     assert schedule.apply(optimizer, step=1, factor=1.0) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 

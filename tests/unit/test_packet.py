@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from trainer.detection import Limits
+from trainer.detection import StepLimits
 from trainer.loop.step import is_left_out
 from trainer.monitor.packet import Totals, reduce_packet
 from trainer.runtime.distributed import World
@@ -60,7 +60,7 @@ def reduced_nan(world: World) -> tuple[Any, Any]:
     return totals.sums, totals.by_rank
 
 
-LIMITS = Limits(loss_with_grad=2.0, grad_with_loss=10.0, loss_alone=5.0, grad_alone=100.0)
+LIMITS = StepLimits(loss_with_grad=2.0, grad_with_loss=10.0, loss_alone=5.0, grad_alone=100.0)
 
 
 @pytest.mark.parametrize(

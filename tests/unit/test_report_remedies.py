@@ -15,7 +15,7 @@ from trainer.config import known_keys
 from trainer.guard.user_rules import parse_rules
 from trainer.report import remedies
 from trainer.report.analyse import analyse
-from trainer.report.analysed_run import Run
+from trainer.report.analysed_run import AnalysedRun
 
 KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
 OVERRIDE = re.compile(rf"({KEY.pattern})(?:=| to )([\w.-]+\w)")
@@ -43,7 +43,7 @@ def every_remedy() -> Iterator[str]:
     )]  # fmt: skip
     for kind in ("sft", "grpo", "controller"):
         for config in ({}, OUR_CONFIG):
-            run = Run(replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0})
+            run = AnalysedRun(replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0})
             yield from (function(run) for function in functions)
 
 
@@ -80,7 +80,7 @@ def test_a_rule_in_a_remedy_would_be_noticed(text: str) -> None:
 
 @pytest.mark.covers("S2.41")
 def test_the_burst_of_another_framework_is_answered_in_words_and_its_own_options() -> None:
-    run: Any = Run(healthy("grpo"), "grpo", {"lr_jump": 3.0})
+    run: Any = AnalysedRun(healthy("grpo"), "grpo", {"lr_jump": 3.0})
     assert remedies.watch(run) == (
         "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped ratio > 0.3 keep a "
         "snapshot and return to a checkpoint, or stop."

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.optim.schedule import Schedule
+from trainer.optim.schedule import LrSchedule
 from trainer.report.generalisation import train_losses_at
 from trainer.report.learning_rate import learning_rate
 from trainer.report.run_log import Series
@@ -176,7 +176,7 @@ def test_numbers_are_written_as_on_the_pages() -> None:
 @pytest.mark.parametrize("total_steps", [40, 60, 233, 1000])
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
 def test_the_schedules_of_this_trainer_are_recognised_however_short(kind: str, total_steps: int) -> None:
-    own = Schedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0, stable_ratio=0.9)
+    own = LrSchedule(kind, 1e-3, total_steps, total_steps // 10, min_lr_ratio=0.0, stable_ratio=0.9)
     steps = np.arange(1, total_steps + 1)
     rates = np.array([own.lr_at(int(step)) for step in steps])
     told = learning_rate(Series(steps, rates), (), limits=LIMITS, total_steps=total_steps)

@@ -25,7 +25,7 @@ from trainer.cli.verify_resume import parse_trial
 from trainer.config import ConfigError
 from trainer.resume_proof import killed_runs
 from trainer.resume_proof.bit_equality import Comparison
-from trainer.resume_proof.killed_runs import Kill, Run, RunFailedError
+from trainer.resume_proof.killed_runs import Kill, KilledRun, RunFailedError
 from trainer.resume_proof.proof import Trial, launcher_words, moments, report
 
 ROOT = Path(__file__).parents[2]
@@ -211,7 +211,7 @@ def test_a_run_that_is_over_before_the_first_kill_proves_nothing(call: Call, tmp
     words = launcher_words(dataclasses.replace(TRIAL, steps=STEPS), tmp_path / "resumed")
     late = killed_runs.Moment(step=99, delay_s=0.0)
     with pytest.raises(RunFailedError, match="complete before the first kill") as caught:
-        Run("resumed", tmp_path, words, tmp_path).train_with_kills([late])
+        KilledRun("resumed", tmp_path, words, tmp_path).train_with_kills([late])
     assert caught.value.code == 1
 
 

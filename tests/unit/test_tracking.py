@@ -21,7 +21,7 @@ from trainer.runtime import json_lines
 from trainer.tracking import Tracking, facade, read_metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.events_file import Event
-from trainer.tracking.metrics_file import MARKERS, Row
+from trainer.tracking.metrics_file import MARKERS, MetricsRow
 from trainer.tracking.sink import ThreadSink
 
 
@@ -53,7 +53,7 @@ class FakeBackend(Backend):
     def open(self) -> None:
         self._note("open")
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         self._note("log", dict(row.data), row.step)
 
     def rewind(self, step: int) -> None:
@@ -267,11 +267,11 @@ def test_full_queue_or_stalled_call_drops_the_backend(caplog: pytest.LogCaptureF
     backend = FakeBackend(log=release.wait)
     sink = ThreadSink(backend, name="hung", close_timeout_s=20.0, **limits)
     sink.open()
-    sink.send("log", Row(0, "train", 0.0, {}))
+    sink.send("log", MetricsRow(0, "train", 0.0, {}))
     while ("log", {}, 0) not in backend.calls:
         time.sleep(0.01)
     for step in range(1, 10):
-        sink.send("log", Row(step, "train", 0.0, {}))
+        sink.send("log", MetricsRow(step, "train", 0.0, {}))
         time.sleep(0.03)
     begin = time.monotonic()
     sink.finish(0)

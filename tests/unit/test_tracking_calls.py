@@ -16,7 +16,7 @@ from trainer.report.readers import read_run
 from trainer.tracking import Tracking, read_metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.histories import HistoryBackend
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 
 DOCS = Path(__file__).parents[2] / "docs" / "tracking.md"
 
@@ -114,7 +114,7 @@ def test_a_tracker_that_is_switched_on_later_gets_what_earlier_attempts_logged_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_dir = trained(Path("run"), 20)
-    seen: list[Row] = []
+    seen: list[MetricsRow] = []
     opening = HistoryBackend.open
 
     def read_late(self: Backend) -> None:

@@ -12,7 +12,7 @@ from trainer.runtime import json_lines
 from trainer.tracking import Tracking, facade, read_metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.events_file import Event, read_events
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 
 
 def track(run_dir: Path, *backends: str) -> Tracking:
@@ -125,7 +125,7 @@ class Alerts(Backend):
     def __init__(self) -> None:
         self.alerts: list[Event] = []
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         return
 
     def alert(self, event: Event) -> None:

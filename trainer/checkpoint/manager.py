@@ -19,13 +19,12 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import TensorInfo
-from trainer.checkpoint.rollback import Rollbacks
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, load_state, rank_state
 from trainer.config import CheckpointConfig
 from trainer.errors import CannotWriteError, ResumableError
-from trainer.progress import History, Position
+from trainer.progress import History, Position, Rollbacks
 from trainer.runtime.distributed import World, on_main
 
 logger = logging.getLogger(__name__)

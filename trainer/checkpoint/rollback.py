@@ -8,13 +8,12 @@ checkpoint is set aside. The steps it names are passed over for good.
 import dataclasses
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
-from trainer.progress import History
+from trainer.progress import History, Rollback, Rollbacks
 
 logger = logging.getLogger(__name__)
 FILE = "rollbacks.json"
@@ -22,46 +21,6 @@ STEPS_BEFORE_ONSET = 16
 """What was saved so shortly before the trouble showed is not trusted."""
 SKIPPED_AROUND = 8
 """Batches passed over on either side."""
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """From the state after step `found_step` back to that after `target_step`; steps first to last are passed over."""
-
-    onset: int
-    found_step: int
-    target_step: int
-    first_skipped: int
-    last_skipped: int
-    reason: str
-    condemned: list[str]
-    """Nonces of the checkpoints that were newer: they are set aside, also by a start after a crash."""
-
-    def overlaps(self, other: "Rollback") -> bool:
-        return self.first_skipped <= other.last_skipped and other.first_skipped <= self.last_skipped
-
-
-@dataclass(frozen=True)
-class Rollbacks:
-    """All rollbacks of a run, oldest first."""
-
-    entries: tuple[Rollback, ...] = ()
-
-    @property
-    def skipped_steps(self) -> frozenset[int]:
-        """Steps, counted from 1, that are not trained."""
-        return frozenset(n for entry in self.entries for n in range(entry.first_skipped, entry.last_skipped + 1))
-
-    @property
-    def lr_factor(self) -> float:
-        """The learning rate is halved each time the same place makes trouble again."""
-        repeats = sum(
-            any(entry.overlaps(before) for before in self.entries[:index]) for index, entry in enumerate(self.entries)
-        )
-        return float(0.5**repeats)
-
-
-NO_ROLLBACKS = Rollbacks()
 
 
 def read(run_dir: Path) -> Rollbacks:

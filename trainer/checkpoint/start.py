@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +17,9 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.rollback import NO_ROLLBACKS, Rollbacks
 from trainer.checkpoint.state import saved_loop
 from trainer.config import ConfigError, TrainerConfig
-from trainer.progress import LoopState, Position
+from trainer.progress import LoopState, Position, Rollbacks
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
@@ -40,7 +39,7 @@ class Start:
     position: Position
     is_complete: bool
     lock: RunLock | None
-    rollbacks: Rollbacks = NO_ROLLBACKS
+    rollbacks: Rollbacks = field(default_factory=Rollbacks)
 
 
 @dataclass(frozen=True)

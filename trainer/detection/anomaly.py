@@ -38,7 +38,7 @@ LEVEL_NUMBERS: Mapping[Level, int] = {
 
 
 @dataclass(frozen=True)
-class Anomaly:
+class StepAnomaly:
     """One abnormal thing at one step; what to do about it is decided elsewhere. Unknown numbers are None."""
 
     step: int

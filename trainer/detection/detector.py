@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from trainer.detection.anomaly import LEVEL_NUMBERS, Anomaly, Level
+from trainer.detection.anomaly import LEVEL_NUMBERS, Level, StepAnomaly
 from trainer.detection.divergence import Divergence
 from trainer.detection.ledger import WarnLedger
 from trainer.detection.rules import UserRule
-from trainer.detection.steps import Limits, StepJudge, StepVerdict
+from trainer.detection.steps import StepJudge, StepLimits, StepVerdict
 from trainer.detection.watches import GRAD_NORM, LOSS, VALID_TOKENS, DeadWatch, RuleWatch
 
 MAX_FIRST_LOSS = 5.0
@@ -32,14 +32,14 @@ class Detector:
         """Of the step observed last, all finite; z is 0 where there is none."""
         return dict(self._scores)
 
-    def limits(self) -> Limits:
+    def limits(self) -> StepLimits:
         """For the coming step."""
         return self._judge.limits()
 
-    def observe(self, step: int, values: Mapping[str, float]) -> tuple[Anomaly, ...]:
+    def observe(self, step: int, values: Mapping[str, float]) -> tuple[StepAnomaly, ...]:
         """`values` has loss, gradient norm and number of label tokens of the finished step, and what rules name."""
         loss, grad_norm = values[LOSS], values[GRAD_NORM]
-        found: list[Anomaly | None] = [*self._rules.observe(step, values), self._dead.observe(step, values)]
+        found: list[StepAnomaly | None] = [*self._rules.observe(step, values), self._dead.observe(step, values)]
         levels = [LEVEL_NUMBERS[Level.DEAD] if self._dead.is_dead else 0]
         self._scores |= {"guard/loss_z": 0.0, "guard/grad_z": 0.0}
         is_finite = isfinite(loss) and isfinite(grad_norm)
@@ -58,13 +58,13 @@ class Detector:
         self._scores |= {"guard/level": float(max(levels)), "guard/spike_rate": self._ledger.spike_rate}
         return anomalies
 
-    def _judged(self, step: int, loss: float, grad_norm: float, verdict: StepVerdict) -> list[Anomaly | None]:
+    def _judged(self, step: int, loss: float, grad_norm: float, verdict: StepVerdict) -> list[StepAnomaly | None]:
         """What there is to say about an ordinary step; it becomes part of what is usual."""
         if verdict.usual_loss:
             self._scores["guard/loss_z"] = verdict.usual_loss.z(loss)
         if verdict.usual_grad:
             self._scores["guard/grad_z"] = verdict.usual_grad.z(grad_norm)
-        found: list[Anomaly | None] = []
+        found: list[StepAnomaly | None] = []
         if self._ledger.count(is_spike=verdict.stands_out):
             found.append(self._advisory(step))
         if verdict.is_severe:
@@ -78,25 +78,25 @@ class Detector:
             found.append(self._diverging(step))
         return found
 
-    def _empty(self, step: int) -> Anomaly | None:
+    def _empty(self, step: int) -> StepAnomaly | None:
         message = "this step's batch has no label token: nothing is learned from it; check truncation and labels"
-        return Anomaly(step, Level.WARN, VALID_TOKENS, message, value=0.0) if self._ledger.may_warn() else None
+        return StepAnomaly(step, Level.WARN, VALID_TOKENS, message, value=0.0) if self._ledger.may_warn() else None
 
-    def _high_start(self, step: int, loss: float) -> Anomaly:
+    def _high_start(self, step: int, loss: float) -> StepAnomaly:
         most = self._max_first_loss
         message = f"{LOSS} starts at {loss:.4g}, above {most:g}: check data, chat template and model"
-        return Anomaly(step, Level.WARN, LOSS, message, value=loss)
+        return StepAnomaly(step, Level.WARN, LOSS, message, value=loss)
 
-    def _advisory(self, step: int) -> Anomaly:
+    def _advisory(self, step: int) -> StepAnomaly:
         count = self._ledger.num_singles
         message = f"heavy-tailed batches ({count} single steps stood out lately): look at the samples of one, by a rule"
-        return Anomaly(step, Level.ADVISORY, LOSS, message, value=float(count))
+        return StepAnomaly(step, Level.ADVISORY, LOSS, message, value=float(count))
 
-    def _diverging(self, step: int) -> Anomaly:
+    def _diverging(self, step: int) -> StepAnomaly:
         median, best, onset = self._divergence.recent_median, self._divergence.best, self._divergence.onset
         message = f"{LOSS} has risen from {best:.4g} at best to {median:.4g}, since about step {onset}"
         ratio = median / best if best > 0 else None
-        return Anomaly(step, Level.DIVERGING, LOSS, message, value=median, centre=best, ratio=ratio, onset=onset)
+        return StepAnomaly(step, Level.DIVERGING, LOSS, message, value=median, centre=best, ratio=ratio, onset=onset)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, lists and mappings only; JSON keeps it exactly."""
@@ -116,7 +116,7 @@ class Detector:
         }
 
 
-def _spike(level: Level, step: int, loss: float, grad_norm: float, verdict: StepVerdict) -> Anomaly:
+def _spike(level: Level, step: int, loss: float, grad_norm: float, verdict: StepVerdict) -> StepAnomaly:
     signal, value, usual = LOSS, loss, verdict.usual_loss
     if verdict.is_by_grad:
         signal, value, usual = GRAD_NORM, grad_norm, verdict.usual_grad
@@ -124,9 +124,11 @@ def _spike(level: Level, step: int, loss: float, grad_norm: float, verdict: Step
     z, ratio = usual.z(value), usual.ratio(value)
     times = f"{ratio:.3g} times " if ratio is not None else "far from "
     message = f"{signal} is {value:.4g}, {times}its usual {usual.level:.4g} (z {z:.1f})"
-    return Anomaly(step, level, signal, message, value=value, centre=usual.level, z=z, ratio=ratio, onset=verdict.onset)
+    return StepAnomaly(
+        step, level, signal, message, value=value, centre=usual.level, z=z, ratio=ratio, onset=verdict.onset
+    )
 
 
-def _nonfinite(step: int, loss: float, grad_norm: float) -> Anomaly:
+def _nonfinite(step: int, loss: float, grad_norm: float) -> StepAnomaly:
     signal, value = (GRAD_NORM, grad_norm) if isfinite(loss) else (LOSS, loss)
-    return Anomaly(step, Level.NONFINITE, signal, f"{signal} is {value}", onset=step)
+    return StepAnomaly(step, Level.NONFINITE, signal, f"{signal} is {value}", onset=step)

@@ -22,7 +22,7 @@ NUM_GRAD_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """When the coming step is severe, so that a device can decide alone; infinite where it cannot be.
 
     For finite values of a step that has label tokens: others are told apart before limits matter.
@@ -81,7 +81,7 @@ class StepJudge:
         self._grad = RobustWindow(MIN_GRAD_SPREAD)
         self._earlier: deque[_Flags] = deque(maxlen=max(NUM_WARN_STEPS, NUM_GRAD_STEPS) - 1)
 
-    def limits(self) -> Limits:
+    def limits(self) -> StepLimits:
         return self._limits(self._bounds())
 
     def judge(self, step: int, *, loss: float, grad_norm: float) -> StepVerdict:
@@ -126,13 +126,13 @@ class StepJudge:
             grad_severe = max(grad.at(GRAD_SEVERE_Z), GRAD_SEVERE_RATIO * grad.level)
         return _Bounds(loss_warn, loss_severe, grad_high, grad_warn, grad_severe)
 
-    def _limits(self, bounds: _Bounds) -> Limits:
+    def _limits(self, bounds: _Bounds) -> StepLimits:
         earlier, loss_alone = list(self._earlier), inf
         if any(flags.is_grad_high for flags in earlier[1 - NUM_GRAD_STEPS :]):
             loss_alone = bounds.loss_severe
         if sum(flags.is_loss_warn for flags in earlier[1 - NUM_WARN_STEPS :]) >= NUM_WARNS - 1:
             loss_alone = min(loss_alone, bounds.loss_warn)
-        return Limits(bounds.loss_severe, bounds.grad_high, loss_alone, bounds.grad_severe)
+        return StepLimits(bounds.loss_severe, bounds.grad_high, loss_alone, bounds.grad_severe)
 
     def state_dict(self) -> dict[str, Any]:
         earlier = [[flags.step, int(flags.is_loss_warn), int(flags.is_grad_high)] for flags in self._earlier]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainer.detection.anomaly import Anomaly, Level
+from trainer.detection.anomaly import Level, StepAnomaly
 from trainer.detection.rules import UserRule
 
 LOSS = "train/loss"
@@ -21,7 +21,7 @@ class DeadWatch:
         self._num_in_a_row = {VALID_TOKENS: 0, LOSS: 0, GRAD_NORM: 0}
         self.is_dead = False
 
-    def observe(self, step: int, values: Mapping[str, float]) -> Anomaly | None:
+    def observe(self, step: int, values: Mapping[str, float]) -> StepAnomaly | None:
         signs = {
             VALID_TOKENS: (values[VALID_TOKENS] == 0, "no label token in any batch: check data and chat template"),
             LOSS: (values[LOSS] == 0, "the loss is exactly 0: check labels and mask"),
@@ -36,7 +36,7 @@ class DeadWatch:
         count = self._num_in_a_row[dead[0]]
         message = f"nothing learned for {count} steps: {signs[dead[0]][1]}"
         onset = max(0, step - count + 1)
-        return Anomaly(step, Level.DEAD, dead[0], message, value=values[dead[0]], onset=onset)
+        return StepAnomaly(step, Level.DEAD, dead[0], message, value=values[dead[0]], onset=onset)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_in_a_row": dict(self._num_in_a_row), "is_dead": int(self.is_dead)}
@@ -56,7 +56,7 @@ class RuleWatch:
         self._num_in_a_row = {rule.text: 0 for rule in self._rules}
         self._resting = {rule.text: 0 for rule in self._rules}
 
-    def observe(self, step: int, values: Mapping[str, float]) -> Iterator[Anomaly]:
+    def observe(self, step: int, values: Mapping[str, float]) -> Iterator[StepAnomaly]:
         for rule in self._rules:
             is_resting = self._resting[rule.text] > 0
             self._resting[rule.text] -= is_resting
@@ -72,14 +72,14 @@ class RuleWatch:
             if actions:
                 yield self._anomaly(step, rule, values, actions)
 
-    def _anomaly(self, step: int, rule: UserRule, values: Mapping[str, float], actions: tuple[str, ...]) -> Anomaly:
+    def _anomaly(self, step: int, rule: UserRule, values: Mapping[str, float], actions: tuple[str, ...]) -> StepAnomaly:
         count = self._num_in_a_row[rule.text]
         found = ", ".join(f"{key} is {values[key]:.4g}" for key in rule.keys if key in values)
         lasting = f" for {count} steps" if rule.num_steps > 1 else ""
         message = f"rule '{rule.text}' holds{lasting}: {found}"
         onset = max(0, step - count + 1)
         value = values.get(rule.keys[0])
-        return Anomaly(step, Level.RULE, rule.text, message, value=value, onset=onset, actions=actions)
+        return StepAnomaly(step, Level.RULE, rule.text, message, value=value, onset=onset, actions=actions)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_in_a_row": dict(self._num_in_a_row), "resting": dict(self._resting)}

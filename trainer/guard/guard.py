@@ -11,10 +11,10 @@ from math import inf, isfinite
 from typing import Any, Protocol
 
 from trainer.config import TrainerConfig
-from trainer.detection import Anomaly, Detector, Level, Limits
+from trainer.detection import Detector, Level, StepAnomaly, StepLimits
 from trainer.detection.overfit import OverfitJudge
 from trainer.guard.user_rules import parse_rules, skip_limits
-from trainer.progress import History
+from trainer.progress import History, Rollbacks
 
 NUM_EARLY_STEPS = 100
 """A run that learns nothing so early never did: it is stopped."""
@@ -40,15 +40,6 @@ class EventSink(Protocol):
     def event(self, kind: str, step: int, message: str, *, level: str = "info", **fields: Any) -> None: ...
 
 
-class Rollbacks(Protocol):
-    @property
-    def entries(self) -> Sequence[Any]: ...
-    @property
-    def skipped_steps(self) -> frozenset[int]: ...
-    @property
-    def lr_factor(self) -> float: ...
-
-
 class Guard:
     """One per rank; only the main rank's has somewhere to report to. Survives restarts and rollbacks."""
 
@@ -70,9 +61,9 @@ class Guard:
         self.episodes: list[tuple[int, int]] = []
         """First and last step of each severe or diverging stretch: no checkpoint inside one is gone back to."""
 
-    def limits(self) -> Limits:
+    def limits(self) -> StepLimits:
         """Beyond which the coming step's update is left out."""
-        found = self._detector.limits() if self._config.guard.on_severe == "skip" else Limits()
+        found = self._detector.limits() if self._config.guard.on_severe == "skip" else StepLimits()
         return replace(
             found,
             loss_alone=min(found.loss_alone, self._rule_limits.loss_alone),
@@ -148,7 +139,7 @@ class Guard:
         self._last_evidence = int(forgotten["last_evidence"])
         self.episodes = [(first, last) for first, last in forgotten["episodes"]]
 
-    def _decide(self, anomaly: Anomaly) -> Decision:
+    def _decide(self, anomaly: StepAnomaly) -> Decision:
         level, onset = anomaly.level, anomaly.onset or anomaly.step
         is_bad = level in (Level.SEVERE, Level.DIVERGING, Level.DEAD)
         self._tell(f"guard/{level}", anomaly.step, anomaly.message, "error" if is_bad else "warn", anomaly)
@@ -180,7 +171,7 @@ class Guard:
         self._num_nonfinite_in_a_row += 1
         self._nonfinite_steps.append(step)
 
-    def _tell(self, kind: str, step: int, message: str, level: str, anomaly: Anomaly | None = None) -> None:
+    def _tell(self, kind: str, step: int, message: str, level: str, anomaly: StepAnomaly | None = None) -> None:
         if self._events is not None:
             details = {} if anomaly is None else {"event": anomaly.as_dict()}
             self._events.event(kind, step, message, level=level, **details)
@@ -211,7 +202,7 @@ class Guard:
         self.episodes = [(int(first), int(last)) for first, last in state_dict["episodes"]]
 
 
-def _decision(action: str, anomaly: Anomaly, onset: int, *, wants_evidence: bool) -> Decision:
+def _decision(action: str, anomaly: StepAnomaly, onset: int, *, wants_evidence: bool) -> Decision:
     return Decision(
         wants_evidence=wants_evidence,
         rollback_onset=onset if action == "rollback" else None,

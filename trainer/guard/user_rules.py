@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf
 
 from trainer.config import ConfigError, did_you_mean
-from trainer.detection import Limits, RuleError, UserRule, parse_rule
+from trainer.detection import RuleError, StepLimits, UserRule, parse_rule
 
 _LENGTHS = [f"train/seq_{kind}_len_{of}" for kind in ("prompt", "completion", "total") for of in ("mean", "max", "p95")]
 SIGNALS = (
@@ -60,7 +60,7 @@ def require_known_keys(rules: Sequence[UserRule]) -> None:
             raise ValueError(f"rule '{rule.text}': the guard does not see '{unknown[0]}'; {hint}")
 
 
-def skip_limits(rules: Sequence[UserRule]) -> Limits:
+def skip_limits(rules: Sequence[UserRule]) -> StepLimits:
     """What rules with the action `skip` ask of the device, which knows nothing but loss and gradient norm.
 
     Raises `ValueError` for such a rule that is more than `train/loss > x` or `train/grad_norm > x`.
@@ -76,4 +76,4 @@ def skip_limits(rules: Sequence[UserRule]) -> Limits:
                 f"'train/loss > number' or 'train/grad_norm > number' alone"
             )
         found[key] = min(found[key], limit)
-    return Limits(loss_alone=found["train/loss"], grad_alone=found["train/grad_norm"])
+    return StepLimits(loss_alone=found["train/loss"], grad_alone=found["train/grad_norm"])

@@ -13,7 +13,7 @@ from trainer.guard.guard import Guard
 from trainer.monitor.meter import Meter
 from trainer.monitor.roll_detail import RollDetail
 from trainer.optim.clip import Optimizer
-from trainer.optim.schedule import Schedule
+from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
@@ -43,7 +43,7 @@ class Run:
     world: World
     model: PreTrainedModel
     optimizer: Optimizer
-    lr_schedule: Schedule
+    lr_schedule: LrSchedule
     batches: TrainLoader
     validation_batches: ValidationBatches | None
     guard: Guard

@@ -11,7 +11,7 @@ from trainer.data.loader import TrainLoader
 from trainer.guard.guard import Guard
 from trainer.monitor.meter import Meter
 from trainer.optim.clip import Optimizer
-from trainer.optim.schedule import Schedule
+from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
@@ -24,7 +24,7 @@ def stateful_parts(
     world: World,
     model: PreTrainedModel,
     optimizer: Optimizer,
-    lr_schedule: Schedule,
+    lr_schedule: LrSchedule,
     batches: TrainLoader,
     guard: Guard,
     loop: LoopState,
@@ -52,7 +52,7 @@ def stateful_parts(
 class RateState:
     """The rate follows the step and the configuration: what is saved tells readers, and a resume what has changed."""
 
-    def __init__(self, schedule: Schedule, batches: TrainLoader) -> None:
+    def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:
         self._schedule, self._batches = schedule, batches
 
     def state_dict(self) -> dict[str, Any]:

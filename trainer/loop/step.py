@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch import LossOutput, StepBatch
-from trainer.detection import Limits
+from trainer.detection import StepLimits
 from trainer.guard.guard import Decision
 from trainer.loop.run import Run
 from trainer.monitor.packet import reduce_packet
@@ -96,7 +96,7 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
     return sums
 
 
-def is_left_out(loss: Tensor, grad_norm: Tensor, limits: Limits) -> Tensor:
+def is_left_out(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
     """Boolean scalar on the device: loss or norm is not finite, or beyond the limits of this step."""
     is_finite = loss.isfinite() & grad_norm.isfinite()
     is_severe = (loss > limits.loss_with_grad) & (grad_norm > limits.grad_with_loss)

@@ -38,7 +38,7 @@ to the rate as a share of the peak, before `min_lr_ratio`."""
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LrSchedule:
     """`lr_at(step)` for step 1 .. total_steps. The first step already learns, the last one still does: the decay would
     reach `min_lr_ratio` one step later.
     """
@@ -51,7 +51,7 @@ class Schedule:
     stable_ratio: float
 
     @classmethod
-    def from_config(cls, config: "OptimConfig", *, peak_lr: float, total_steps: int) -> "Schedule":
+    def from_config(cls, config: "OptimConfig", *, peak_lr: float, total_steps: int) -> "LrSchedule":
         return cls(
             kind=config.lr_scheduler,
             peak_lr=peak_lr,

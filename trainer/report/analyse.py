@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.report import remedies
 from trainer.report.all_rules import RULES
-from trainer.report.analysed_run import PROFILES, Run, recognise_profile
+from trainer.report.analysed_run import PROFILES, AnalysedRun, recognise_profile
 from trainer.report.anomalies import correlations, find_anomalies, observe
 from trainer.report.causes import how_common, story
 from trainer.report.checklist import checklist
@@ -48,12 +48,12 @@ def analyse(
     if profile not in ("auto", *PROFILES):
         raise ValueError(f"unknown profile {profile!r}: use auto, {', '.join(PROFILES)}")
     limits = merged(thresholds)
-    bare = Run(log, recognise_profile(log) if profile == "auto" else profile, limits, external=external)
+    bare = AnalysedRun(log, recognise_profile(log) if profile == "auto" else profile, limits, external=external)
     witnesses = observe(log, limits, is_generating=bare.profile == "grpo")
     anomalies = find_anomalies(witnesses, limits, last_step=bare.total_steps)
     pairs = correlations(witnesses, limits)
     del witnesses
-    run = Run(log, bare.profile, limits, anomalies, external)
+    run = AnalysedRun(log, bare.profile, limits, anomalies, external)
     findings, not_judged = judge(run, RULES)
     courses = trends(run)
     rate = _rate(run)
@@ -84,14 +84,14 @@ def analyse(
     )
 
 
-def _rate(run: Run) -> LearningRate | None:
+def _rate(run: AnalysedRun) -> LearningRate | None:
     series = run.find("lr")
     if series is None:
         return None
     return learning_rate(series, run.anomalies, limits=run.limits, total_steps=run.total_steps)
 
 
-def _verdict(run: Run, findings: tuple[Finding, ...]) -> str:
+def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
     levels = {finding.level for finding in findings}
     if "fail" in levels:
         return "FAIL"
@@ -108,7 +108,7 @@ def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     return tuple(serious[:NUM_TOP])
 
 
-def _headline(run: Run, verdict: str, findings: tuple[Finding, ...]) -> str:
+def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
     if verdict == "INSUFFICIENT":
         return f"Too early to say: {too_little(run)}."
     if verdict == "OK":
@@ -118,7 +118,7 @@ def _headline(run: Run, verdict: str, findings: tuple[Finding, ...]) -> str:
     return top.title + (f" {counted(others, 'further finding')} of weight." if others else "")
 
 
-def _normal(run: Run) -> str:
+def _normal(run: AnalysedRun) -> str:
     """What a healthy run shows; a controller by the three trends of S1.42."""
     p = run.limits["trend_p"]
     if run.profile == "controller":
@@ -130,14 +130,14 @@ def _normal(run: Run) -> str:
     return f"Normal: {falls}nothing left its usual range." if not run.anomalies else f"Normal: {falls}no rule objects."
 
 
-def _improves(run: Run, role: str, *, is_up: bool) -> bool:
+def _improves(run: AnalysedRun, role: str, *, is_up: bool) -> bool:
     if run.find(role) is None:
         return False
     trend = run.slope(role)
     return trend.is_rising(run.limits["trend_p"]) if is_up else trend.is_falling(run.limits["trend_p"])
 
 
-def _facts(run: Run, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
+def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
     log = run.log
     steps = f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step)
     facts = {"steps": steps, "metrics": group_counts(metrics), "rows": str(log.num_rows)}
@@ -159,7 +159,7 @@ def _facts(run: Run, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
     return facts
 
 
-def _closing(run: Run, verdict: str, findings: tuple[Finding, ...]) -> str:
+def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
     """What happened, how usual that is, what to do next."""
     if verdict == "OK":
         return "Train on as configured. Look again at the next validation or after ten epochs."

@@ -25,7 +25,7 @@ class NotJudged(Exception):  # noqa: N818 - no error: a rule that has nothing to
 
 
 @dataclass(frozen=True)
-class Run:
+class AnalysedRun:
     """A log, the profile that says which absolute bands apply, the limits and the anomalies."""
 
     log: RunLog
@@ -112,7 +112,7 @@ class Run:
 
 def recognise_profile(log: RunLog) -> str:
     """controller: rewards with accuracy and latency; grpo: rewards, a KL or advantages; sft: a loss without rewards."""
-    run = Run(log, "generic", {})
+    run = AnalysedRun(log, "generic", {})
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"
     has_rewards = bool(run.key("reward")) or any(key.startswith("rewards/") for key in log.series)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from trainer.report import remedies
-from trainer.report.analysed_run import Run
+from trainer.report.analysed_run import AnalysedRun
 from trainer.report.anomalies import group_of
 from trainer.report.result import Anomaly
 from trainer.report.sentence_parts import listed, number
@@ -56,7 +56,7 @@ def moved_along(anomaly: Anomaly) -> str:
     return listed(words, limit=8)
 
 
-def why_recovered(run: Run) -> str:
+def why_recovered(run: AnalysedRun) -> str:
     """What may have ended the intervals that passed, from what the configuration and the rate say."""
     over = [a for a in run.anomalies if a.has_recovered]
     if not over:
@@ -75,7 +75,7 @@ def why_recovered(run: Run) -> str:
     return f"{len(over)} of {len(run.anomalies)} passed by themselves: {listed(reasons)}."
 
 
-def how_common(run: Run) -> str:
+def how_common(run: AnalysedRun) -> str:
     """How usual such intervals are; nothing where a jump of the learning rate explains them all."""
     if all(chain_of(anomaly)[:1] == (GROUP_NAMES["rate"],) for anomaly in run.anomalies):
         return ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.report.analysed_run import NotJudged, Run
+from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.result import Generalisation
 from trainer.report.run_log import Series
 from trainer.report.sentence_parts import number
@@ -34,7 +34,7 @@ class Criterion:
         return self.points.values if self.is_loss else -self.points.values
 
 
-def val_losses(run: Run) -> Series:
+def val_losses(run: AnalysedRun) -> Series:
     """Raises `NotJudged` without a validation loss, or where it is that of a policy: noise around 0."""
     val, train = run.get("val_loss"), run.find("loss")
     if run.profile in ("grpo", "controller"):
@@ -44,7 +44,7 @@ def val_losses(run: Run) -> Series:
     return val
 
 
-def criterion(run: Run) -> Criterion | None:
+def criterion(run: AnalysedRun) -> Criterion | None:
     """The validation loss; of a policy its reward or accuracy on held-out samples; else the external results."""
     try:
         return Criterion("validation loss", val_losses(run), is_loss=True)
@@ -69,13 +69,13 @@ def train_losses_at(val: Series, train: Series | None) -> Floats:
     return np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
 
 
-def judged(run: Run) -> Judgement:
+def judged(run: AnalysedRun) -> Judgement:
     """Raises `NotJudged` without a validation loss that can be judged."""
     val = val_losses(run)
     return judge(val.values, train_losses_at(val, run.find("loss")), run.limits)
 
 
-def generalisation(run: Run) -> Generalisation | None:
+def generalisation(run: AnalysedRun) -> Generalisation | None:
     """None where the run never validated and no external metric is given."""
     found = criterion(run)
     if found is None:
@@ -112,7 +112,7 @@ def _external(results: Mapping[int, float]) -> Criterion:
     return Criterion(EXTERNAL, Series(np.array(steps), np.array([results[step] for step in steps])), is_loss=False)
 
 
-def _recommended(run: Run, deciding: Criterion) -> tuple[int, Path | None, str]:
+def _recommended(run: AnalysedRun, deciding: Criterion) -> tuple[int, Path | None, str]:
     """(step, path, reason): the best of the checkpoints that exist; the best step where none is known to exist."""
     existing = {c.step: c for c in run.log.checkpoints if c.is_complete}
     costs = dict(zip(deciding.points.steps.tolist(), deciding.costs.tolist(), strict=True))

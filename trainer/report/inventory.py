@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from trainer.report.analysed_run import Run
+from trainer.report.analysed_run import AnalysedRun
 from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate, MetricSummary, Mover, Trend
 from trainer.report.run_log import Series
@@ -18,7 +18,7 @@ TIED = 0.005
 """A metric within this share of its peak stays there."""
 
 
-def inventory(run: Run, trends: tuple[Trend, ...], rate: LearningRate | None) -> tuple[MetricSummary, ...]:
+def inventory(run: AnalysedRun, trends: tuple[Trend, ...], rate: LearningRate | None) -> tuple[MetricSummary, ...]:
     """All metrics with at least one point, by group; those that rules look at come first, then by name."""
     by_key = {trend.key: trend for trend in trends}
     summaries = [
@@ -28,7 +28,9 @@ def inventory(run: Run, trends: tuple[Trend, ...], rate: LearningRate | None) ->
     return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), rank.get(s.key, len(rank)), s.key)))
 
 
-def _summary(run: Run, key: str, series: Series, trend: Trend | None, rate: LearningRate | None) -> MetricSummary:
+def _summary(
+    run: AnalysedRun, key: str, series: Series, trend: Trend | None, rate: LearningRate | None
+) -> MetricSummary:
     entry, points = meaning(key), finite(series)
     if not len(points):
         nothing = math.nan
@@ -58,7 +60,7 @@ def _summary(run: Run, key: str, series: Series, trend: Trend | None, rate: Lear
     )
 
 
-def _observation(run: Run, key: str, points: Series, trend: Trend | None, course: str) -> str:
+def _observation(run: AnalysedRun, key: str, points: Series, trend: Trend | None, course: str) -> str:
     hidden = len(run.log.series[key]) - len(points)
     lost = f" {hidden} points are not numbers." if hidden else ""
     if np.ptp(points.values) == 0:

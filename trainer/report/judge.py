@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.report.analysed_run import NotJudged, Run
+from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.result import LEVELS, Finding
 
-Check = Callable[[Run], Iterable[Finding]]
+Check = Callable[[AnalysedRun], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def found(level: str, title: str, **fields: object) -> Finding:
     return Finding(id=str(fields.pop("suffix", "")), rule="", level=level, title=title, **fields)  # type: ignore[arg-type]
 
 
-def judge(run: Run, rules: Sequence[Rule]) -> tuple[tuple[Finding, ...], tuple[tuple[str, str], ...]]:
+def judge(run: AnalysedRun, rules: Sequence[Rule]) -> tuple[tuple[Finding, ...], tuple[tuple[str, str], ...]]:
     """(findings, worst first; rules that could not be judged, with the reason)."""
     findings: list[Finding] = []
     not_judged: list[tuple[str, str]] = []
@@ -45,7 +45,7 @@ def judge(run: Run, rules: Sequence[Rule]) -> tuple[tuple[Finding, ...], tuple[t
     return tuple(findings), tuple(not_judged)
 
 
-def _named(rule: Rule, run: Run) -> Iterator[Finding]:
+def _named(rule: Rule, run: AnalysedRun) -> Iterator[Finding]:
     for finding in rule.check(run):
         identity = f"{rule.name}:{finding.id}" if finding.id else rule.name
         yield replace(finding, id=identity, rule=rule.id)

@@ -6,7 +6,7 @@ from html import escape
 
 from trainer.report.curves import NOTHING, SMOOTHINGS, smooth
 from trainer.report.formatting import clean, facts, number, place, share, step
-from trainer.report.plots import Figure, Row, figures
+from trainer.report.plots import Figure, FigureRow, figures
 from trainer.report.result import Finding, Report
 from trainer.report.run_log import RunLog
 from trainer.report.sections import STATUSES, Section, Table, sections
@@ -45,7 +45,9 @@ def _article(report: Report, log: RunLog, prefix: str) -> str:
     return f"<article>{''.join(parts)}<footer>{said}</footer></article>"
 
 
-def _blocks(report: Report, log: RunLog, plots: Mapping[str, tuple[Row, ...]]) -> Iterator[tuple[str, tuple[str, str]]]:
+def _blocks(
+    report: Report, log: RunLog, plots: Mapping[str, tuple[FigureRow, ...]]
+) -> Iterator[tuple[str, tuple[str, str]]]:
     """(id, (title, body)) in reading order: what matters, the loss, the sections, then all there is."""
     if report.top:
         yield "top", ("What matters", "".join(map(_finding, report.top)))
@@ -117,7 +119,7 @@ def _finding(finding: Finding) -> str:
     return f'<div class="finding {finding.level}">{"".join(parts)}</div>'
 
 
-def _section(section: Section, rows: Iterable[Row]) -> str:
+def _section(section: Section, rows: Iterable[FigureRow]) -> str:
     body = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
     table = _table(section.table) if section.table is not None else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
@@ -129,7 +131,7 @@ def _section(section: Section, rows: Iterable[Row]) -> str:
     return body + _rows(rows) + tail
 
 
-def _zooms(rows: Sequence[Row]) -> str:
+def _zooms(rows: Sequence[FigureRow]) -> str:
     """The first anomalies at once, the others on demand."""
     first, more = rows[:NUM_OPEN_ZOOMS], rows[NUM_OPEN_ZOOMS:]
     folded = f"<details><summary>Show {len(more)} more</summary>{_rows(more)}</details>" if more else ""
@@ -149,12 +151,12 @@ def _cells(table: Table, row: tuple[str, ...]) -> Iterator[str]:
         yield f'<td class="{css}{status}">{escape(cell)}</td>'
 
 
-def _rows(rows: Iterable[Row]) -> str:
+def _rows(rows: Iterable[FigureRow]) -> str:
     """Rows of small figures share a line where they have room beside each other."""
     return f'<div class="groups">{"".join(map(_row, rows))}</div>'
 
 
-def _row(row: Row) -> str:
+def _row(row: FigureRow) -> str:
     title = f"<h3>{escape(row.title)}</h3>" if row.title else ""
     css = "row small" if row.is_small else "row pair" if len(row.figures) > 1 else "row"
     columns = min(len(row.figures), NUM_COLUMNS) if row.is_small else NUM_COLUMNS + 1

@@ -48,7 +48,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """Figures side by side; small ones are many and have equal widths."""
 
     title: str
@@ -66,7 +66,7 @@ class Plots:
         self._x = scale_of(ends, has_margin=False)
         self._units = {metric.key: metric.unit for metric in report.metrics}
 
-    def loss(self) -> tuple[Row, ...]:
+    def loss(self) -> tuple[FigureRow, ...]:
         """Training raw, smoothed by 0.6 and 0.9, validation, anomalies, checkpoints, the best step."""
         train, val = self._series("train/loss"), self._series("val/loss")
         if not len(train) and not len(val):
@@ -82,9 +82,9 @@ class Plots:
             panel.points(val, label="val", css="s2")
             key.append(("s2", "validation"))
         key += self._event_key()
-        return (Row("", (self._figure(panel, "", "train/loss", tuple(key)),)),)
+        return (FigureRow("", (self._figure(panel, "", "train/loss", tuple(key)),)),)
 
-    def optimisation(self) -> tuple[Row, ...]:
+    def optimisation(self) -> tuple[FigureRow, ...]:
         """Learning rate, and gradient norm on a log axis."""
         figures = []
         for key, title, css in (("train/lr", "Learning rate", "s4"), ("train/grad_norm", "Gradient norm", "s3")):
@@ -96,9 +96,9 @@ class Plots:
                     panel.band(anomaly.steps, _anomaly_title(anomaly))
                 panel.line(series, label=title, css=f"{css} thin", is_named=False)
                 figures.append(self._figure(panel, title + " (log)" * is_log, key))
-        return (Row("", tuple(figures)),) if figures else ()
+        return (FigureRow("", tuple(figures)),) if figures else ()
 
-    def phases(self) -> tuple[Row, ...]:
+    def phases(self) -> tuple[FigureRow, ...]:
         """Seconds a step, stacked by phase: the largest ones, and the rest as one."""
         found = {match[1]: self._series(key) for key in self._log.series if (match := PHASE.fullmatch(key)) is not None}
         found = {name: series for name, series in found.items() if len(finite(series))}
@@ -117,9 +117,9 @@ class Plots:
         total = np.sum([values for _, _, values in parts], axis=0)
         panel = Panel(self._x, scale_of([0.0, *total.tolist()]), height_px=220)
         panel.stack(edges, parts)
-        return (Row("", (self._figure(panel, "Time of a step by phase", "time/train/step_s", unit="s"),)),)
+        return (FigureRow("", (self._figure(panel, "Time of a step by phase", "time/train/step_s", unit="s"),)),)
 
-    def zooms(self) -> tuple[Row, ...]:
+    def zooms(self) -> tuple[FigureRow, ...]:
         """Each anomaly from near, with the metrics that moved with it."""
         strongest = sorted(self._report.anomalies, key=lambda anomaly: -abs(anomaly.z))[:MAX_ZOOMS]
         rows = []
@@ -127,10 +127,10 @@ class Plots:
             keys = dict.fromkeys((anomaly.metric, *(mover.metric for mover in anomaly.movers)))
             drawn = [self._zoom(key, anomaly) for key in list(keys)[: 1 + MAX_MOVERS]]
             title = f"{interval(anomaly.steps).capitalize()}, {percent(anomaly.percent)} of the run"
-            rows.append(Row(title, tuple(figure for figure in drawn if figure is not None), is_small=True))
+            rows.append(FigureRow(title, tuple(figure for figure in drawn if figure is not None), is_small=True))
         return tuple(rows)
 
-    def curves(self) -> tuple[Row, ...]:
+    def curves(self) -> tuple[FigureRow, ...]:
         """All other metrics, small, by group."""
         rows = []
         for group, title in CURVE_GROUPS.items():
@@ -139,7 +139,7 @@ class Plots:
             figures = tuple(figure for figure in drawn if figure is not None)
             more = f" (the first {MAX_SMALL} of {len(metrics)})" if len(metrics) > MAX_SMALL else ""
             if figures:
-                rows.append(Row(title + more, figures, is_small=True))
+                rows.append(FigureRow(title + more, figures, is_small=True))
         return tuple(rows)
 
     def _small(self, metric: MetricSummary) -> Figure | None:
@@ -200,7 +200,7 @@ class Plots:
         return self._log.series.get(key, NOTHING)
 
 
-def figures(report: Report, log: RunLog) -> Mapping[str, tuple[Row, ...]]:
+def figures(report: Report, log: RunLog) -> Mapping[str, tuple[FigureRow, ...]]:
     """Section -> its rows of plots; `loss` and `curves` are sections of plots alone."""
     plots = Plots(report, log)
     return {

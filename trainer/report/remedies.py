@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.report.analysed_run import Run
+from trainer.report.analysed_run import AnalysedRun
 from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.sentence_parts import number
 
@@ -67,21 +67,21 @@ _SYNONYMS = {
 }
 
 
-def option(run: Run, purpose: str) -> str:
+def option(run: AnalysedRun, purpose: str) -> str:
     return OPTIONS.get(run.log.source, _TRANSFORMERS).get(purpose, _TRANSFORMERS[purpose])
 
 
-def value(run: Run, purpose: str) -> Any:
+def value(run: AnalysedRun, purpose: str) -> Any:
     """What the run's configuration says; None where it says nothing."""
     return run.config(option(run, purpose), *_SYNONYMS.get(purpose, ()))
 
 
-def is_known(run: Run) -> bool:
+def is_known(run: AnalysedRun) -> bool:
     """Whether the log holds launch options; trainer_state.json alone tells no more than how long and how often."""
     return any(value(run, purpose) is not None for purpose in ("lr", "clip", "warmup", "schedule"))
 
 
-def fact(run: Run, purpose: str) -> str:
+def fact(run: AnalysedRun, purpose: str) -> str:
     """A quotation of the configuration: `max_grad_norm is not set`, `learning_rate = 5e-5`; nothing without one."""
     if not is_known(run):
         return "the run's configuration is not known"
@@ -90,7 +90,7 @@ def fact(run: Run, purpose: str) -> str:
     return f"{name} is not set" if found is None else f"{name} = {_written(found)}"
 
 
-def clip(run: Run) -> str:
+def clip(run: AnalysedRun) -> str:
     name, now = option(run, "clip"), value(run, "clip")
     if isinstance(now, int | float) and 0 < now <= 1:
         target = f"Lower {name} from {_written(now)} to {_written(now / 2)}"
@@ -99,7 +99,7 @@ def clip(run: Run) -> str:
     return f"{target}, and skip the optimizer step when the norm is far above it."
 
 
-def lower_rate(run: Run) -> str:
+def lower_rate(run: AnalysedRun) -> str:
     """A tenth, with a longer warm-up."""
     name, warmup, now = option(run, "lr"), option(run, "warmup"), value(run, "lr")
     if not isinstance(now, int | float) and (rates := run.find("lr")) is not None:
@@ -108,34 +108,34 @@ def lower_rate(run: Run) -> str:
     return f"Lower {name}{lowered} and set {warmup} to 0.1."
 
 
-def decay(run: Run) -> str:
+def decay(run: AnalysedRun) -> str:
     return f"Let the rate fall: {option(run, 'schedule')}=cosine or linear."
 
 
-def larger_batch(run: Run) -> str:
+def larger_batch(run: AnalysedRun) -> str:
     if run.log.source in OPTIONS:
         return f"Raise {option(run, 'batch')} (twice to four times)."
     return f"Raise {option(run, 'batch')} to 4 or {option(run, 'accumulation')} to 8."
 
 
-def stronger_kl(run: Run) -> str:
+def stronger_kl(run: AnalysedRun) -> str:
     now = value(run, "beta")
     was = f" from {_written(now)}" if now is not None else " (often 0.04)"
     return f"Raise {option(run, 'beta')}{was} to 0.1 to 0.2 and adapt it to the measured KL."
 
 
-def tighter_ratio(run: Run) -> str:
+def tighter_ratio(run: AnalysedRun) -> str:
     return f"Clip probability ratios tighter: {option(run, 'epsilon_low')} and {option(run, 'epsilon_high')} at 0.1."
 
 
-def shorter_completions(run: Run) -> str:
+def shorter_completions(run: AnalysedRun) -> str:
     now = value(run, "completion")
     lowered = f" from {now} to {int(now) // 2}" if isinstance(now, int | float) else " (512 to 256)"
     name = option(run, "completion")
     return f"Lower {name}{lowered}, give truncated answers reward 0, and set stop words or the end-of-text token."
 
 
-def watch(run: Run) -> str:
+def watch(run: AnalysedRun) -> str:
     """Early stop and return to a checkpoint."""
     often = f"Validate and save often ({option(run, 'eval')}=100 and {option(run, 'save')}=100)"
     if run.key("kl"):
@@ -145,19 +145,19 @@ def watch(run: Run) -> str:
     return f"{often}; where loss or gradient norm are far off, return to a checkpoint, or stop."
 
 
-def larger_group(run: Run) -> str:
+def larger_group(run: AnalysedRun) -> str:
     return f"Raise {option(run, 'group')} to 8 or 10, the batch size, the learning rate's decay, or train longer."
 
 
-def loading(run: Run) -> str:
+def loading(run: AnalysedRun) -> str:
     return f"Raise {option(run, 'workers')}, prepare the data beforehand, or put it on a faster disk."
 
 
-def memory(run: Run) -> str:
+def memory(run: AnalysedRun) -> str:
     return f"Use {option(run, 'memory')}, or a smaller micro-batch."
 
 
-def checkpoint(run: Run, step: int) -> str:
+def checkpoint(run: AnalysedRun, step: int) -> str:
     """The newest complete one up to a step, as far as they lie beside the log."""
     steps = [state.step for state in run.log.checkpoints if state.is_complete and state.step <= step]
     return (

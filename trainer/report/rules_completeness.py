@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run
+from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
 from trainer.report.run_log import CheckpointState
 from trainer.report.sentence_parts import counted, listed, number, percent
 
 
-def missing_checkpoints(run: Run) -> list[int]:
+def missing_checkpoints(run: AnalysedRun) -> list[int]:
     """Steps at which the configuration foretells a checkpoint that does not exist, rotation considered."""
     every = run.config("trainer.save_freq", "save_steps", "save_freq")
     if not isinstance(every, int | float) or every < 1:
@@ -30,7 +30,7 @@ def missing_checkpoints(run: Run) -> list[int]:
     return [step for step in expected if step > oldest_kept and step not in existing and run.was_trained(step)]
 
 
-def odd_sizes(run: Run) -> list[CheckpointState]:
+def odd_sizes(run: AnalysedRun) -> list[CheckpointState]:
     """Checkpoints whose size differs from their siblings' by more than a tenth."""
     sizes = [c.size_bytes for c in run.log.checkpoints]
     if len(sizes) < 2:
@@ -39,12 +39,12 @@ def odd_sizes(run: Run) -> list[CheckpointState]:
     return [c for c in run.log.checkpoints if abs(c.size_bytes - usual) > run.limits["size_spread"] * usual]
 
 
-def is_tracker_stale(run: Run) -> bool:
+def is_tracker_stale(run: AnalysedRun) -> bool:
     steps = [c.step for c in run.log.checkpoints if c.is_complete]
     return run.log.tracker_step is not None and bool(steps) and run.log.tracker_step != max(steps)
 
 
-def _checkpoints(run: Run) -> Iterator[Finding]:
+def _checkpoints(run: AnalysedRun) -> Iterator[Finding]:
     if not run.log.checkpoints:
         raise NotJudged("no checkpoint lies beside the log")
     for state in run.log.checkpoints:
@@ -93,7 +93,7 @@ def _checkpoints(run: Run) -> Iterator[Finding]:
         )
 
 
-def _complete(run: Run) -> Iterator[Finding]:
+def _complete(run: AnalysedRun) -> Iterator[Finding]:
     log = run.log
     if log.total_steps is None and log.exit_code is None:
         raise NotJudged("the log says neither how long the run was to be nor how it ended")
@@ -129,7 +129,7 @@ def _complete(run: Run) -> Iterator[Finding]:
         )
 
 
-def incomplete(run: Run) -> tuple[str, bool]:
+def incomplete(run: AnalysedRun) -> tuple[str, bool]:
     """How many of the planned steps there are, and whether that is as it should be."""
     total_steps, log = run.total_steps, run.log
     words = f"The run has {run.last_step} of {total_steps} steps ({percent(run.last_step / total_steps)})"
@@ -141,7 +141,7 @@ def incomplete(run: Run) -> tuple[str, bool]:
     return f"{words}.", False
 
 
-def _truncation(run: Run) -> Iterator[Finding]:
+def _truncation(run: AnalysedRun) -> Iterator[Finding]:
     truncated, empty, longest = (run.find(role) for role in ("truncated", "empty_label", "total_len_max"))
     if truncated is None and empty is None and longest is None:
         raise NotJudged("the log has no data metrics")
@@ -182,7 +182,7 @@ def _truncation(run: Run) -> Iterator[Finding]:
         )
 
 
-def too_little(run: Run) -> str:
+def too_little(run: AnalysedRun) -> str:
     """Why the whole run cannot be called healthy; empty where it can."""
     if run.profile == "controller":
         longest = max((len(s) for role in ("reward", "loss") if (s := run.find(role)) is not None), default=0)
@@ -193,7 +193,7 @@ def too_little(run: Run) -> str:
     return f"{longest} points, at least {limit} are needed to judge a run" if longest < limit else ""
 
 
-def _insufficient(run: Run) -> Iterator[Finding]:
+def _insufficient(run: AnalysedRun) -> Iterator[Finding]:
     if reason := too_little(run):
         yield found(
             "info",
@@ -203,7 +203,7 @@ def _insufficient(run: Run) -> Iterator[Finding]:
         )
 
 
-def _told_by_the_guard(run: Run) -> Iterator[Finding]:
+def _told_by_the_guard(run: AnalysedRun) -> Iterator[Finding]:
     """What the run itself found wrong while it trained; the rows of steps it went back from no longer count."""
     events = [event for event in run.log.events if event.level in ("warn", "error")]
     rollbacks = [event for event in events if event.kind == "rollback"]
@@ -235,7 +235,7 @@ def _told_by_the_guard(run: Run) -> Iterator[Finding]:
         )
 
 
-def _restarts(run: Run) -> Iterator[Finding]:
+def _restarts(run: AnalysedRun) -> Iterator[Finding]:
     log = run.log
     yield from _told_by_the_guard(run)
     share = log.num_lost_steps / run.last_step if run.last_step else 0.0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run, steps_of
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import how_common, is_led_by_rate, moved_along, why_recovered
 from trainer.report.judge import Rule, found
@@ -20,7 +20,7 @@ MIN_OVERLAPS = 2
 """One anomaly at a high rate is chance."""
 
 
-def _range(run: Run) -> Iterator[Finding]:
+def _range(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("grad")
     low, high = run.limits["grad_low"], run.limits["grad_high"]
     share = float(((series.values < low) | (series.values > high)).mean())
@@ -39,7 +39,7 @@ def _range(run: Run) -> Iterator[Finding]:
         )
 
 
-def _high(run: Run) -> Iterator[Finding]:
+def _high(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("grad")
     if run.profile == "sft":
         start, stop = longest_run(series.values > run.limits["grad_unstable"])
@@ -76,7 +76,7 @@ def _high(run: Run) -> Iterator[Finding]:
         )
 
 
-def _vanishing(run: Run) -> Iterator[Finding]:
+def _vanishing(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("grad")
     limit = max(run.limits["grad_vanished"], run.limits["grad_vanished_share"] * float(np.median(series.values)))
     start, stop = longest_run(series.values < limit)
@@ -93,7 +93,7 @@ def _vanishing(run: Run) -> Iterator[Finding]:
         )
 
 
-def _unclipped(run: Run) -> Iterator[Finding]:
+def _unclipped(run: AnalysedRun) -> Iterator[Finding]:
     bursts = [a for a in run.anomalies if is_of(a, "grad")]
     clip = remedies.value(run, "clip")
     if bursts and remedies.is_known(run) and not clip:
@@ -127,7 +127,7 @@ def _unclipped(run: Run) -> Iterator[Finding]:
         raise NotJudged("the configuration is not known, nor how many updates were clipped")
 
 
-def _clipped_share(run: Run, clip: object) -> float | None:
+def _clipped_share(run: AnalysedRun, clip: object) -> float | None:
     """Share of updates clipped in the second half, after the large first gradients; by norm and limit, or as logged."""
     norms = run.get("grad").values
     if len(norms) < run.limits["min_points"]:
@@ -139,7 +139,7 @@ def _clipped_share(run: Run, clip: object) -> float | None:
     return None
 
 
-def _schedule(run: Run) -> Iterator[Finding]:
+def _schedule(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("lr")
     if len(series) < 20:
         raise NotJudged(f"{len(series)} points of learning rate, 20 are needed")
@@ -182,7 +182,7 @@ def _schedule(run: Run) -> Iterator[Finding]:
         )
 
 
-def _jump(run: Run, peak: float) -> int | None:
+def _jump(run: AnalysedRun, peak: float) -> int | None:
     """The first step at which the rate moves further than a schedule does; restarts that were asked for are none."""
     series = run.get("lr")
     if "restart" in str(remedies.value(run, "schedule")) or peak <= 0:
@@ -193,7 +193,7 @@ def _jump(run: Run, peak: float) -> int | None:
     return int(series.steps[start + 1 + jumps[0]]) if len(jumps) else None
 
 
-def _raised(run: Run, stretches: tuple[RaisedRate, ...]) -> Finding:
+def _raised(run: AnalysedRun, stretches: tuple[RaisedRate, ...]) -> Finding:
     """Where the rate was lifted off its schedule, and what followed."""
     worst = max(stretches, key=lambda stretch: stretch.factor)
     where = listed(f"{span(stretch.steps)}{'' if stretch.is_over else ', to the end'}" for stretch in stretches)
@@ -216,7 +216,7 @@ def _raised(run: Run, stretches: tuple[RaisedRate, ...]) -> Finding:
     )
 
 
-def _broken_warmup(run: Run) -> int | None:
+def _broken_warmup(run: AnalysedRun) -> int | None:
     """The configured warm-up in steps, if the rate does not rise during it."""
     ratio = run.config("optim.lr_warmup_steps_ratio", "warmup_ratio", "warmup_steps_ratio")
     steps = run.config("warmup_steps")
@@ -226,7 +226,7 @@ def _broken_warmup(run: Run) -> int | None:
     return length if len(inside) >= 3 and not np.all(np.diff(inside) > 0) else None
 
 
-def _too_high(run: Run) -> Iterator[Finding]:
+def _too_high(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("lr")
     unstable = [a for a in run.anomalies if any(is_of(a, role) for role in ("loss", "grad", "kl"))]
     if len(unstable) < MIN_OVERLAPS:

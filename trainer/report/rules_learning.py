@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run, steps_of
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
@@ -19,7 +19,7 @@ NUM_STRETCHES = 20
 MIN_POINTS = 10
 
 
-def _not_falling(run: Run) -> Iterator[Finding]:
+def _not_falling(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("loss")
     p = run.limits["trend_p"]
     if len(series) < NUM_STRETCHES:
@@ -53,7 +53,7 @@ def _not_falling(run: Run) -> Iterator[Finding]:
         )
 
 
-def _before_a_lasting_rise(run: Run, series: Series) -> Series:
+def _before_a_lasting_rise(run: AnalysedRun, series: Series) -> Series:
     """Up to the first interval from which the loss did not come back: what follows is a fault of that interval."""
     lasting = [a.steps[0] for a in run.anomalies if is_of(a, "loss") and not a.has_recovered]
     stop = int(np.searchsorted(series.steps, lasting[0])) if lasting else len(series)
@@ -65,7 +65,7 @@ def _first_steps(series: Series, num_steps: int) -> Series:
     return Series(series.steps[:stop], series.values[:stop])
 
 
-def _oscillating(run: Run) -> Iterator[Finding]:
+def _oscillating(run: AnalysedRun) -> Iterator[Finding]:
     series, trend = run.get("loss"), run.slope("loss")
     if trend.is_falling(run.limits["trend_p"]):
         return
@@ -88,7 +88,7 @@ def _oscillating(run: Run) -> Iterator[Finding]:
         )
 
 
-def _jitter(run: Run) -> Iterator[Finding]:
+def _jitter(run: AnalysedRun) -> Iterator[Finding]:
     series, trend = run.get("loss"), run.slope("loss")
     size = noise(series)
     if run.profile == "controller":
@@ -114,7 +114,7 @@ def _jitter(run: Run) -> Iterator[Finding]:
         )
 
 
-def _not_learning(run: Run) -> Iterator[Finding]:
+def _not_learning(run: AnalysedRun) -> Iterator[Finding]:
     keys = [run.key(role) for role in ("loss", "val_loss", "reward", "accuracy", "violation", "grad")]
     tracked = {key: finite(run.log.series[key]) for key in keys if key}
     long = {key: series for key, series in tracked.items() if len(series) >= MIN_POINTS}
@@ -146,7 +146,7 @@ def _is_constant(series: Series, limit: float) -> bool:
     return float(np.ptp(series.values)) <= limit * level
 
 
-def _never_got_better(run: Run) -> bool:
+def _never_got_better(run: AnalysedRun) -> bool:
     reward, accuracy, violation = (run.find(role) for role in ("reward", "accuracy", "violation"))
     if reward is None or accuracy is None or violation is None or len(reward) < run.limits["min_epochs"]:
         return False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run, steps_of
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import is_led_by_rate
 from trainer.report.judge import Rule, found
@@ -23,7 +23,7 @@ HIDING = ("transformers", "llama-factory", "ms-swift")
 """Trainers that by default log the running mean in place of a NaN loss."""
 
 
-def _nonfinite(run: Run) -> Iterator[Finding]:
+def _nonfinite(run: AnalysedRun) -> Iterator[Finding]:
     key = run.name("loss")
     series = run.log.series.get(key)
     if series is None:
@@ -51,7 +51,7 @@ def _nonfinite(run: Run) -> Iterator[Finding]:
     )
 
 
-def _zero(run: Run) -> Iterator[Finding]:
+def _zero(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("loss")
     zeros = series.values == 0
     count = int(zeros.sum())
@@ -76,7 +76,7 @@ def _zero(run: Run) -> Iterator[Finding]:
         )
 
 
-def _start_high(run: Run) -> Iterator[Finding]:
+def _start_high(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("loss")
     if series.steps[0] > run.limits["first_steps"]:
         raise NotJudged(f"the log begins at step {series.steps[0]}")
@@ -98,7 +98,7 @@ def _start_high(run: Run) -> Iterator[Finding]:
     )
 
 
-def _diverging(run: Run) -> Iterator[Finding]:
+def _diverging(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("loss")
     episode = _divergence(run, series)
     if episode is not None:
@@ -123,7 +123,7 @@ def _diverging(run: Run) -> Iterator[Finding]:
     yield from _rising_epochs(run)
 
 
-def _divergence(run: Run, series: Series) -> tuple[int, int, float] | None:
+def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, float] | None:
     """(onset, end, ratio) of the longest stretch in which the recent median lies far above the best one so far."""
     if len(series) < 128 or np.median(series.values) <= 0:
         return None
@@ -151,7 +151,7 @@ def _rolling_median(values: np.ndarray, width: int, stride: int) -> np.ndarray:
     return np.asarray(np.median(windows, axis=1))
 
 
-def _rising_epochs(run: Run) -> Iterator[Finding]:
+def _rising_epochs(run: AnalysedRun) -> Iterator[Finding]:
     """The stop rule on epoch means (S1.34)."""
     if run.profile != "controller" and run.find("epoch") is None:
         return
@@ -176,7 +176,7 @@ def _rising_epochs(run: Run) -> Iterator[Finding]:
         )
 
 
-def _spike(run: Run) -> Iterator[Finding]:
+def _spike(run: AnalysedRun) -> Iterator[Finding]:
     spikes = [a for a in run.anomalies if is_of(a, "loss")]
     if not spikes:
         return
@@ -211,7 +211,7 @@ def _mover_of_loss(anomaly: Anomaly) -> Mover:
     return next(mover for mover in anomaly.movers if mover.metric in ("train/loss", "loss"))
 
 
-def _final(run: Run) -> Iterator[Finding]:
+def _final(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("loss")
     run.require_pretrained()
     level = float(np.median(series.values[-LAST:]))

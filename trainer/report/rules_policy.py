@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run, steps_of
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.causes import how_common, moved_along, story, why_recovered
 from trainer.report.judge import Rule, found
 from trainer.report.result import Anomaly, Finding, Mover
@@ -20,7 +20,7 @@ NUM_SMOOTH = 3
 """Points whose median stands for the present length of a generating policy."""
 
 
-def _length_shift(run: Run) -> Iterator[Finding]:
+def _length_shift(run: AnalysedRun) -> Iterator[Finding]:
     """The present median against that of the 50 steps before."""
     series = run.get("mean_length")
     width = int(np.searchsorted(series.steps, series.steps[0] + run.limits["length_steps"]))
@@ -53,7 +53,7 @@ def _length_shift(run: Run) -> Iterator[Finding]:
     )
 
 
-def _kl(run: Run) -> Iterator[Finding]:
+def _kl(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("kl")
     low, high, fault = (run.limits[name] for name in ("kl_low", "kl_high", "kl_fault"))
     peak = int(np.argmax(series.values))
@@ -92,7 +92,7 @@ def _kl(run: Run) -> Iterator[Finding]:
         )
 
 
-def _clipped_ratio(run: Run) -> Iterator[Finding]:
+def _clipped_ratio(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("clipped_ratio")
     limit = run.limits["clipped_ratio"]
     where = series.steps[series.values > limit]
@@ -114,7 +114,7 @@ def _clipped_ratio(run: Run) -> Iterator[Finding]:
     yield from _at_the_cap(run)
 
 
-def _at_the_cap(run: Run) -> Iterator[Finding]:
+def _at_the_cap(run: AnalysedRun) -> Iterator[Finding]:
     cap, lengths = remedies.value(run, "completion"), run.find("max_length")
     if lengths is None or not isinstance(cap, int | float):
         return
@@ -133,7 +133,7 @@ def _at_the_cap(run: Run) -> Iterator[Finding]:
         )
 
 
-def _clip_ratio(run: Run) -> Iterator[Finding]:
+def _clip_ratio(run: AnalysedRun) -> Iterator[Finding]:
     mean = float(run.get("clip_ratio").values.mean())
     low, high = run.limits["clip_ratio_low"], run.limits["clip_ratio_high"]
     if not low <= mean <= high:
@@ -148,7 +148,7 @@ def _clip_ratio(run: Run) -> Iterator[Finding]:
         )
 
 
-def _reward_drop(run: Run) -> Iterator[Finding]:
+def _reward_drop(run: AnalysedRun) -> Iterator[Finding]:
     drops = [(a, m) for a in run.anomalies for m in a.movers if _has_halved(run, m)]
     if not drops:
         return
@@ -182,7 +182,7 @@ def _lead(anomaly: Anomaly) -> str:
     return f" It began with {anomaly.chain[0]}." if is_told else ""
 
 
-def _has_halved(run: Run, mover: Mover) -> bool:
+def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
     if mover.sign > 0 or meaning(mover.metric).group != "reward":
         return False
     values = run.log.series[mover.metric].values
@@ -190,7 +190,7 @@ def _has_halved(run: Run, mover: Mover) -> bool:
     return usual > 0 and mover.peak_value < (1 - run.limits["reward_drop"]) * usual
 
 
-def _advantages(run: Run) -> Iterator[Finding]:
+def _advantages(run: AnalysedRun) -> Iterator[Finding]:
     means, spreads = run.find("adv_mean"), run.find("adv_std")
     if means is None and spreads is None:
         raise NotJudged("the log has no advantages")
@@ -223,7 +223,7 @@ def _advantages(run: Run) -> Iterator[Finding]:
         )
 
 
-def _entropy(run: Run) -> Iterator[Finding]:
+def _entropy(run: AnalysedRun) -> Iterator[Finding]:
     points = bins(run.get("entropy"))
     if len(points) < 8:
         raise NotJudged(f"{len(points)} points of entropy")
@@ -243,7 +243,7 @@ def _entropy(run: Run) -> Iterator[Finding]:
         )
 
 
-def _reward_clip(run: Run) -> Iterator[Finding]:
+def _reward_clip(run: AnalysedRun) -> Iterator[Finding]:
     mean = float(run.get("reward_clip").values.mean())
     if mean > run.limits["reward_clip"]:
         yield found(

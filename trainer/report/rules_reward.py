@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run, steps_of
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.collapse import collapse
 from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
@@ -26,7 +26,7 @@ CLEAR_SIGMA = 3
 _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
 
 
-def collapsed(run: Run, role: str) -> Iterator[Finding]:
+def collapsed(run: AnalysedRun, role: str) -> Iterator[Finding]:
     """What a reward or accuracy had reached and lost."""
     fall = collapse(run.get(role), run.limits)
     if fall is not None:
@@ -44,7 +44,7 @@ def collapsed(run: Run, role: str) -> Iterator[Finding]:
         )
 
 
-def _rewards(run: Run) -> Iterator[Finding]:
+def _rewards(run: AnalysedRun) -> Iterator[Finding]:
     means = run.epochs("reward")
     if len(means) < MIN_EPOCHS:
         raise NotJudged(f"{len(means)} epochs of reward, {MIN_EPOCHS} are needed")
@@ -95,7 +95,7 @@ def _rewards(run: Run) -> Iterator[Finding]:
         )
 
 
-def _hacking(run: Run) -> Iterator[Finding]:
+def _hacking(run: AnalysedRun) -> Iterator[Finding]:
     forms = [key for key in run.log.series if _FORMAT.search(key) and "reward" in key.lower()]
     right = run.find("correct") or run.find("accuracy")
     if not forms or right is None:
@@ -118,7 +118,7 @@ def _hacking(run: Run) -> Iterator[Finding]:
             )
 
 
-def _accuracy(run: Run) -> Iterator[Finding]:
+def _accuracy(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("accuracy")
     start, stop = longest_run(series.values == 0)
     limit = run.limits["accuracy_zero_epochs"]
@@ -150,7 +150,7 @@ def _accuracy(run: Run) -> Iterator[Finding]:
     yield from _bands(run)
 
 
-def _bands(run: Run) -> Iterator[Finding]:
+def _bands(run: AnalysedRun) -> Iterator[Finding]:
     """The seed's reference for epochs 1 to 30: being below it is worth a note, not more."""
     below = []
     for role, levels in BANDS.items():
@@ -171,7 +171,7 @@ def _bands(run: Run) -> Iterator[Finding]:
         )
 
 
-def _budget(run: Run) -> Iterator[Finding]:
+def _budget(run: AnalysedRun) -> Iterator[Finding]:
     violations, latency = run.find("violation"), run.find("latency")
     if violations is None and latency is None:
         raise NotJudged("the log has neither latency nor budget violations")
@@ -193,7 +193,7 @@ def _budget(run: Run) -> Iterator[Finding]:
             )
 
 
-def _violations(run: Run, violations: Series) -> Iterator[Finding]:
+def _violations(run: AnalysedRun, violations: Series) -> Iterator[Finding]:
     start, stop = longest_run(violations.values > run.limits["violation"])
     if stop - start > run.limits["violation_epochs"]:
         yield found(

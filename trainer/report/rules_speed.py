@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run, steps_of
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.collapse import collapse
 from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
@@ -25,14 +25,14 @@ _CRASH = re.compile(r"nccl|out of memory|\boom\b|gloo|timed? ?out", re.IGNORECAS
 _SILENT = re.compile(r"silent|no heartbeat", re.IGNORECASE)
 
 
-def _times(run: Run) -> Series:
+def _times(run: AnalysedRun) -> Series:
     times = ordinary_steps(run)
     if len(times) < MIN_POINTS:
         raise NotJudged(f"{len(times)} ordinary steps with a time, {MIN_POINTS} are needed")
     return times
 
 
-def _slowdown(run: Run) -> Finding | None:
+def _slowdown(run: AnalysedRun) -> Finding | None:
     """A lasting fall of the tokens per second, or rise of the step time, with its onset."""
     for role, sign in (("tokens_per_s", 1.0), ("time", -1.0)):
         if run.find(role) is None:
@@ -58,7 +58,7 @@ def _slowdown(run: Run) -> Finding | None:
     return None
 
 
-def _growth(run: Run) -> Iterator[Finding]:
+def _growth(run: AnalysedRun) -> Iterator[Finding]:
     if slowdown := _slowdown(run):
         yield slowdown
         return
@@ -79,7 +79,7 @@ def _growth(run: Run) -> Iterator[Finding]:
         )
 
 
-def _slow(run: Run) -> Iterator[Finding]:
+def _slow(run: AnalysedRun) -> Iterator[Finding]:
     times = _times(run)
     median = float(np.median(times.values))
     limit = run.limits["time_high"]
@@ -122,7 +122,7 @@ def _period(steps: np.ndarray) -> int | None:
     return common if common > 1 and float((np.abs(gaps - common) <= 1).mean()) >= 0.8 else None
 
 
-def _periodic(run: Run) -> Iterator[Finding]:
+def _periodic(run: AnalysedRun) -> Iterator[Finding]:
     times = run.get("time")
     median = float(np.median(times.values))
     keep = np.arange(len(times)) >= NUM_COMPILE
@@ -142,7 +142,7 @@ def _periodic(run: Run) -> Iterator[Finding]:
     )
 
 
-def _data_bound(run: Run) -> Iterator[Finding]:
+def _data_bound(run: AnalysedRun) -> Iterator[Finding]:
     waits, step_s = run.get("data_time"), float(np.median(ordinary_steps(run).values))
     share = float(np.median(waits.values[NUM_COMPILE:])) / step_s if len(waits) > NUM_COMPILE and step_s else 0.0
     if share <= run.limits["data_warn"]:
@@ -159,7 +159,7 @@ def _data_bound(run: Run) -> Iterator[Finding]:
     )
 
 
-def _compile_first(run: Run) -> Iterator[Finding]:
+def _compile_first(run: AnalysedRun) -> Iterator[Finding]:
     times = run.get("time")
     if len(times) < MIN_POINTS:
         raise NotJudged(f"{len(times)} points, {MIN_POINTS} are needed")
@@ -177,7 +177,7 @@ def _compile_first(run: Run) -> Iterator[Finding]:
         )
 
 
-def _gpu_util(run: Run) -> Iterator[Finding]:
+def _gpu_util(run: AnalysedRun) -> Iterator[Finding]:
     series = run.get("gpu_util")
     late = series.values[series.steps > 20]
     if len(late) == 0:
@@ -194,7 +194,7 @@ def _gpu_util(run: Run) -> Iterator[Finding]:
         )
 
 
-def _crashes(run: Run) -> Iterator[Finding]:
+def _crashes(run: AnalysedRun) -> Iterator[Finding]:
     errors = [e for e in run.log.events if e.level == "error" and _CRASH.search(f"{e.kind} {e.message}")]
     silent = [e for e in run.log.events if _SILENT.search(f"{e.kind} {e.message}")]
     counts = {role: run.find(role) for role in ("ooms", "alloc_retries")}
@@ -219,7 +219,7 @@ def _crashes(run: Run) -> Iterator[Finding]:
     )
 
 
-def _headroom(run: Run) -> Iterator[Finding]:
+def _headroom(run: AnalysedRun) -> Iterator[Finding]:
     shares = run.find("reserved_share")
     if shares is not None and (peak := float(shares.values.max())) > run.limits["memory_high"]:
         yield found(
@@ -242,7 +242,7 @@ def _headroom(run: Run) -> Iterator[Finding]:
         yield from _leak(run, role, series)
 
 
-def _leak(run: Run, role: str, series: Series) -> Iterator[Finding]:
+def _leak(run: AnalysedRun, role: str, series: Series) -> Iterator[Finding]:
     """Over the second half: buffers and caches fill in the first."""
     late = Series(series.steps[len(series) // 2 :], series.values[len(series) // 2 :])
     trend = slope(late)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.analysed_run import NotJudged, Run, steps_of
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.generalisation import RESULTS, generalisation, judged, train_losses_at, val_losses
 from trainer.report.judge import Rule, found
 from trainer.report.result import Finding
@@ -16,14 +16,14 @@ from trainer.report.statistics import longest_run, slope
 from trainer.report.validation_verdicts import relative_noise
 
 
-def _losses(run: Run) -> Series:
+def _losses(run: AnalysedRun) -> Series:
     val = val_losses(run)
     if len(val) < run.limits["min_evals"]:
         raise NotJudged(f"{len(val)} validations, {int(run.limits['min_evals'])} are needed")
     return val
 
 
-def lasting_rise(run: Run) -> tuple[int, int]:
+def lasting_rise(run: AnalysedRun) -> tuple[int, int]:
     """Indices of the first and last validation of the longest rise in a row; equal where it is no more than noise."""
     val = val_losses(run)
     start, stop = longest_run(np.diff(val.values) > 0)
@@ -32,7 +32,7 @@ def lasting_rise(run: Run) -> tuple[int, int]:
     return (start, stop) if is_clear else (start, start)
 
 
-def _rising(run: Run) -> Iterator[Finding]:
+def _rising(run: AnalysedRun) -> Iterator[Finding]:
     val = _losses(run)
     start, stop = lasting_rise(run)
     if num_rises := stop - start:
@@ -63,7 +63,7 @@ def _rising(run: Run) -> Iterator[Finding]:
         )
 
 
-def _overfit(run: Run) -> Iterator[Finding]:
+def _overfit(run: AnalysedRun) -> Iterator[Finding]:
     val, train = _losses(run), run.get("loss")
     judgement = judged(run)
     result = generalisation(run)
@@ -91,7 +91,7 @@ def _overfit(run: Run) -> Iterator[Finding]:
     )
 
 
-def _disagree(run: Run) -> Iterator[Finding]:
+def _disagree(run: AnalysedRun) -> Iterator[Finding]:
     val, train = _losses(run), run.get("loss")
     trains = train_losses_at(val, train)
     last = float(val.values[-1])
@@ -121,7 +121,7 @@ def _disagree(run: Run) -> Iterator[Finding]:
         )
 
 
-def _results(run: Run) -> Iterator[Finding]:
+def _results(run: AnalysedRun) -> Iterator[Finding]:
     roles = [role for role in RESULTS if run.find(role) is not None]
     if not roles:
         raise NotJudged("the log has no reward or accuracy on held-out samples")

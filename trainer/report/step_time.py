@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.report.analysed_run import Run
+from trainer.report.analysed_run import AnalysedRun
 from trainer.report.result import Throughput
 from trainer.report.run_log import Series
 from trainer.report.sentence_parts import number, percent
@@ -22,14 +22,14 @@ _ADVICE = {
 }
 
 
-def ordinary_steps(run: Run) -> Series:
+def ordinary_steps(run: AnalysedRun) -> Series:
     """Step times without the first three, which compile, and without those that save or validate."""
     times = run.get("time")
     keep = ~run.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
     return Series(times.steps[keep], times.values[keep]) if keep.any() else times
 
 
-def throughput(run: Run) -> Throughput | None:
+def throughput(run: AnalysedRun) -> Throughput | None:
     """None where the log has no step times."""
     if run.find("time") is None:
         return None
@@ -48,7 +48,7 @@ def throughput(run: Run) -> Throughput | None:
     )
 
 
-def _shares(run: Run, step_s: float) -> dict[str, float]:
+def _shares(run: AnalysedRun, step_s: float) -> dict[str, float]:
     """Phase -> share of the mean step; `update` and `shard` only where their parts are not logged."""
     found: dict[str, float] = {}
     for phase in PHASES:
@@ -72,7 +72,7 @@ def _sentence(shares: dict[str, float]) -> str:
     return f"{phase} takes {percent(share)} of a step: {advice}{data}."
 
 
-def _leak(run: Run) -> float | None:
+def _leak(run: AnalysedRun) -> float | None:
     """Growth of the process' memory in GiB per 1000 steps; of the device's where that is not logged."""
     if run.last_step < MIN_LEAK_STEPS:
         return None
@@ -80,17 +80,17 @@ def _leak(run: Run) -> float | None:
     return 1000 * slope(series).per_step if series is not None else None
 
 
-def _median(run: Run, role: str) -> float | None:
+def _median(run: AnalysedRun, role: str) -> float | None:
     series = run.find(role)
     return float(np.median(series.values)) if series is not None else None
 
 
-def _last(run: Run, role: str) -> float | None:
+def _last(run: AnalysedRun, role: str) -> float | None:
     series = run.find(role)
     return float(series.values[-1]) if series is not None else None
 
 
-def stall_note(run: Run, limit: float) -> str:
+def stall_note(run: AnalysedRun, limit: float) -> str:
     """The usual step time in words, with the seed's example only for what it was measured on."""
     step_s = float(np.median(ordinary_steps(run).values))
     reference = "; 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens" if step_s > limit else ""

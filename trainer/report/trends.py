@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer.report.analysed_run import Run
+from trainer.report.analysed_run import AnalysedRun
 from trainer.report.result import Trend
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, bins, epoch_means, finite, noise, slope
@@ -12,7 +12,7 @@ from trainer.report.statistics import Floats, bins, epoch_means, finite, noise, 
 NUM_LAST = 10
 
 
-def trends(run: Run) -> tuple[Trend, ...]:
+def trends(run: AnalysedRun) -> tuple[Trend, ...]:
     """One for each metric with at least four finite points, on epoch means or on 50 bins."""
     epochs = run.find("epoch")
     found = []
@@ -37,7 +37,7 @@ def direction(trend: Trend | None, limits: Mapping[str, float]) -> str:
     return "rising" if trend.slope_per_step > 0 else "falling"
 
 
-def phases(run: Run, role: str) -> str:
+def phases(run: AnalysedRun, role: str) -> str:
     """How a metric settles: its level and its jitter in each third of the run."""
     parts = np.array_split(run.get(role).values, 3)
     if min(len(part) for part in parts) < 4:

@@ -65,7 +65,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Run:
+class KilledRun:
     """A run of the launcher with `words` that name `run_dir`; the log lies beside it, temporary files in `scratch`."""
 
     name: str

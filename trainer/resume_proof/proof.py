@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainer.errors import EXIT_CRASH, EXIT_DONE, CannotWriteError
-from trainer.resume_proof.killed_runs import Kill, Moment, Run, RunFailedError
+from trainer.resume_proof.killed_runs import Kill, KilledRun, Moment, RunFailedError
 from trainer.runtime.signals import REPEAT_S
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _prove(trial: Trial, work: Path, scratch: Path) -> int:
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
     straight, control, resumed = (
-        Run(name, work, launcher_words(trial, work / name), scratch) for name in (STRAIGHT, CONTROL, RESUMED)
+        KilledRun(name, work, launcher_words(trial, work / name), scratch) for name in (STRAIGHT, CONTROL, RESUMED)
     )
     print(_announcement(trial, work), flush=True)
     straight.train()

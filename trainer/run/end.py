@@ -22,7 +22,7 @@ AWAIT_MAIN_S = 20.0
 
 
 @dataclass
-class Held:
+class RunResources:
     """What a run holds, and the exit code it ends with; `lock` and `tracking` are the main rank's."""
 
     run_dir: Path
@@ -47,7 +47,7 @@ class Held:
 
 
 @contextmanager
-def giving_back(held: Held, stop: StopRequest, *, timeout_s: float) -> Iterator[None]:
+def giving_back(held: RunResources, stop: StopRequest, *, timeout_s: float) -> Iterator[None]:
     """However the block ends: the exit code is settled, then all is given back; the main rank is the first to leave.
 
     `timeout_s`: how long the others wait for it after an orderly end.

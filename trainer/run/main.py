@@ -30,9 +30,9 @@ from trainer.model.assemble import build_model
 from trainer.monitor.memory import Memory
 from trainer.monitor.roll_detail import RollDetail
 from trainer.optim import OPTIMIZERS
-from trainer.optim.schedule import Schedule as LrSchedule
+from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
-from trainer.run.end import Held, giving_back, unfinished
+from trainer.run.end import RunResources, giving_back, unfinished
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter
 from trainer.runtime import distributed
@@ -90,7 +90,7 @@ def train(config: Config, inputs: Inputs, start: Start, world: World, stop: Stop
     """Build, resume, fit, end; the exit code."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     heartbeat.report_to(run_dir, rank=world.rank)
-    held = Held(run_dir, world, start.lock)
+    held = RunResources(run_dir, world, start.lock)
     with giving_back(held, stop, timeout_s=trainer.dist_timeout_s):
         if world.is_main:
             held.tracking = Tracking(

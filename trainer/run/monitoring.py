@@ -4,13 +4,13 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from trainer.checkpoint.rollback import Rollbacks
 from trainer.config import Config, TrainerConfig
 from trainer.detection.detector import MAX_FIRST_LOSS
 from trainer.guard.guard import Guard
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.trace import TraceFile
+from trainer.progress import Rollbacks
 from trainer.protocols import StepCost
 from trainer.run.inputs import Inputs
 from trainer.runtime.distributed import World

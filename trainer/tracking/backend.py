@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from trainer.tracking.events_file import Event
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 
 
 class Backend(Protocol):
@@ -13,7 +13,7 @@ class Backend(Protocol):
     def open(self) -> None:
         """Before the first row of the attempt; also sends the rows of earlier attempts that the tracker lacks."""
 
-    def log(self, row: Row) -> None: ...
+    def log(self, row: MetricsRow) -> None: ...
 
     def rewind(self, step: int) -> None:
         """The run went back to finished step `step`: rows of later steps come again with other values."""
@@ -34,7 +34,7 @@ class Held:
     def __init__(self, metrics: Mapping[str, int], kinds: Mapping[str, int] | None = None) -> None:
         self._metrics, self._kinds = dict(metrics), dict(kinds or {})
 
-    def lacking(self, row: Row) -> dict[str, float]:
+    def lacking(self, row: MetricsRow) -> dict[str, float]:
         """The part of the row that the tracker does not have."""
         if row.step <= self._kinds.get(row.kind, -1):
             return {}

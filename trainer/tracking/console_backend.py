@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from trainer.tracking.backend import Backend
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
 FIELDS: dict[str, Callable[[float], str]] = {
@@ -51,7 +51,7 @@ class ConsoleBackend(Backend):
             self._progress.add_task("", total=self._total_steps, completed=max(0, self._info.resume_step))
             self._progress.start()
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         data, step = row.data, row.step
         parts = [show(data[key]) for key, show in FIELDS.items() if key in data]
         if not parts:

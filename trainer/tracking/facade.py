@@ -19,7 +19,7 @@ from trainer.tracking.backend import Backend
 from trainer.tracking.console_backend import ConsoleBackend
 from trainer.tracking.events_file import Event, EventsFile
 from trainer.tracking.histories import FILE_NAMES, HistoryBackend
-from trainer.tracking.metrics_file import MetricsFile, Past, Row
+from trainer.tracking.metrics_file import MetricsFile, MetricsRow, Past
 from trainer.tracking.mlflow_backend import MlflowBackend
 from trainer.tracking.run_info import ELSEWHERE, RunFile, RunInfo
 from trainer.tracking.sink import InlineSink, Sink, ThreadSink
@@ -156,7 +156,7 @@ class Tracking:
         Without `kind`, a row with a `val/` key is "val" and any other "train"; kinds such as "system" or "epoch" may
         be added. Of each kind, step and metric the last value counts.
         """
-        row = Row.of(data, step, kind)
+        row = MetricsRow.of(data, step, kind)
         with self._lock:
             self._require_open("log", step)
             if not self._has_started:

@@ -16,7 +16,7 @@ from trainer.errors import EXIT_DONE
 from trainer.runtime.atomic_files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class HistoryBackend(Backend):
             self._epochs.add(row)
         self._write()
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         if self._epochs.is_ended_by(row):
             self._write()
             if self._has_logged:  # else an earlier attempt said it
@@ -90,10 +90,10 @@ class _Epochs:
         self._rows: dict[str, dict[int, Mapping[str, float]]] = {kind: {} for kind in FILE_NAMES}
         self._ended: dict[str, list[Cells]] = {kind: [] for kind in FILE_NAMES}
 
-    def is_ended_by(self, row: Row) -> bool:
+    def is_ended_by(self, row: MetricsRow) -> bool:
         return row.kind == "train" and _epoch(row) > self._epoch
 
-    def add(self, row: Row) -> None:
+    def add(self, row: MetricsRow) -> None:
         """In order of steps; a validation belongs to the epoch of the training step before it."""
         if self.is_ended_by(row):
             self._ended = {kind: self.history(kind) for kind in FILE_NAMES}
@@ -112,7 +112,7 @@ class _Epochs:
         return [*self._ended[kind], {"epoch": self._epoch, **line}]
 
 
-def _epoch(row: Row) -> int:
+def _epoch(row: MetricsRow) -> int:
     """Counted from 1; all of a run is the first epoch where `progress/epoch` is not logged."""
     return int(row.data.get("progress/epoch", 0)) + 1
 

@@ -45,7 +45,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricsRow:
     """Metrics of a finished step (0: before training); `ts` in Unix seconds, to the millisecond."""
 
     step: int
@@ -54,7 +54,7 @@ class Row:
     data: Mapping[str, float]
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], step: int, kind: str | None = None) -> "Row":
+    def of(cls, data: Mapping[str, Any], step: int, kind: str | None = None) -> "MetricsRow":
         """A row of now. Without `kind` it is "val" as soon as one key starts with `val/` or `eval/`, else "train".
 
         Raises `TypeError` or `ValueError` naming the key for anything but plain numbers under unique names.
@@ -100,7 +100,7 @@ class MetricsFile:
         """Counts the openings that wrote a line."""
         return 1 + self.past.num_attempts
 
-    def append(self, row: Row) -> None:
+    def append(self, row: MetricsRow) -> None:
         nonfinite = {key: str(value) for key, value in row.data.items() if not math.isfinite(value)}
         content = self._columns(row.step, row.kind, row.ts)
         content |= {key: None if key in nonfinite else value for key, value in row.data.items()}
@@ -135,11 +135,11 @@ def restored(content: dict[str, Any]) -> dict[str, Any]:
     return content | {key: float(value) for key, value in content.get("nonfinite", {}).items()}
 
 
-def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Row]:
+def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[MetricsRow]:
     """The same one by one, however long the run; with `before_attempt` only those that earlier attempts wrote."""
     for content in _contents(path, before_attempt):
         data = {key: value for key, value in content.items() if key not in RESERVED}
-        yield Row(content["step"], content["kind"], content.get("ts", 0.0), data)
+        yield MetricsRow(content["step"], content["kind"], content.get("ts", 0.0), data)
 
 
 def read_past(path: Path) -> Past:

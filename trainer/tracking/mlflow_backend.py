@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking.backend import Backend, Held, last_steps
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
 logger = logging.getLogger(__name__)
@@ -85,13 +85,13 @@ class MlflowBackend(Backend):
         self._held = Held(last_steps(self._points(run, is_whole=bool(rollbacks)), rollbacks))
         self._send(self._info.earlier_rows())
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         self._send([row])
 
     def rewind(self, step: int) -> None:
         self._held.rewind(step)
 
-    def _send(self, rows: Iterable[Row]) -> None:
+    def _send(self, rows: Iterable[MetricsRow]) -> None:
         """In as few calls as MLflow allows; a changed name is known before its first value."""
         from mlflow.entities import Metric, RunTag
 

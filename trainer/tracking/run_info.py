@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.runtime.atomic_files import atomic_write
 from trainer.tracking import metrics_file
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class RunInfo:
     resume_step: int = 0
     """Steps already done when this attempt starts, known before a backend opens; -1 if the first row is of step 0."""
 
-    def earlier_rows(self) -> Iterator[Row]:
+    def earlier_rows(self) -> Iterator[MetricsRow]:
         """Rows of earlier attempts that count, which are those up to the resume step; complete when a backend opens."""
         return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)
 

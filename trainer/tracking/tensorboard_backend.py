@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from trainer.tracking import tensorboard_events
 from trainer.tracking.backend import Backend, Held
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class TensorboardBackend(Backend):
         for row in self._info.earlier_rows():
             self._write(row)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         assert self._writer is not None
         self._write(row)
         # A killed attempt must not lose steps before its checkpoint.
@@ -49,7 +49,7 @@ class TensorboardBackend(Backend):
         assert self._writer is not None
         self._writer.close()
 
-    def _write(self, row: Row) -> None:
+    def _write(self, row: MetricsRow) -> None:
         assert self._writer is not None
         for key, value in self._held.lacking(row).items():
             self._writer.add_scalar(key, value, row.step, walltime=row.ts)

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.tracking import wandb_files
 from trainer.tracking.backend import Backend, Held, last_steps
 from trainer.tracking.events_file import Event
-from trainer.tracking.metrics_file import Row
+from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class WandbBackend(Backend):
         for row in self._info.earlier_rows():
             self.log(row)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         if data := self._held.lacking(row):
             self._run.log({**data, STEP: row.step, "_timestamp": row.ts}, step=self._next_step, commit=True)
             self._next_step += 1

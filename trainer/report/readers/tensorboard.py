@@ -28,7 +28,7 @@ Field = tuple[int, int, int | bytes]
 
 
 @dataclass
-class Event:
+class LoggedEvent:
     wall_time_s: float = 0.0
     step: int = 0
     is_start: bool = False
@@ -115,9 +115,9 @@ def _records(path: Path, faults: Faults) -> Iterator[bytes]:
             yield record[:-4]
 
 
-def parse_event(record: bytes) -> Event:
+def parse_event(record: bytes) -> LoggedEvent:
     """Raises `ValueError`, `IndexError` or `struct.error` for bytes that are no Event."""
-    event = Event()
+    event = LoggedEvent()
     for number, wire_type, value in _fields(record):
         if number == 1 and wire_type == 1 and isinstance(value, int):
             event.wall_time_s = _double(value)
