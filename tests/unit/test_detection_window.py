@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.detection.steps import MIN_GRAD_SPREAD, MIN_LOSS_SPREAD
-from trainer.detection.window import RobustWindow, RunningMedian, Usual
+from trainer.detection.window import RobustWindow, RunningMedian, Usual, median_distance, quantile
 
 
 def filled(values: np.ndarray, min_log_spread: float = 1e-9, size: int = 128) -> RobustWindow:
@@ -104,3 +104,13 @@ def test_running_median_is_that_of_the_last_values() -> None:
     for index, value in enumerate(values.tolist()):
         medians.push(value)
         assert medians.median == pytest.approx(np.median(values[max(0, index - 6) : index + 1]))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 32, 127, 128])
+def test_the_median_distance_is_that_of_all_distances(size: int) -> None:
+    """To the last bit, with ties, and from any value among them."""
+    generator = np.random.default_rng(size)
+    for spread in (0.0, 0.3, 3.0):
+        ordered = sorted((generator.integers(-2, 3, size) + spread * generator.normal(size=size)).tolist())
+        for centre in (quantile(ordered, 0.5), *generator.uniform(ordered[0], ordered[-1], 20).tolist()):
+            assert median_distance(ordered, centre) == quantile(sorted(abs(value - centre) for value in ordered), 0.5)

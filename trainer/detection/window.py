@@ -59,6 +59,21 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[lower] + (place - lower) * (ordered[upper] - ordered[lower])
 
 
+def median_distance(ordered: Sequence[float], centre: float) -> float:
+    """Of sorted values, at least two, from a value among them: the nearer half of them stand side by side."""
+    size = len(ordered) // 2 + 1
+    first, last = 0, len(ordered) - size
+    while first < last:
+        middle = (first + last) // 2
+        if centre - ordered[middle] > ordered[middle + size] - centre:
+            first = middle + 1
+        else:
+            last = middle
+    ends = {first, first + 1, first + size - 2, first + size - 1}
+    *_, second, farthest = sorted(abs(ordered[index] - centre) for index in ends)
+    return farthest if len(ordered) % 2 else quantile((second, farthest), 0.5)
+
+
 class RunningMedian:
     """Median of the last `size` values, in O(size) moves of memory per value."""
 
@@ -165,7 +180,7 @@ class RobustWindow:
 
     def _measured(self, ordered: Sequence[float]) -> Usual:
         centre = quantile(ordered, 0.5)
-        spread = MAD_TO_SIGMA * quantile(sorted([abs(value - centre) for value in ordered]), 0.5)
+        spread = MAD_TO_SIGMA * median_distance(ordered, centre)
         # a mixture of easy and hard batches has a small median deviation and a long tail
         spread = max(spread, (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95)
         floor = self._min_log_spread if self._is_log else max(MIN_SPREAD, MIN_SPREAD_SHARE * abs(centre))
