@@ -32,7 +32,8 @@ from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import DECAYS
 from trainer.tracking.facade import BACKENDS
 
-CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+CONF_DIR = Path(__file__).resolve().parent / "conf"
+"""A link to the top-level `conf/`; in an installed package the files themselves."""
 PARTS: dict[str, Mapping[str, object]] = {
     "model.loss": LOSSES,
     "optim.name": OPTIMIZERS,
