@@ -215,7 +215,7 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
     limits = SimpleNamespace(max_token_len_per_gpu=None, micro_batch_size_per_gpu=None)
     model: Any = SimpleNamespace(is_packed=True)
-    world: Any = SimpleNamespace(rank=0, size=1, device=torch.device(device))
+    world: Any = SimpleNamespace(data_rank=0, num_data_ranks=1, device=torch.device(device))
     monkeypatch.setattr(main.flops, "quadratic_cost", lambda model: 0.0)
     plan = main._rank_plan(SimpleNamespace(data=limits), model, world)  # type: ignore[arg-type]
     batches = ValidationBatches(ToySamples(5), plan, batch_size=2)
