@@ -106,12 +106,6 @@ class LossOutput(NamedTuple):
     """Whether the label was the likeliest token; only of a forward pass without gradients: it costs a pass more."""
 
 
-def source_sums(batch: PackedBatch, losses_S: Tensor, num_sources: int) -> Tensor:
-    """Summed loss of each source in a micro-batch, float64 [sources]."""
-    sums_D, _ = document_sums(batch, losses_S)
-    return torch.zeros(num_sources, dtype=torch.float64, device=sums_D.device).index_add_(0, batch.sources_D, sums_D)
-
-
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
     """(summed loss, number of supervised positions) of each document of a micro-batch, float64 [D]."""
     document_S = torch.bucketize(batch.supervised_S, batch.cu_seqlens_D1[1:].long(), right=True)

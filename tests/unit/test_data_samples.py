@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from prepared import good_rows, run, write_rows
+from toy import ToySamples
 
 from trainer.data.batch_plan import Limits, Schedule, Share, epoch_order
 from trainer.data.loader import RankPlan, TrainLoader
@@ -186,3 +187,14 @@ def test_every_rank_builds_its_part_of_mixed_batches_with_their_sources(tmp_path
         by_source = [int(samples.num_loss_tokens[ids[(ids >= 5) == number]].sum()) for number in (False, True)]
         assert all(batch.loss_tokens_by == dict(zip("ab", by_source, strict=True)) for batch in batches)
         assert sum(by_source) == batches[0].num_loss_tokens
+
+
+def test_a_rollback_passes_over_steps_of_a_mixed_epoch_and_leaves_the_others_their_samples() -> None:
+    samples = ToySamples(11, shares=(Share(7, 1.5), Share(4, 0.5)))
+    schedule = Schedule(samples.shares, 4, seed=1)
+    plan = RankPlan(0, 1, Limits(None, None), quadratic_cost=0.0)
+    loader = TrainLoader(samples, plan=plan, schedule=schedule, total_steps=8, num_workers=0)
+    whole = {batch.step: batch.sample_ids for batch in loader}
+    loader.rewind(schedule.position(1), skipped_steps=frozenset({3, 4}))
+    after = {batch.step: batch.sample_ids for batch in loader}
+    assert after == {step: ids for step, ids in whole.items() if step in (2, 5, 6, 7, 8)}

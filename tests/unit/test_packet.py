@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from trainer.detection import StepLimits
 from trainer.loop.step import is_left_out
-from trainer.monitor.packet import Totals, reduce_packet
+from trainer.monitor.packet import Totals, loss_key, losses_by_source, reduce_packet
 from trainer.runtime.distributed import World
 
 INF, NAN = math.inf, math.nan
@@ -79,3 +79,9 @@ def test_the_device_skips_by_the_rule_of_the_limits(loss: float, grad_norm: floa
     assert bool(is_left_out(torch.tensor(loss), torch.tensor(grad_norm), LIMITS)) == is_skipped
     if math.isfinite(loss + grad_norm):
         assert LIMITS.is_severe(loss=loss, grad_norm=grad_norm) == is_skipped
+
+
+def test_a_source_without_supervised_tokens_in_the_batch_has_no_loss() -> None:
+    sums = {loss_key("a"): 6.0, loss_key("b"): 0.0}
+    assert losses_by_source(sums, {"a": 3, "b": 0}) == {"loss_by/a": 2.0}
+    assert losses_by_source({}, {}) == {}

@@ -192,6 +192,7 @@ class ValidationBatches:
     def __init__(self, samples: Samples, plan: RankPlan, *, batch_size: int) -> None:
         self._samples, self._plan, self._batch_size = samples, plan, batch_size
         self.length_facts = length_facts(samples.lengths, samples.num_loss_tokens)
+        self.sources = samples.names if len(samples.names) > 1 else ()
 
     def __iter__(self) -> Iterator[StepBatch]:
         num_samples = len(self._samples.lengths)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.batch import LossOutput, StepBatch
+from trainer.batch import LossOutput, StepBatch, document_sums
 from trainer.detection import StepLimits
 from trainer.guard.guard import Decision
 from trainer.loop.run import Run
-from trainer.monitor.packet import reduce_packet
+from trainer.monitor.packet import loss_key, reduce_packet
 from trainer.optim.clip import clipped_step, local_square_sum, norm_squares
 from trainer.runtime import seeding
 
@@ -27,6 +27,8 @@ class LossSums(NamedTuple):
     """Float64 scalar."""
     num_nonfinite: Tensor
     """Micro-batches whose loss is not finite."""
+    by_source: Tensor
+    """Float64 [sources]; empty where there is but one."""
     losses: list[Tensor]
     """Per micro-batch the loss of each supervised position."""
 
@@ -39,10 +41,12 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
     run.model.train()
     loss = accumulate(run, batch)
+    by_source = zip(batch.loss_tokens_by, loss.by_source.unbind(), strict=True)
     packet = reduce_packet(
         run.world,
         sums={
             "loss_sum": loss.loss_sum / run.world.ranks_per_data_rank,
+            **{loss_key(name): value / run.world.ranks_per_data_rank for name, value in by_source},
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
             **run.meter.take_update_squares(),
             "num_stop_requests": run.stop.is_set,
@@ -81,7 +85,8 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
     """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global batch."""
     clock, device = run.meter.clock, run.world.device
     loss_sum, num_nonfinite = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-    sums = LossSums(loss_sum, num_nonfinite, [])
+    by_source = torch.zeros(len(batch.loss_tokens_by), dtype=torch.float64, device=device)
+    sums = LossSums(loss_sum, num_nonfinite, by_source, [])
     for micro_batch in batch.micro_batches:
         inputs = micro_batch.to(device)
         clock.mark("h2d")
@@ -91,6 +96,8 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
         clock.mark("backward")
         sums.loss_sum.add_(output.loss_sum.detach())
         sums.num_nonfinite.add_(~output.loss_sum.detach().isfinite())
+        if batch.loss_tokens_by:
+            by_source.index_add_(0, inputs.sources_D, document_sums(inputs, output.losses_S)[0])
         sums.losses.append(output.losses_S)
         run.heartbeat.beat()
     return sums

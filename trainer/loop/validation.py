@@ -31,7 +31,7 @@ def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
     """The metrics; None when a stop was requested before the last batch."""
     run.heartbeat.enter("validate", limit_s=run.hang_timeout_s)
     run.model.eval()
-    validation = Validation(run.world, length_facts=batches.length_facts)
+    validation = Validation(run.world, length_facts=batches.length_facts, sources=batches.sources)
     for batch in batches:
         validation.begin_batch()
         for micro_batch in batch.micro_batches:

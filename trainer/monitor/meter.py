@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.batch import StepBatch
 from trainer.monitor.clock import PhaseClock, Span
 from trainer.monitor.memory import GIB, Memory
-from trainer.monitor.packet import Totals
+from trainer.monitor.packet import Totals, losses_by_source
 from trainer.monitor.system import GpuSampler
 from trainer.monitor.throughput import Window, peak_tflops
 from trainer.protocols import StepCost
@@ -130,6 +130,7 @@ class Meter:
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
             "train/loss_max_rank": _largest(own_losses),
+            **{f"train/{key}": value for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()},
             "train/nonfinite": int(sum(by_rank["num_nonfinite"])) // self._world.ranks_per_data_rank,
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
             "train/total_token_count": batch.num_tokens,

@@ -71,3 +71,13 @@ def _packed(scalars: Mapping[str, Scalar], device: torch.device) -> tuple[tuple[
     ]  # on the host with CPU offload
     parts.append(torch.tensor(list(numbers.values()), dtype=torch.float64).to(device, non_blocking=True))
     return (*tensors, *numbers), torch.cat(parts)
+
+
+def loss_key(source: str) -> str:
+    """Name in a packet of the summed loss of a source."""
+    return f"loss_sum/{source}"
+
+
+def losses_by_source(sums: Mapping[str, float], loss_tokens_by: Mapping[str, int]) -> dict[str, float]:
+    """Mean loss of each source that has supervised tokens: `loss_by/<source>`."""
+    return {f"loss_by/{name}": sums[loss_key(name)] / count for name, count in loss_tokens_by.items() if count}

@@ -5,14 +5,15 @@ Shape suffixes: S supervised positions, D documents.
 
 import math
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.batch import LossOutput, PackedBatch, StepBatch, document_sums
 from trainer.monitor.meter import perplexity
-from trainer.monitor.packet import reduce_packet
+from trainer.monitor.packet import loss_key, losses_by_source, reduce_packet
 from trainer.runtime.distributed import World
 
 SUMS = ("loss_sum", "squares", "products", "square_counts", "num_hits")
@@ -21,8 +22,11 @@ SUMS = ("loss_sum", "squares", "products", "square_counts", "num_hits")
 class Validation:
     """One pass over the validation samples, all ranks together."""
 
-    def __init__(self, world: World, *, length_facts: Mapping[str, float]) -> None:
+    def __init__(self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()) -> None:
+        """`sources`: names of the sources, where there are several."""
         self._world, self._length_facts = world, length_facts
+        self._names = (*SUMS, *map(loss_key, sources))
+        self._tokens_by = Counter(dict.fromkeys(sources, 0))
         self._started = self._mark = time.perf_counter()
         self._data_s = self._forward_s = 0.0
         self._local = self._zeros()
@@ -38,14 +42,17 @@ class Validation:
         sums_D, counts_D = document_sums(micro_batch, output.losses_S)
         squares = [sums_D @ sums_D, sums_D @ counts_D, counts_D @ counts_D]
         assert output.hits_S is not None, "validation runs without gradients"
-        self._local += torch.stack([sums_D.sum(), *squares, output.hits_S.sum().double()])
+        self._local[: len(SUMS)] += torch.stack([sums_D.sum(), *squares, output.hits_S.sum().double()])
+        if self._tokens_by:
+            self._local.index_add_(0, micro_batch.sources_D + len(SUMS), sums_D)
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
         """Add up over ranks; whether any of them was asked to stop. Collective."""
-        local = dict(zip(SUMS, (self._local / self._world.ranks_per_data_rank).unbind(), strict=True))
+        local = dict(zip(self._names, (self._local / self._world.ranks_per_data_rank).unbind(), strict=True))
         sums = reduce_packet(self._world, sums={**local, "num_stop_requests": is_stopping}).read().sums
         self._local = self._zeros()
-        self._totals = [total + sums[name] for total, name in zip(self._totals, SUMS, strict=True)]
+        self._totals = [total + sums[name] for total, name in zip(self._totals, self._names, strict=True)]
+        self._tokens_by.update(batch.loss_tokens_by)
         self._num_loss_tokens += batch.num_loss_tokens
         self._num_tokens += batch.num_tokens
         self._num_samples += batch.num_samples
@@ -59,12 +66,14 @@ class Validation:
         The standard error is that of a ratio of sums over samples i with loss L_i and n_i tokens, m the mean:
         sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3, for a large population).
         """
-        loss_sum, squares, products, square_counts, num_hits = self._totals
+        totals = dict(zip(self._names, self._totals, strict=True))
+        loss_sum, squares, products, square_counts, num_hits = map(totals.__getitem__, SUMS)
         mean = loss_sum / self._num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
         total_s = time.perf_counter() - self._started
         return {
             "val/loss": mean,
+            **{f"val/{key}": value for key, value in losses_by_source(totals, self._tokens_by).items()},
             "val/loss_stderr": math.sqrt(residual) / self._num_loss_tokens if math.isfinite(residual) else math.nan,
             "val/ppl": perplexity(mean),
             "val/token_accuracy": num_hits / self._num_loss_tokens,
@@ -83,7 +92,7 @@ class Validation:
         }
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(len(SUMS), dtype=torch.float64, device=self._world.device)
+        return torch.zeros(len(self._names), dtype=torch.float64, device=self._world.device)
 
     def _lap(self) -> float:
         now = time.perf_counter()

@@ -1,0 +1,107 @@
+"""What a run is made from when its data has several sources."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_sources
+
+from trainer.__main__ import load_config
+from trainer.data.chat import ChatEncoder
+from trainer.errors import DataError
+from trainer.run.inputs import Inputs, prepare_inputs
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    write_sources(tmp_path)
+    return tmp_path
+
+
+def inputs_of(*given: str) -> Inputs:
+    return prepare_inputs(load_config(list(given)), progress=lambda: None)
+
+
+def texts(inputs: Inputs) -> list[str]:
+    return [str(inputs.tokenizer.decode(inputs.train.sample(i)[0].tolist())) for i in range(len(inputs.train.lengths))]
+
+
+def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(
+    files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    inputs = inputs_of(*words(files, chats(files), answers(files, ",repeat:2.5")), "data.val_ratio=0")
+    assert inputs.train.names == ("chats", "answers") and inputs.validation is None
+    assert [(share.num_rows, share.num_samples) for share in inputs.train.shares] == [
+        (NUM_CHATS, 12),
+        (NUM_ANSWERS, 20),
+    ]
+    assert texts(inputs)[2] == "<|im_start|>user\nAdd 2 to x.<|im_end|>\n<|im_start|>assistant\nx + 2<|im_end|>\n"
+    said = "<|im_start|>user says What is 1?<|im_end|><|im_start|>assistant says 1 it is, and no other number<|im_end|>"
+    assert texts(inputs)[NUM_CHATS + 1] == said
+    ids, mask = inputs.train.sample(NUM_CHATS + 1)
+    assert inputs.tokenizer.decode(ids[mask].tolist()) == "1 it is, and no other number<|im_end|>"
+    assert inputs.train.location(NUM_CHATS + 1) == f"{files}/answers.jsonl:2"
+    assert inputs.chat_template is None and "says" not in str(inputs.tokenizer.chat_template)
+    assert "templates of their own, which huggingface/ does not carry: answers" in caplog.text
+
+
+def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ChatEncoder] = []
+    init = ChatEncoder.__init__
+    monkeypatch.setattr(
+        ChatEncoder, "__init__", lambda self, *args, **more: (made.append(self), init(self, *args, **more))[1]
+    )
+    alone = inputs_of(f"data.train_files={files}/chats.jsonl", *words(files, chats(files))[1:])
+    as_source = inputs_of(*words(files, chats(files)))
+    assert len(made) == 1 and as_source.train.fingerprint == alone.train.fingerprint
+    both = inputs_of(*words(files, chats(files), answers(files)))
+    again = inputs_of(*words(files, chats(files, ",repeat:0.5,name:other"), answers(files)))
+    assert len(made) == 2, "each once, whatever stands beside it and however often it is trained"
+    assert len({inputs.train.fingerprint for inputs in (alone, both, again)}) == 3
+
+
+def test_validation_rows_are_held_out_of_each_source_alike(files: Path) -> None:
+    ratio = "data.val_ratio=0.25"
+    inputs = inputs_of(*words(files, chats(files, ",repeat:3"), answers(files)), ratio)
+    assert inputs.validation is not None and inputs.validation.names == inputs.train.names
+    held_out = [source.indices for source in inputs.validation.sources]
+    assert [len(rows) for rows in held_out] == [3, 2]
+    assert inputs.validation.shares[0].repeat == 1, "a validation measures every row once"
+    for rows, source, count in zip(held_out, inputs.train.sources, (NUM_CHATS, NUM_ANSWERS), strict=True):
+        assert sorted([*rows, *source.indices]) == list(range(count))
+    alone = inputs_of(*words(files, answers(files)), ratio)
+    assert alone.validation is not None
+    assert np.array_equal(alone.validation.sources[0].indices, held_out[1]), "whatever stands beside it"
+
+
+def test_limits_hold_for_each_source(files: Path) -> None:
+    entries = (chats(files), answers(files, ",max_samples:5"))
+    inputs = inputs_of(
+        *words(files, *entries), "data.train_max_samples=7", "data.val_ratio=0.5", "data.val_max_samples=1"
+    )
+    assert inputs.validation is not None
+    assert [share.num_rows for share in inputs.train.shares] == [3, 3]
+    assert [share.num_rows for share in inputs.validation.shares] == [1, 1]
+    held_out = words(files, chats(files, ",max_samples:2"), answers(files), key="val_files")[:1]
+    inputs = inputs_of(*words(files, chats(files)), *held_out, "data.val_max_samples=3")
+    assert inputs.validation is not None
+    assert [share.num_rows for share in inputs.validation.shares] == [2, 3]
+
+
+def test_bad_rows_are_told_with_their_source(files: Path) -> None:
+    with (files / "answers.jsonl").open("a") as file:
+        file.write('{"q": "", "a": "b"}\n')
+    with pytest.raises(DataError) as error:
+        inputs_of(*words(files, chats(files), answers(files)))
+    lines = str(error.value).splitlines()
+    assert lines[0] == "source 'answers': 1 of 9 rows cannot be trained on (8 can):"
+    assert lines[1].startswith(f"  {files}/answers.jsonl:9: empty prompt")
+    skip = ("data.on_bad_row=skip", "data.max_bad_fraction=0.05")
+    with pytest.raises(DataError, match=r"source 'answers': 1 of 9 .*(?s:.*)max_bad_fraction"):
+        inputs_of(*words(files, chats(files), answers(files)), *skip)
+    inputs = inputs_of(*words(files, chats(files), answers(files)), *skip[:1], "data.max_bad_fraction=0.2")
+    assert inputs.train.total("num_bad_rows") == 1 and inputs.train.total("num_rows") == NUM_CHATS + 9
