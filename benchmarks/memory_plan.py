@@ -23,9 +23,9 @@ from unittest.mock import patch
 import psutil
 from measuring import REPOSITORY, header, own_peak_bytes, table, write_result
 
-from trainer.__main__ import load_config
 from trainer.batch import StepBatch
 from trainer.quickstart import MODEL_DIR
+from trainer.run.compose import load_config
 
 NUM_STEPS = 2
 WORKER = "--worker"

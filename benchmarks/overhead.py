@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 from measuring import header, middle, table, write_result
 
-from trainer.__main__ import load_config
 from trainer.guard.guard import Decision, Guard
 from trainer.loop import fit
 from trainer.monitor.clock import PhaseClock
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter
 from trainer.run import main as build_run
+from trainer.run.compose import load_config
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking

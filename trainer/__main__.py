@@ -6,45 +6,13 @@ Nothing here imports torch before the configuration is known to be right.
 import logging
 import math
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli.__main__ import listing
-from trainer.config import (
-    Config,
-    ConfigError,
-    find_foreign,
-    own_words,
-    parse_config,
-    parse_duration_s,
-    problem_with_key,
-)
+from trainer.config import Config, ConfigError, parse_duration_s
 from trainer.errors import EXIT_USAGE
-from trainer.losses import LOSSES
-from trainer.optim import OPTIMIZERS
-from trainer.optim.schedule import DECAYS
-from trainer.tracking.facade import BACKENDS
-
-CONF_DIR = Path(__file__).resolve().parent / "conf"
-"""A link to the top-level `conf/`; in an installed package the files themselves."""
-PARTS: dict[str, Mapping[str, object]] = {
-    "model.loss": LOSSES,
-    "optim.name": OPTIMIZERS,
-    "optim.lr_scheduler": DECAYS,
-    "trainer.logger": BACKENDS,
-}
-"""Keys whose values are names of parts: an entry in a dictionary is a value."""
-USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
-  experiment=NAME        load conf/experiment/NAME.yaml over the defaults
-  --cfg job              print the resolved configuration and exit
-  --help                 print this, the tools, and all keys with their defaults and meaning"""
+from trainer.run.compose import CONF_DIR, USAGE, load_config
 
 
 def main(argv: list[str]) -> int:
@@ -60,58 +28,6 @@ def main(argv: list[str]) -> int:
         print(OmegaConf.to_yaml(OmegaConf.create(config.resolved)), end="")
         return 0
     return _run(config)
-
-
-def load_config(words: list[str]) -> Config:
-    """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what the user got wrong."""
-    words = own_words(words)
-    if problems := [problem for word in words if (problem := _problem_with(word))]:
-        raise ConfigError("\n".join(problems))
-    return parse_config(_compose(words), PARTS)
-
-
-def _compose(words: list[str]) -> dict[str, Any]:
-    # hydra need not know what is a key: a name inside data.apply_chat_template_kwargs is the user's own
-    words = [word if word.startswith("experiment=") else f"++{word.lstrip('+')}" for word in words]
-    try:
-        for override in OverridesParser.create().parse_overrides(words):
-            if override.is_sweep_override():
-                raise _several_values(override.input_line)
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            tree: Any = OmegaConf.to_container(compose("sft", overrides=words), resolve=True)
-    except OverrideParseException as error:
-        raise ConfigError(f"cannot read '{error.override.lstrip('+')}': quote its value, key='\"value\"'") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        lines = (line for line in str(error).splitlines() if line.strip())
-        useful = [line for line in lines if "full_key" not in line and "object_type" not in line]
-        raise ConfigError("\n".join(useful[:6])) from error
-    return dict(tree)
-
-
-def _several_values(word: str | None) -> ConfigError:
-    key, _, value = (word or "").lstrip("+").partition("=")
-    return ConfigError(
-        f"'{key}={value}' has several values, and one run takes one: start a run for each, with its own "
-        f"trainer.experiment_name; a list is written {key}=[A,B], a text with a comma {key}='\"A,B\"'"
-    )
-
-
-def _problem_with(word: str) -> str | None:
-    """What is no key, with what to write instead; hydra would only say that it is not in the struct."""
-    key, equals, value = word.lstrip("+~-").partition("=")
-    key = key.split("@")[0]
-    if word.startswith("-"):
-        key = key.replace("-", "_")
-        return problem_with_key(key, value or None) if find_foreign(key) else f"unknown flag '{word}'\n{USAGE}"
-    if word.startswith("~"):
-        return f"'{word}' would remove a key, and each needs a value: leave the word out for the default"
-    if not equals:
-        return f"'{word}' is not of the form key=value\n{USAGE}"
-    if key == "experiment":
-        experiments = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
-        known = f"no recipe '{value}' in conf/experiment: known are {', '.join(experiments)}"
-        return None if value in (*experiments, "null") else known
-    return problem_with_key(key, value)
 
 
 def _run(config: Config) -> int:

@@ -21,9 +21,9 @@ from config_table import (
 )
 from test_floors import python_files
 
-from trainer.__main__ import PARTS, load_config
 from trainer.config import Config, TrainerConfig, known_keys
 from trainer.config.keys import Check, group, key, keys_of, one_of
+from trainer.run.compose import PARTS, load_config
 
 README = REPOSITORY / "README.md"
 PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(PAGE.parent.glob("*.md"))]

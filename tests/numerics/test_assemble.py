@@ -13,13 +13,13 @@ from test_selfcheck import _leaking
 from toy import ToySamples, model_config, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from trainer.__main__ import load_config
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
 from trainer.model.assemble import build_model, per_document_reason
 from trainer.model.packed_lm import ModelSource, notes, read_config, unpackable_reason
 from trainer.run import inputs
+from trainer.run.compose import load_config
 
 
 class Lines(logging.Handler):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from toy import model_config, write_model_config
 
-from trainer.__main__ import load_config
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
@@ -31,6 +30,7 @@ from trainer.model.assemble import build_model
 from trainer.model.attention import packed_attention
 from trainer.model.packed_lm import ModelSource
 from trainer.planner.memory_plan import plan_memory
+from trainer.run.compose import load_config
 
 NAMES = list(PACKED)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from trainer.__main__ import load_config
 from trainer.checkpoint import lineage
 from trainer.checkpoint.lineage import REFUSED, WARNED, Lineage, compare, describe_run
 from trainer.config import RESUME_ALLOW, ConfigError, known_keys
+from trainer.run.compose import load_config
 
 VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "model_config": "m1", "torch": "2.13"}
 

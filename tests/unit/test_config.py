@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.__main__ import load_config, main
+from trainer.__main__ import main
 from trainer.config import ConfigError, known_keys, parse_config
+from trainer.run.compose import load_config
 
 
 def error_of(*overrides: str) -> str:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.__main__ import load_config
 from trainer.config import ConfigError, Source, sources_of
+from trainer.run.compose import load_config
 
 DEFAULTS = {
     "repeat": 1.0,

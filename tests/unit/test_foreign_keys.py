@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from trainer.__main__ import load_config
 from trainer.config import ConfigError, find_foreign, known_keys, own_words
 from trainer.config.foreign import foreign_keys
 from trainer.launch.ranks import parse_arguments
+from trainer.run.compose import load_config
 
 VERL_SCRIPT = [
     "data.train_files=train.parquet",

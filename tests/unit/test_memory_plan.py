@@ -12,7 +12,6 @@ from ranks import run_ranks
 from toy import build_toy_model, optim_config, write_model_config
 from transformers import AttentionInterface
 
-from trainer.__main__ import load_config
 from trainer.cli import plan
 from trainer.model import attention, grouped_attention
 from trainer.optim import OPTIMIZERS
@@ -28,6 +27,7 @@ from trainer.planner.live_storage import (
     LiveStorages,
 )
 from trainer.planner.memory_plan import SAVE_COPY, MemoryPlan, heaviest_workload, plan_memory
+from trainer.run.compose import load_config
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000, "head_dim": 256}
 RECOMPUTE = "model.enable_gradient_checkpointing=true"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.__main__ import load_config
 from trainer.config import QUICKSTART, Config, sources_of
+from trainer.run.compose import load_config
 
 RECIPES = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "conf/experiment").glob("*.yaml"))
 

@@ -10,12 +10,12 @@ import pytest
 from report_curves import OUR_CONFIG
 from report_faults import FAULTS, healthy
 
-from trainer.__main__ import load_config
 from trainer.config import known_keys
 from trainer.guard.user_rules import parse_rules
 from trainer.report import remedies
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import AnalysedRun
+from trainer.run.compose import load_config
 
 KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
 OVERRIDE = re.compile(rf"({KEY.pattern})(?:=| to )([\w.-]+\w)")

@@ -18,7 +18,6 @@ import psutil
 import pytest
 from finished_runs import STEPS, write_run
 
-from trainer.__main__ import load_config
 from trainer.checkpoint import layout
 from trainer.cli import verify_resume
 from trainer.cli.verify_resume import parse_trial
@@ -27,6 +26,7 @@ from trainer.resume_proof import killed_runs
 from trainer.resume_proof.bit_equality import Comparison
 from trainer.resume_proof.killed_runs import Kill, KilledRun, RunFailedError
 from trainer.resume_proof.proof import Trial, launcher_words, moments, report
+from trainer.run.compose import load_config
 
 ROOT = Path(__file__).parents[2]
 TRIAL = Trial(num_ranks=2, steps=12, kills=3, seed=1, overrides=(), run_dir=Path("run"), is_on_gpu=False)

@@ -7,7 +7,6 @@ configuration. torch is imported only once the configuration is known to be righ
 import sys
 from collections.abc import Callable, Iterator
 
-from trainer.__main__ import load_config
 from trainer.cli.arguments import Parser
 from trainer.config import QUICKSTART, Config, ConfigError
 from trainer.errors import EXIT_USAGE
@@ -22,6 +21,7 @@ from trainer.planner.forecast import (
     forecaster,
     smallest_change,
 )
+from trainer.run.compose import load_config
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 NAME_WIDTH = 44

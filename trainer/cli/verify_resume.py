@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.__main__ import load_config
 from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
 from trainer.launch.ranks import choose_num_ranks, count_gpus, node_layout, parse_arguments
 from trainer.resume_proof.proof import MIN_STEPS, Trial, interruptible, verify
+from trainer.run.compose import load_config
 
 
 def main(argv: list[str]) -> int:

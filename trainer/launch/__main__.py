@@ -34,8 +34,8 @@ def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # from here on they wait for `supervise`
     try:
         arguments = parse_arguments(argv)
-        from trainer.__main__ import load_config
         from trainer.__main__ import main as run_here
+        from trainer.run.compose import load_config
 
         if {"--help", "-h", "--cfg"} & set(arguments.overrides):
             return run_here(arguments.overrides)

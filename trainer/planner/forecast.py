@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from trainer.__main__ import load_config
 from trainer.config import Config, ConfigError
+from trainer.run.compose import load_config
 
 if TYPE_CHECKING:
     from trainer.planner.memory_plan import MemoryPlan
