@@ -1,7 +1,6 @@
 """Golden loss masks: the supervised text is exactly what the assistant said, each turn with its end token."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from tokenizers import AddedToken
 
 from trainer.data.chat import ChatEncoder, Encoded, preview, tokenizer_digest
 from trainer.data.conversation import Conversation
-from trainer.data.rows import BadRow
+from trainer.data.rows import UnusableError
 from trainer.errors import DataError
 
 CODE = "```python\ndef f(x):\n        return 🙂\n```"
@@ -32,8 +31,7 @@ def encode(
     tokenizer = make_tokenizer(template)
     encoder = ChatEncoder(tokenizer, template_kwargs=kwargs, special_in_content=special)
     [encoded] = encoder.encode([conversation])
-    assert not isinstance(encoded, BadRow)
-    return tokenizer, encoded
+    return tokenizer, str(encoded) if isinstance(encoded, UnusableError) else encoded
 
 
 def supervised(template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any) -> list[str]:
@@ -205,10 +203,10 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> 
     surrogate = chat("half \ud83d of a pair")
     first, second, third, fourth = encoder.encode([chat("one"), refused, surrogate, chat("two")])
     assert isinstance(first, Encoded) and isinstance(fourth, Encoded)
-    assert second == "chat template: refuses the conversation: TemplateError: " + (
+    assert str(second) == "chat template: refuses the conversation: TemplateError: " + (
         "Conversation roles must alternate user/assistant"
     )
-    assert isinstance(third, str) and third.startswith("bad unicode: half of a surrogate pair")
+    assert isinstance(third, UnusableError) and str(third).startswith("bad unicode: half of a surrogate pair")
 
 
 def test_many_batches_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +219,7 @@ def test_many_batches_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)  # one of the batches holds bad rows alone
-    bad = [BadRow(Path("rows.jsonl"), line, "empty prompt: no text", "") for line in range(1, 4)]
+    bad = [UnusableError("empty prompt: no text") for _ in range(3)]
     encoder = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={})
     results = list(encoder.encode([chat("one"), bad[0], bad[1], bad[2], chat("two")]))
     assert results[1:4] == bad
@@ -232,11 +230,11 @@ def test_conversations_are_read_a_bounded_number_ahead(monkeypatch: pytest.Monke
     monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
     num_read = 0
 
-    def conversations() -> Iterator[Conversation | BadRow]:
+    def conversations() -> Iterator[Conversation | UnusableError]:
         nonlocal num_read
         for line in range(100):
             num_read += 1
-            yield BadRow(Path("rows.jsonl"), line, "", "") if line % 2 else chat(f"answer {line}")
+            yield UnusableError("empty prompt: no text") if line % 2 else chat(f"answer {line}")
 
     results = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={}).encode(conversations())
     for num_taken, _ in enumerate(results, start=1):

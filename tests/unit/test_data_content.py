@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
-from trainer.data.rows import BadRow, Row
+from trainer.data.rows import Row, UnusableError
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.template import ChatTemplate
 from trainer.errors import DataError
@@ -46,7 +46,7 @@ def encode(
     row = Row(Path("a.jsonl"), 1, {"messages": list(messages), "tools": tools})
     encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content=special)
     [result] = encoder.encode([to_conversation(row, RowKeys())])
-    return (result.reason if isinstance(result, BadRow) else result), encoder
+    return (str(result) if isinstance(result, UnusableError) else result), encoder
 
 
 def supervised(template: str, *messages: dict[str, Any], **options: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
 from trainer.data.readers import iter_rows
-from trainer.data.rows import BadRow
+from trainer.data.rows import UnusableError
 from trainer.errors import DataError
 
 KEYS = RowKeys()
@@ -19,9 +19,9 @@ NS = pa.array([1000, 1]).cast(pa.timestamp("ns"))
 YEARS = pa.array([0, 2**40]).cast(pa.timestamp("s"))
 
 
-def read(path: Path, keys: RowKeys = KEYS) -> Iterator[Conversation | BadRow]:
+def read(path: Path, keys: RowKeys = KEYS) -> Iterator[Conversation | UnusableError]:
     for item in iter_rows(path, keys.columns):
-        yield item if isinstance(item, BadRow) else to_conversation(item, keys)
+        yield to_conversation(item, keys)
 
 
 def test_parquet_drops_the_nulls_that_fill_structs(tmp_path: Path) -> None:
@@ -47,7 +47,8 @@ def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
     keys = RowKeys(prompt_key="q", response_key="a")
     results = list(read(path, keys))
     assert isinstance(results[0], Conversation)
-    assert [(item.line, item.kind) for item in results[1:]] == [(2, "bad UTF-8"), (3, "wrong content type")]
+    assert [str(item).split(":")[0] for item in results[1:]] == ["bad UTF-8", "wrong content type"]
+    assert [row.line for row in iter_rows(path, keys.columns) if row.problem is not None] == [2]
 
 
 def test_parquet_that_is_none(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_a_column_that_is_not_needed_is_not_read(tmp_path: Path, odd: pa.Array) 
     pq.write_table(pa.table({"created": odd, "messages": chats, "extra": pa.array([{"a": 1}] * 2)}), path)
     assert [item.messages for item in read(path) if isinstance(item, Conversation)] == [[USER, ASSISTANT]] * 2
     rows = list(iter_rows(path, ("messages", "tools")))
-    assert [row.unread for row in rows if not isinstance(row, BadRow)] == [("created", "extra.a")] * 2
+    assert [row.unread for row in rows if row.problem is None] == [("created", "extra.a")] * 2
 
 
 @pytest.mark.parametrize("odd", [NS, YEARS], ids=["nanoseconds", "far years"])
@@ -73,9 +74,9 @@ def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path: Path, odd: pa.
     fields = pa.StructArray.from_arrays([odd, pa.array(["one", "two"])], ["q", "other"])
     pq.write_table(pa.table({"x": fields, "a": ["three", "four"]}), path)
     first, second = read(path, keys)
-    assert isinstance(first, BadRow) and first.kind == "wrong content type"
-    assert isinstance(second, BadRow) and second.line == 2
-    assert second.reason.startswith("unreadable value: column 'x' (struct<q: timestamp[")
+    assert isinstance(first, UnusableError) and str(first).startswith("wrong content type: ")
+    assert [row.line for row in iter_rows(path, keys.columns) if row.problem is not None] == [2]
+    assert str(second).startswith("unreadable value: column 'x' (struct<q: timestamp[")
 
 
 def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -> None:
@@ -83,14 +84,14 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -
     pq.write_table(pa.Table.from_pylist([{"x": {"q": "hi", "a": "hello", "id": 1}, "y": 2}]), path)
     right, wrong = RowKeys(prompt_key="x.q", response_key="x.a"), RowKeys(prompt_key="x.quest", response_key="x.a")
     (row,) = iter_rows(path, right.columns)
-    assert not isinstance(row, BadRow)
+    assert row.problem is None
     assert (row.record, row.unread) == ({"x": {"q": "hi", "a": "hello"}}, ("x.id", "y"))
     (found,) = read(path, right)
     assert isinstance(found, Conversation) and found.messages == [USER, ASSISTANT]
     (bad,) = read(path, wrong)
-    assert isinstance(bad, BadRow)
+    assert isinstance(bad, UnusableError)
     expected = "unrecognised columns: found 'x.a', 'x.q', 'x.id', 'y'; tried 'x.quest' (data.prompt_key)"
-    assert bad.reason == expected
+    assert str(bad) == expected
 
 
 def test_a_file_without_any_known_column_names_all_it_has(tmp_path: Path) -> None:
@@ -99,7 +100,6 @@ def test_a_file_without_any_known_column_names_all_it_has(tmp_path: Path) -> Non
         pa.table({"question": ["a"] * 3, "answer": ["b"] * 3, "when": pa.array([1] * 3, pa.timestamp("ns"))}), path
     )
     rows = list(read(path))
-    assert [row.line for row in rows if isinstance(row, BadRow)] == [1, 2, 3]
-    assert isinstance(rows[0], BadRow)
-    assert rows[0].reason.startswith("unrecognised columns: found 'question', 'answer', 'when'; tried 'messages'")
-    assert rows[0].reason.endswith("data.prompt_key=question data.response_key=answer")
+    assert len(rows) == 3 and all(isinstance(row, UnusableError) for row in rows)
+    assert str(rows[0]).startswith("unrecognised columns: found 'question', 'answer', 'when'; tried 'messages'")
+    assert str(rows[0]).endswith("data.prompt_key=question data.response_key=answer")

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
 from trainer.data.readers import iter_rows as read_rows
-from trainer.data.rows import BadRow, Row
+from trainer.data.rows import Row, UnusableError, excerpt
 from trainer.errors import DataError
 
 KEYS = RowKeys()
@@ -17,7 +17,7 @@ ASSISTANT = {"role": "assistant", "content": "hello"}
 GOOD = {"messages": [USER, ASSISTANT]}
 
 
-def iter_rows(path: Path, keys: RowKeys = KEYS) -> Iterator[Row | BadRow]:
+def iter_rows(path: Path, keys: RowKeys = KEYS) -> Iterator[Row]:
     return read_rows(path, keys.columns)
 
 
@@ -26,7 +26,7 @@ def write_jsonl(path: Path, *rows: object) -> Path:
     return path
 
 
-def convert(record: dict, keys: RowKeys = KEYS) -> Conversation | BadRow:
+def convert(record: dict, keys: RowKeys = KEYS) -> Conversation | UnusableError:
     return to_conversation(Row(Path("a.jsonl"), 7, record), keys)
 
 
@@ -78,14 +78,12 @@ def test_bad_line_is_named_by_file_line_and_reason(tmp_path: Path, line: str | b
     raw = line if isinstance(line, bytes) else line.encode()
     good = json.dumps(GOOD).encode()
     path.write_bytes(good + b"\n\n" + raw + b"\n" + good + b"\n")
-    results = [item if isinstance(item, BadRow) else to_conversation(item, KEYS) for item in iter_rows(path)]
-    assert [type(item) for item in results] == [Conversation, BadRow, Conversation]
-    bad = results[1]
-    assert isinstance(bad, BadRow)
-    assert (bad.file, bad.line) == (path, 3)
-    assert bad.reason.startswith(reason)
-    assert bad.kind == reason.split(":")[0]
-    assert bad.excerpt and len(bad.excerpt) <= 201
+    rows = list(iter_rows(path))
+    results = [to_conversation(item, KEYS) for item in rows]
+    assert [type(item) for item in results] == [Conversation, UnusableError, Conversation]
+    assert (rows[1].file, rows[1].line) == (path, 3)
+    assert str(results[1]).startswith(reason)
+    assert 0 < len(excerpt(rows[1].record)) <= 201
 
 
 def test_bad_lines_cover_twelve_kinds() -> None:
@@ -103,7 +101,7 @@ def test_json_array(tmp_path: Path) -> None:
     path.write_text(json.dumps([GOOD, 3, GOOD]))
     first, second, third = iter_rows(path)
     assert (first.line, third.line) == (1, 3)
-    assert isinstance(second, BadRow) and second.line == 2 and second.reason.startswith("not an object")
+    assert second.line == 2 and str(second.problem).startswith("not an object") and first.problem is None
 
 
 @pytest.mark.parametrize(
@@ -132,8 +130,8 @@ def test_prompt_and_response_keys_nested() -> None:
     chat_prompt = {"extra": {"question": [system, USER], "answer": "hello"}}
     assert messages_of(chat_prompt, keys) == [system, *GOOD["messages"]]
     bad = convert({"extra": {"question": "hi"}}, keys)
-    assert isinstance(bad, BadRow)
-    assert bad.reason == "unrecognised columns: found 'extra.question'; tried 'extra.answer' (data.response_key)"
+    assert isinstance(bad, UnusableError)
+    assert str(bad) == "unrecognised columns: found 'extra.question'; tried 'extra.answer' (data.response_key)"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,8 @@ def test_prompt_and_response_keys_nested() -> None:
 )  # fmt: skip
 def test_unrecognised_columns_are_named_with_the_override_that_fits(record: dict, keys: RowKeys, part: str) -> None:
     bad = convert(record, keys)
-    assert isinstance(bad, BadRow) and bad.kind == "unrecognised columns" and part in bad.reason
+    assert isinstance(bad, UnusableError)
+    assert str(bad).startswith("unrecognised columns: ") and part in str(bad)
 
 
 def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:

@@ -1,11 +1,10 @@
 """Rows that cannot be trained on: counted, listed in a file, and told so that equal faults are told once."""
 
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
 
-from trainer.data.rows import BadRow, location
+from trainer.data.rows import Row, excerpt, location
 
 NUM_REASONS = 20  # told; the file has all
 NUM_PLACES = 3
@@ -26,15 +25,16 @@ class BadRows:
     def __exit__(self, *exc_info: object) -> None:
         self._file.close()
 
-    def add(self, row: BadRow) -> None:
+    def add(self, row: Row, reason: str) -> None:
         """Count and list a row; places are kept of the first reasons only, however many there are."""
-        self.by_kind[row.kind] += 1
-        if row.reason in self._places or len(self._places) < NUM_REASONS:
-            self._by_reason[row.reason] += 1
-            places = self._places.setdefault(row.reason, [])
+        self.by_kind[reason.split(":", 1)[0]] += 1
+        if reason in self._places or len(self._places) < NUM_REASONS:
+            self._by_reason[reason] += 1
+            places = self._places.setdefault(reason, [])
             if len(places) < NUM_PLACES:
                 places.append(location(row.file, row.line))
-        self._file.write(json.dumps(dataclasses.asdict(row), ensure_ascii=False, default=str) + "\n")
+        entry = {"file": str(row.file), "line": row.line, "reason": reason, "excerpt": excerpt(row.record)}
+        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     @property
     def total(self) -> int:

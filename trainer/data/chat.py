@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.content import REASONING_KEYS, StructuralTokens, num_left_out
 from trainer.data.conversation import Conversation, Message
-from trainer.data.rows import BadRow
+from trainer.data.rows import UnusableError
 from trainer.data.spans import FIX, SpanFinder
-from trainer.data.template import ChatTemplate, Tools, UnusableError
+from trainer.data.template import ChatTemplate, Tools
 from trainer.data.tokens import Located, MarkedText, Span, TokenFinder
 from trainer.errors import DataError
 
@@ -39,7 +39,7 @@ class Encoded:
     loss_mask: np.ndarray
 
 
-_Batch = list[MarkedText | BadRow | str]
+_Batch = list[MarkedText | UnusableError]
 _Waiting = dict[frozenset[str], Callable[[], list[Located]]]
 
 
@@ -81,8 +81,8 @@ class ChatEncoder:
         """Ids seen closing an assistant turn so far: what generation must stop at."""
         return sorted(self._end_token_ids)
 
-    def encode(self, conversations: Iterable[Conversation | BadRow]) -> Iterator[Encoded | BadRow | str]:
-        """In order: tokens and mask of each conversation, or the reason why it has none; bad rows pass as they are.
+    def encode(self, conversations: Iterable[Conversation | UnusableError]) -> Iterator[Encoded | UnusableError]:
+        """In order: tokens and mask of each conversation, or the reason why it has none.
 
         It reads a bounded number of conversations ahead: the tokenizer leaves Python free to render the next ones.
         """
@@ -107,17 +107,18 @@ class ChatEncoder:
             self._finders[aliased] = TokenFinder(self._tokenizer, aliased)
         return self._finders[aliased]
 
-    def _rendered_batches(self, conversations: Iterable[Conversation | BadRow]) -> Iterator[_Batch]:
+    def _rendered_batches(self, conversations: Iterable[Conversation | UnusableError]) -> Iterator[_Batch]:
         """Renderings in batches of about `BATCH_CHARS`, with the reason in place of what cannot be rendered."""
         batch: _Batch = []
         num_chars, limit = 0, BATCH_CHARS // 8  # the first batches are smaller: the tokenizer starts sooner
         for conversation in conversations:
             try:
-                item = conversation if isinstance(conversation, BadRow) else self._rendered(conversation)
-                num_chars += 0 if isinstance(item, BadRow) else len(item.text)
-                batch.append(item)
+                if isinstance(conversation, UnusableError):
+                    raise conversation
+                batch.append(item := self._rendered(conversation))
+                num_chars += len(item.text)
             except UnusableError as error:
-                batch.append(str(error))
+                batch.append(error)
             if num_chars >= limit or len(batch) == BATCH_ROWS:
                 yield batch
                 batch, num_chars, limit = [], 0, min(2 * limit, BATCH_CHARS)
@@ -153,17 +154,19 @@ class ChatEncoder:
             if not READ_KEYS.issuperset(message):
                 self.unread_keys.update(message.keys() - READ_KEYS - template.words)
 
-    def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[Encoded | BadRow | str]:
+    def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[Encoded | UnusableError]:
         located = {aliased: iter(tokens()) for aliased, tokens in waiting.items()}
         for item in batch:
             yield self._masked(*next(located[item.aliased])) if isinstance(item, MarkedText) else item
 
-    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> Encoded | str:
+    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> Encoded | UnusableError:
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1]) if first < last else None
             if end_id is None or end_id not in self._added_ids:
-                return "chat template: the end-of-turn text is not a single token; add it to the tokenizer as special"
+                return UnusableError(
+                    "chat template: the end-of-turn text is not a single token; add it to the tokenizer as special"
+                )
             loss_mask[first:last] = True
             self._end_token_ids.add(end_id)
         return Encoded(input_ids, loss_mask)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.data.conversation import Message
-from trainer.data.template import ChatTemplate, Tools, UnusableError, with_function
+from trainer.data.rows import UnusableError
+from trainer.data.template import ChatTemplate, Tools, with_function
 from trainer.data.tokens import MarkedText, Span, aliases
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

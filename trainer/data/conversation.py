@@ -1,11 +1,11 @@
-"""Rows to conversations: the usual shapes recognised, messages checked; what is unusable becomes a `BadRow`."""
+"""Rows to conversations: the usual shapes recognised, messages checked; or why it is none."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.rows import BadRow, Row, excerpt
+from trainer.data.rows import Row, UnusableError
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -54,22 +54,20 @@ class Conversation:
     """Indices of the assistant messages that flags leave out of the loss."""
 
 
-class _UnusableError(Exception):
-    """Why a row is bad, as `kind: detail`."""
-
-
-def to_conversation(row: Row, keys: RowKeys) -> Conversation | BadRow:
+def to_conversation(row: Row, keys: RowKeys) -> Conversation | UnusableError:
     """The conversation in a row: prompt and response columns, chat messages, ShareGPT or Alpaca."""
+    if row.problem is not None:
+        return row.problem
     try:
         messages = [_checked_message(message, index) for index, message in enumerate(_messages(row, keys))]
         trained = [_take_flags(message, index) for index, message in enumerate(messages)]
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise _UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
+            raise UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
         tools = _tools(_lookup(row.record, keys.tools_key), keys.tools_key)
         return Conversation(messages, tools, frozenset([index for index in turns if not trained[index]]))
-    except _UnusableError as error:
-        return BadRow(row.file, row.line, str(error), excerpt(row.record))
+    except UnusableError as error:
+        return error
 
 
 def _messages(row: Row, keys: RowKeys) -> list[Any]:
@@ -82,16 +80,16 @@ def _messages(row: Row, keys: RowKeys) -> list[Any]:
     if "instruction" in record and "output" in record:
         return _from_alpaca(record)
     if keys.messages_key in record:
-        raise _UnusableError(f"messages not a list: '{keys.messages_key}' is null")
+        raise UnusableError(f"messages not a list: '{keys.messages_key}' is null")
     tried = f"'{keys.messages_key}' (data.messages_key), 'conversations' (ShareGPT), 'instruction' + 'output' (Alpaca)"
-    raise _UnusableError(f"unrecognised columns: found {_found(row)}; tried {tried}; {_proposal(row)}")
+    raise UnusableError(f"unrecognised columns: found {_found(row)}; tried {tried}; {_proposal(row)}")
 
 
 def _from_prompt_response(row: Row, prompt_key: str, response_key: str) -> list[Any]:
     prompt, response = _lookup(row.record, prompt_key), _lookup(row.record, response_key)
     for name, key, value in (("prompt_key", prompt_key, prompt), ("response_key", response_key, response)):
         if value is None and key not in _column_names(row):
-            raise _UnusableError(f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name})")
+            raise UnusableError(f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name})")
     if not isinstance(prompt, list):
         _require_text(prompt, f"'{prompt_key}'")
         prompt = [{"role": "user", "content": prompt}]
@@ -130,9 +128,9 @@ def _proposal(row: Row) -> str:
 
 def _from_turns(record: dict[str, Any], key: str, turns: Any) -> list[Any]:
     if not isinstance(turns, list):
-        raise _UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
+        raise UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
     if not turns:
-        raise _UnusableError(f"no messages: '{key}' is an empty list")
+        raise UnusableError(f"no messages: '{key}' is an empty list")
     if not (isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]):
         return turns
     system = record.get("system")
@@ -142,22 +140,22 @@ def _from_turns(record: dict[str, Any], key: str, turns: Any) -> list[Any]:
 
 def _from_sharegpt(turn: Any, index: int) -> Message:
     if not isinstance(turn, dict):
-        raise _UnusableError(f"message not an object: message {index + 1} is {_type(turn)}")
+        raise UnusableError(f"message not an object: message {index + 1} is {_type(turn)}")
     speaker, value = turn.get("from"), turn.get("value")
     others = {key: item for key, item in turn.items() if key not in ("from", "value")}
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         kind = "missing role" if speaker is None else "unknown role"
-        raise _UnusableError(f"{kind}: message {index + 1} is from {speaker!r}, known are {', '.join(SHAREGPT_ROLES)}")
+        raise UnusableError(f"{kind}: message {index + 1} is from {speaker!r}, known are {', '.join(SHAREGPT_ROLES)}")
     if speaker != "function_call":
         return {**others, "role": SHAREGPT_ROLES[speaker], "content": value}
     text = _require_text(value, f"function_call in message {index + 1}")
     try:
         calls = json.loads(text)
     except ValueError as error:
-        raise _UnusableError(f"broken tool_calls: function_call in message {index + 1} is not JSON: {error}") from None
+        raise UnusableError(f"broken tool_calls: function_call in message {index + 1} is not JSON: {error}") from None
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) for call in calls):
-        raise _UnusableError(f"broken tool_calls: function_call in message {index + 1} must be an object")
+        raise UnusableError(f"broken tool_calls: function_call in message {index + 1} must be an object")
     return {**others, "role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
@@ -167,7 +165,7 @@ def _from_alpaca(record: dict[str, Any]) -> list[Any]:
         messages.append({"role": "system", "content": record["system"]})
     for turn in record.get("history") or []:
         if not (isinstance(turn, list | tuple) and len(turn) == 2):
-            raise _UnusableError(
+            raise UnusableError(
                 f"wrong content type: 'history' must hold pairs of user and assistant text, got {_type(turn)}"
             )
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -182,24 +180,24 @@ def _from_alpaca(record: dict[str, Any]) -> list[Any]:
 def _checked_message(message: Any, index: int) -> Message:
     where = f"message {index + 1}"
     if not isinstance(message, dict):
-        raise _UnusableError(f"message not an object: {where} is {_type(message)}")
+        raise UnusableError(f"message not an object: {where} is {_type(message)}")
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role is None:
-        raise _UnusableError(f"missing role: {where} has only {_names(message)}")
+        raise UnusableError(f"missing role: {where} has only {_names(message)}")
     if role not in ROLES:
-        raise _UnusableError(f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}")
+        raise UnusableError(f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}")
     calls = message.get("tool_calls") or []
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise _UnusableError(f"broken tool_calls: 'tool_calls' of {where} must be a list of objects")
+        raise UnusableError(f"broken tool_calls: 'tool_calls' of {where} must be a list of objects")
     content = message.get("content")
     if content is None and role == "assistant" and calls:
         content = ""
     content = _content_text(content, f"content of {where} ({role})")
     if role == "assistant" and not content.strip() and not calls:
-        raise _UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
+        raise UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
     if role == "user" and not content.strip():
-        raise _UnusableError(f"empty prompt: {where} (user) has no text")
+        raise UnusableError(f"empty prompt: {where} (user) has no text")
     message["content"] = content
     return message
 
@@ -212,12 +210,12 @@ def _take_flags(message: Message, index: int) -> bool:
     where = f"message {index + 1} ({message['role']})"
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise _UnusableError(f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true")
+            raise UnusableError(f"bad flag: '{name}' of {where} is {value!r}, known are 0, 1, false and true")
     given = " and ".join(f"{name}={value}" for name, value in flags.items())
     if any(flags.values()) != all(flags.values()):
-        raise _UnusableError(f"bad flag: {where} has {given}, which contradict each other")
+        raise UnusableError(f"bad flag: {where} has {given}, which contradict each other")
     if all(flags.values()) and message["role"] != "assistant":
-        raise _UnusableError(f"bad flag: {where} has {given}, but only assistant turns are trained; remove it")
+        raise UnusableError(f"bad flag: {where} has {given}, but only assistant turns are trained; remove it")
     return all(flags.values())
 
 
@@ -228,7 +226,7 @@ def _content_text(content: Any, what: str) -> str:
     for part in content:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             kind = repr(part.get("type")) if isinstance(part, dict) else _type(part)
-            raise _UnusableError(f"wrong content type: {what} has a part of type {kind}, only text can be trained on")
+            raise UnusableError(f"wrong content type: {what} has a part of type {kind}, only text can be trained on")
     return "".join(part["text"] for part in content)
 
 
@@ -237,13 +235,11 @@ def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise _UnusableError(f"broken tools: '{key}' is text but not JSON: {error}") from None
+            raise UnusableError(f"broken tools: '{key}' is text but not JSON: {error}") from None
     if not tools:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise _UnusableError(
-            f"broken tools: '{key}' must be a list of objects or that list as JSON, got {_type(tools)}"
-        )
+        raise UnusableError(f"broken tools: '{key}' must be a list of objects or that list as JSON, got {_type(tools)}")
     return tools
 
 
@@ -258,7 +254,7 @@ def _lookup(record: dict[str, Any], key: str) -> Any:
 
 def _require_text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise _UnusableError(f"wrong content type: {what} is {_type(value)}, not text")
+        raise UnusableError(f"wrong content type: {what} is {_type(value)}, not text")
     return value
 
 

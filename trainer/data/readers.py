@@ -1,4 +1,4 @@
-"""Files to rows, streamed one by one: each an object or a `BadRow`."""
+"""Files to rows, streamed one by one: those that cannot be read with the reason."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -8,13 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data.rows import BadRow, Row, excerpt
+from trainer.data.rows import Row, UnusableError
 from trainer.errors import DataError
 
 PARQUET_BATCH_ROWS = 1000
 
 
-def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row | BadRow]:
+def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
     """Stream the rows of one file. Raises `DataError` when the file as a whole cannot be read.
 
     Of a parquet file only `columns` are read, nested ones as `a.b`.
@@ -24,7 +24,7 @@ def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row | BadRow]:
     return _iter_jsonl(path) if path.suffix == ".jsonl" else _iter_json(path)
 
 
-def _iter_jsonl(path: Path) -> Iterator[Row | BadRow]:
+def _iter_jsonl(path: Path) -> Iterator[Row]:
     with _open(path) as file:
         for number, raw in enumerate(file, start=1):
             line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
@@ -32,27 +32,28 @@ def _iter_jsonl(path: Path) -> Iterator[Row | BadRow]:
                 yield _parse_line(path, number, line)
 
 
-def _parse_line(path: Path, number: int, line: bytes) -> Row | BadRow:
+def _parse_line(path: Path, number: int, line: bytes) -> Row:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         reason = f"bad UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}: {error.reason}"
-        return BadRow(path, number, reason, excerpt(line))
+        return Row(path, number, line, problem=UnusableError(reason))
     except json.JSONDecodeError as error:
-        return BadRow(path, number, f"broken JSON: {error.msg} at column {error.colno}", excerpt(line))
+        reason = f"broken JSON: {error.msg} at column {error.colno}"
+        return Row(path, number, line, problem=UnusableError(reason))
     except (ValueError, RecursionError) as error:
-        return BadRow(path, number, f"broken JSON: {error}", excerpt(line))
+        return Row(path, number, line, problem=UnusableError(f"broken JSON: {error}"))
     return _as_row(path, number, record)
 
 
-def _as_row(path: Path, number: int, record: Any) -> Row | BadRow:
+def _as_row(path: Path, number: int, record: Any) -> Row:
     if not isinstance(record, dict):
         reason = f"not an object: the row is a {type(record).__name__}, expected columns with names"
-        return BadRow(path, number, reason, excerpt(record))
+        return Row(path, number, record, problem=UnusableError(reason))
     return Row(path, number, record)
 
 
-def _iter_json(path: Path) -> Iterator[Row | BadRow]:
+def _iter_json(path: Path) -> Iterator[Row]:
     with _open(path) as file:
         raw = file.read()
     try:
@@ -73,7 +74,7 @@ def _iter_json(path: Path) -> Iterator[Row | BadRow]:
         yield _as_row(path, number, record)
 
 
-def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[Row | BadRow]:
+def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -84,7 +85,7 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[Row | BadRow
                 for record in _batch_records(batch):
                     number += 1
                     if isinstance(record, str):
-                        yield BadRow(path, number, record, "")
+                        yield Row(path, number, "", problem=UnusableError(record))
                     else:
                         values = {name: _without_nulls(value) for name, value in record.items()}
                         yield Row(path, number, values, unread)

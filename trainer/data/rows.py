@@ -34,30 +34,22 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 EXCERPT_CHARS = 200
 
 
+class UnusableError(Exception):
+    """Why a row cannot be trained on, as `kind: detail`; on its way from row to sample it stands for the row."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One object of a data file; `line` counts from 1 (the row in parquet, the element in a json array)."""
 
     file: Path
     line: int
-    record: dict[str, Any]
+    record: Any
+    """Columns by name; of a row that cannot be read what stands there instead."""
     unread: tuple[str, ...] = ()
     """Names of columns that the file has besides those in `record`."""
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be trained on; `reason` reads `kind: detail`."""
-
-    file: Path
-    line: int
-    reason: str
-    excerpt: str
-
-    @property
-    def kind(self) -> str:
-        """The reason without its details: what rows are counted by."""
-        return self.reason.split(":", 1)[0]
+    problem: UnusableError | None = None
+    """Why it cannot be read."""
 
 
 def location(file: Path, line: int) -> str:

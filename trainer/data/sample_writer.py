@@ -17,7 +17,7 @@ from trainer.data.bad_rows import BadRows
 from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import RowKeys, to_conversation
 from trainer.data.readers import iter_rows
-from trainer.data.rows import BadRow, Row, excerpt
+from trainer.data.rows import Row, UnusableError
 
 SAMPLES_PER_WRITE = 256  # to write and hash a sample alone costs more than to make it
 BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
@@ -87,15 +87,10 @@ class SampleWriter:
         with self._stack:
             self._write_pending()
 
-    def reject(self, row: BadRow) -> None:
-        """Count and list a row that cannot be trained on."""
-        self._counts["num_rows"] += 1
-        self.bad_rows.add(row)
-
-    def add(self, row: Row, file_index: int, encoded: Encoded | str) -> None:
-        """Append a sample, cut to the longest length, or drop its row, or reject it (a text is the reason)."""
-        if isinstance(encoded, str):
-            return self._reject(row, encoded)
+    def add(self, row: Row, file_index: int, encoded: Encoded | UnusableError) -> None:
+        """Append a sample, cut to the longest length, or drop its row, or count and list it among the bad ones."""
+        if isinstance(encoded, UnusableError):
+            return self._reject(row, str(encoded))
         max_length, truncation = self.options.max_length, self.options.truncation
         num_cut = max(0, len(encoded.input_ids) - max_length)
         if num_cut and truncation == "error":
@@ -140,7 +135,8 @@ class SampleWriter:
         self._over_long_rows.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def _reject(self, row: Row, reason: str) -> None:
-        self.reject(BadRow(row.file, row.line, reason, excerpt(row.record)))
+        self._counts["num_rows"] += 1
+        self.bad_rows.add(row, reason)
 
     def summary(self, encoder: ChatEncoder) -> Summary:
         digests = [self._arrays[name].sha256.hexdigest() for name in ("input_ids", "loss_mask", "offsets")]
@@ -192,18 +188,13 @@ def write_samples(
     """Every row of `files`, in order, into `writer`, a bounded number of rows at a time; `progress` after each."""
     keys, limit = writer.options.keys, writer.options.max_samples
     rows, ahead = itertools.tee(itertools.islice(_located_rows(files, keys), limit if limit >= 0 else None))
-    parsed = (row if isinstance(row, BadRow) else to_conversation(row, keys) for _, row in ahead)
+    parsed = (to_conversation(row, keys) for _, row in ahead)
     for (file_index, row), result in zip(rows, encoder.encode(parsed), strict=True):
-        if isinstance(row, BadRow):
-            writer.reject(row)
-        elif isinstance(result, BadRow):
-            writer.reject(result)
-        else:
-            writer.add(row, file_index, result)
+        writer.add(row, file_index, result)
         progress()
 
 
-def _located_rows(files: list[Path], keys: RowKeys) -> Iterator[tuple[int, Row | BadRow]]:
+def _located_rows(files: list[Path], keys: RowKeys) -> Iterator[tuple[int, Row]]:
     for file_index, path in enumerate(files):
         for row in iter_rows(path, keys.columns):
             yield file_index, row

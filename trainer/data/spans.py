@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.conversation import Message
-from trainer.data.template import ChatTemplate, Tools, UnusableError
+from trainer.data.rows import UnusableError
+from trainer.data.template import ChatTemplate, Tools
 from trainer.data.tokens import MarkedText, Span
 
 FIX = "use a template with generation tags (data.chat_template)"

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.conversation import Message
+from trainer.data.rows import UnusableError
 from trainer.data.tokens import Span
 from trainer.errors import DataError
 
@@ -35,10 +36,6 @@ def _tool_probe(arguments: object) -> list[Message]:
         {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "Sunny."},
         {"role": "assistant", "content": "It is sunny."},
     ]
-
-
-class UnusableError(Exception):
-    """Why a conversation cannot be encoded, as `kind: detail`."""
 
 
 class ChatTemplate:
