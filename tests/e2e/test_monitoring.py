@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from runs import REPOSITORY, SMALL, environment, run
-
 from trainer.catalogue import CATALOGUE, lookup
+
 from trainer.tracking import read_metrics
 
 NEEDS_CUDA = ("memory/", "system/gpu_", "throughput/train/mfu")

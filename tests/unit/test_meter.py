@@ -10,11 +10,10 @@ import torch
 from toy import OneSource
 
 from trainer.batch import StepBatch
-from trainer.catalogue import lookup
 from trainer.data.batch_plan import Limits
 from trainer.data.facts import deal_facts, length_facts
 from trainer.data.loader import RankPlan, build_step
-from trainer.guard.user_rules import SIGNALS
+from trainer.metrics import find as lookup
 from trainer.monitor.clock import PhaseClock
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan

@@ -10,9 +10,9 @@ from ranks import run_ranks
 from toy import OneSource
 
 from trainer.batch import LossOutput, document_sums
-from trainer.catalogue import lookup
 from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, build_step, pack
+from trainer.metrics import find as lookup
 from trainer.monitor.validation import Validation
 from trainer.runtime.distributed import World
 

@@ -9,46 +9,43 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.catalogue import (
-    CADENCES,
-    CATALOGUE,
-    DIRECTIONS,
-    DOMAINS,
-    GROUPS,
-    PLACEHOLDERS,
-    REDUCERS,
-    STATUS,
-    Metric,
-    lookup,
-    split_reducer,
-)
 from trainer.cli.arguments import Parser
 from trainer.config import ConfigError, did_you_mean
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_DONE, EXIT_USAGE
+from trainer.metrics import METRICS
+from trainer.metrics.table import ALIASES
+from trainer.metrics.words import BETTER, EVERY, GROUPS, OVER_RANKS, PLACEHOLDERS, REDUCERS, Metric, split_reducer
+from trainer.report.foreign_metrics import FOREIGN, Foreign, lookup
 
 INTRODUCTION = """\
 # Metrics
 
-Made from `trainer/catalogue/metrics.txt` by `python -m trainer.cli.metrics --write docs/metrics.md`;
-`python -m trainer.cli.metrics KEY` tells the same of one key. Any other key can be logged as well.
+What this trainer logs, made from `trainer/metrics/table.py` by `python -m trainer.cli.metrics --write docs/metrics.md`;
+`python -m trainer.cli.metrics KEY` tells the same of one key. Any other key can be logged as well. A suffix such as
+`@sum` on a logged key says how ranks were reduced and is taken off.
+"""
+OTHER_NAMES = """\
+## Other names
 
-Keys in *italics* are only declared: names that reinforcement learning or other trainers use, for whoever logs them
-through `Tracking` and for the report on their logs. All others this trainer computes. `eval/` is read as `val/`. A
-suffix such as `@sum` on a logged key names its reducer and is taken off. ROLL is Alibaba's trainer for reinforcement
-learning; some keys have the names of its logs.
+The same values under names that other systems use, only where asked for: `trainer.roll_detail` = checkpoint or step.
+ROLL is Alibaba's trainer for reinforcement learning.
+"""
+FOREIGN_NAMES = """\
+## Metrics of other trainers
+
+This trainer computes none of these: they are names that reinforcement learning or other trainers use, for whoever logs
+them through `Tracking` and for the report on their logs. `eval/` is read as `val/`.
 """
 
 
 def main(argv: list[str]) -> int:
     try:
         arguments = _parser().parse_args(argv)
-        metrics = [_known(key) for key in arguments.keys]
+        found = ["\n".join(details(key)) for key in arguments.keys]
         if arguments.write is not None:
             arguments.write.write_text(page(), encoding="utf-8")
-        elif metrics:
-            print("\n\n".join("\n".join(details(metric)) for metric in metrics))
         else:
-            print("\n".join(listing()))
+            print("\n\n".join(found) if found else "\n".join(listing()))
     except ConfigError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -65,42 +62,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _known(key: str) -> Metric:
-    metric = lookup(key)
-    if metric is None:
-        near = did_you_mean(split_reducer(key)[0], (metric.key for metric in CATALOGUE), most=3)
-        hint = near or "without a key this command lists all"
-        raise ConfigError(f"unknown metric '{key}': {hint}")
-    return metric
-
-
 def listing() -> Iterator[str]:
-    """All metrics for a terminal, two lines each, under a heading per group."""
+    """All metrics for a terminal, two lines each, under a heading per group; last those of other trainers."""
     for group, metrics in by_group().items():
         yield f"{group}: {GROUPS[group]}"
         for metric in metrics:
-            status = "" if metric.is_emitted else "declared only"
-            words = (metric.unit, metric.reducer, metric.cadence, metric.direction, status)
-            yield f"  {metric.key:40} {words[0]:10} {words[1]:5} {words[2]:11} {words[3]:7} {words[4]}".rstrip()
+            yield f"  {metric.key:40} {metric.unit:10} {metric.over_ranks:7} {metric.every:11} {metric.better}"
             yield f"      {metric.meaning}"
         yield ""
+    yield "other names, where asked for:"
+    yield from (f"  {name:40} {alias.of} {alias.note}" for name, alias in ALIASES.items())
+    yield "\nmetrics of other trainers:"
+    for foreign in FOREIGN:
+        yield f"  {foreign.key:40} {foreign.unit:10} {'':19} {foreign.better}"
+        yield f"      {foreign.meaning}"
+    yield ""
     yield from (f"{placeholder}: {meaning}" for placeholder, (_, meaning) in PLACEHOLDERS.items())
 
 
-def details(metric: Metric) -> Iterator[str]:
-    """All that is known about one metric."""
+def details(key: str) -> Iterator[str]:
+    """All that is known about one metric. Raises `ConfigError` for a key that is not."""
+    metric, (_, reducer) = lookup(key), split_reducer(key)
+    if metric is None:
+        known = [*METRICS, *ALIASES, *(foreign.key for foreign in FOREIGN)]
+        hint = did_you_mean(split_reducer(key)[0], known, most=3) or "without a key this command lists all"
+        raise ConfigError(f"unknown metric '{key}': {hint}")
     yield metric.key
-    facts = {
-        "meaning": metric.meaning,
-        "unit": metric.unit,
-        "reduced": REDUCERS[metric.reducer],
-        "logged": CADENCES[metric.cadence],
-        "good": DIRECTIONS[metric.direction],
-        "used in": DOMAINS[metric.domain],
-        "status": STATUS["emitted" if metric.is_emitted else "declared"],
-        "configured": ", ".join(metric.config),
-        "answers": ", ".join(metric.lines),
-    }
+    facts = {"meaning": metric.meaning, "unit": metric.unit}
+    if isinstance(metric, Metric):
+        facts |= {"over ranks": OVER_RANKS[metric.over_ranks], "logged": EVERY[metric.every].replace("`", "")}
+        facts |= {"configured": ", ".join(metric.config)}
+    facts |= {"reduced": REDUCERS[reducer]} if reducer is not None else {}
+    facts |= {"good": BETTER[metric.better]}
+    facts |= {"status": "of other trainers, known by name only"} if isinstance(metric, Foreign) else {}
     facts |= {name: meaning for name, (_, meaning) in PLACEHOLDERS.items() if name in metric.key}
     yield from (f"  {name:10}  {fact}" for name, fact in facts.items() if fact)
 
@@ -110,26 +104,31 @@ def page() -> str:
     lines = [INTRODUCTION]
     for group, metrics in by_group().items():
         lines += [f"## {group.capitalize()}", "", f"{GROUPS[group].capitalize()}.", ""]
-        lines += ["| key | unit | reduced | when | good | meaning |", "|---|---|---|---|---|---|"]
+        lines += ["| key | unit | over ranks | when | good | meaning |", "|---|---|---|---|---|---|"]
         lines += [_row(metric) for metric in metrics]
         lines.append("")
-    lines += ["## Words", "", "| word | meaning |", "|---|---|"]
+    lines += [OTHER_NAMES, "| key | unit | the same as |", "|---|---|---|"]
+    lines += [f"| `{name}` | {alias.unit} | `{alias.of}` {alias.note} |" for name, alias in ALIASES.items()]
+    lines += ["", FOREIGN_NAMES, "| key | unit | good | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{m.key}` | {m.unit} | {m.better} | {_escaped(m.meaning)} |" for m in FOREIGN]
+    lines += ["", "## Words", "", "| word | meaning |", "|---|---|"]
     placeholders = {f"`{name}`": meaning for name, (_, meaning) in PLACEHOLDERS.items()}
-    lines += [f"| {word} | {meaning} |" for word, meaning in (REDUCERS | CADENCES | DIRECTIONS | placeholders).items()]
+    lines += [f"| {word} | {meaning} |" for word, meaning in (OVER_RANKS | EVERY | BETTER | placeholders).items()]
     return "\n".join([*lines, ""])
 
 
 def _row(metric: Metric) -> str:
-    key = f"`{metric.key}`" if metric.is_emitted else f"*`{metric.key}`*"
     configured = f" Configured by {', '.join(f'`{name}`' for name in metric.config)}." if metric.config else ""
-    meaning = metric.meaning.replace("<", "\\<").replace("|", "\\|") + configured
-    return f"| {key} | {metric.unit} | {metric.reducer} | {metric.cadence} | {metric.direction} | {meaning} |"
+    words = (metric.unit, metric.over_ranks, metric.every, metric.better, _escaped(metric.meaning) + configured)
+    return f"| `{metric.key}` | {' | '.join(words)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("<", "\\<").replace("|", "\\|")
 
 
 def by_group() -> dict[str, list[Metric]]:
-    """The metrics of each group; first those that this trainer computes."""
-    ordered = sorted(CATALOGUE, key=lambda metric: not metric.is_emitted)
-    return {group: [metric for metric in ordered if metric.group == group] for group in GROUPS}
+    return {group: [metric for metric in METRICS.values() if metric.group == group] for group in GROUPS}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from trainer.config import TrainerConfig
 from trainer.detection import Detector, Level, StepAnomaly, StepLimits
 from trainer.detection.overfit import OverfitJudge
 from trainer.guard.user_rules import parse_rules, skip_limits
+from trainer.metrics import with_aliases
 from trainer.progress import History, Rollbacks
 
 NUM_EARLY_STEPS = 100
@@ -74,7 +75,7 @@ class Guard:
         """What to do after a step whose update was made, or left out on the device."""
         self.num_skipped += is_skipped
         self._count_nonfinite(step, signals)
-        decisions = [self._decide(anomaly) for anomaly in self._detector.observe(step, signals)]
+        decisions = [self._decide(anomaly) for anomaly in self._detector.observe(step, with_aliases(signals))]
         if is_skipped and all(isfinite(signals[key]) for key in SKIPPABLE):
             self._tell("skip", step, "update left out: loss or gradient norm beyond its limit", "warn")
         decision = _all_of(decisions)

@@ -3,42 +3,9 @@
 from collections.abc import Sequence
 from math import inf
 
+from trainer import metrics
 from trainer.config import ConfigError, did_you_mean
 from trainer.detection import RuleError, StepLimits, UserRule, parse_rule
-
-_LENGTHS = [f"train/seq_{kind}_len_{of}" for kind in ("prompt", "completion", "total") for of in ("mean", "max", "p95")]
-SIGNALS = (
-    "train/loss",
-    "train/lr(1e-3)",
-    "train/lr",
-    "train/grad_norm",
-    "train/ppl",
-    "train/loss_max_rank",
-    "train/nonfinite",
-    *_LENGTHS,
-    "train/total_token_count",
-    "train/total_valid_token_count",
-    "data/valid_token_frac",
-    "data/pad_frac",
-    "data/token_imbalance",
-    "data/empty_label",
-    "data/packing_efficiency",
-    "optim/clip_coef",
-    "memory/cpu/rss_gib",
-    "memory/allocated_gib",
-    "memory/reserved_gib",
-    "memory/max_allocated_gib",
-    "memory/max_reserved_gib",
-    "memory/allocated_frac",
-    "memory/reserved_frac",
-    "memory/max_allocated_frac",
-    "memory/max_reserved_frac",
-    "memory/alloc_retries",
-    "memory/ooms",
-    "memory/fragmentation",
-    "time/train/data_s_max",
-)
-"""What `Meter.signals` may give: values that all ranks agree on bit by bit."""
 
 
 def parse_rules(texts: Sequence[str]) -> tuple[UserRule, ...]:
@@ -55,8 +22,9 @@ def parse_rules(texts: Sequence[str]) -> tuple[UserRule, ...]:
 def require_known_keys(rules: Sequence[UserRule]) -> None:
     """Raises `ValueError` for a rule about a metric the guard does not see: ranks could not agree on it."""
     for rule in rules:
-        if unknown := [key for key in rule.keys if key not in SIGNALS]:
-            hint = did_you_mean(unknown[0], SIGNALS) or f"it sees {', '.join(SIGNALS)}"
+        if unknown := [key for key in rule.keys if not metrics.is_signal(key)]:
+            seen = [metric.key for metric in metrics.by_group() if metrics.is_signal(metric.key)]
+            hint = did_you_mean(unknown[0], seen) or f"it sees {', '.join(seen)}"
             raise ValueError(f"rule '{rule.text}': the guard does not see '{unknown[0]}'; {hint}")
 
 

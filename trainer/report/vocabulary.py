@@ -6,7 +6,8 @@ A role is named by the first of its keys that a log has; which one that is depen
 import re
 from dataclasses import dataclass, replace
 
-from trainer.catalogue import lookup
+from trainer import metrics
+from trainer.report.foreign_metrics import lookup
 
 ROLES: dict[str, tuple[str, ...]] = {
     "loss": ("train/loss", "loss"),
@@ -107,15 +108,23 @@ _TABLE: tuple[tuple[str, Meaning], ...] = tuple(
         ("ckpt/.*|obs/.*|num_tokens", "state", "", "none", "how far the run is"),
     )
 )
-_OTHER = Meaning("other", "", "none", "not in the catalogue")
+_OTHER = Meaning("other", "", "none", "nothing is known about it")
+
+
+_GROUPS = {"validation": "optimisation", "guard": "optimisation"}
+"""Groups of the table of metrics that a report shows as another."""
 
 
 def meaning(key: str) -> Meaning:
-    """Of a key; what the catalogue says of it comes first, and group `other` stands for one nothing is known about."""
-    entry, metric = _entry(key), lookup(key)
-    return (
-        entry if metric is None else replace(entry, unit="" if metric.unit == "1" else metric.unit, text=metric.meaning)
-    )
+    """Of a key: our own metrics' is that of their table; group `other` stands for one nothing is known about."""
+    if (own := metrics.find(key)) is not None:
+        return Meaning(_GROUPS.get(own.group, own.group), _unit(own.unit), own.better, own.meaning)
+    entry, known = _entry(key), lookup(key)
+    return entry if known is None else replace(entry, unit=_unit(known.unit), text=known.meaning)
+
+
+def _unit(unit: str) -> str:
+    return "" if unit == "1" else unit
 
 
 def _entry(key: str) -> Meaning:

@@ -2,32 +2,21 @@
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from trainer.metrics import METRICS
 from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
 FIELDS: dict[str, Callable[[float], str]] = {
-    "train/loss": lambda value: f"loss {value:.4f}",
-    "train/lr(1e-3)": lambda value: f"lr {value * 1e-3:.2e}",
-    "train/grad_norm": lambda value: f"grad_norm {value:.2f}",
+    **{key: metric.console for key, metric in METRICS.items() if metric.console is not None},
     "train/reward_mean": lambda value: f"reward {value:.3f}",
     "train/accuracy_mean": lambda value: f"accuracy {value:.3f}",
-    "throughput/train/tokens_per_s": lambda value: f"{value:,.0f} tok/s",
-    "train/time(s)": lambda value: f"{value:.2f} s",
-    "progress/eta_s": lambda value: f"eta {timedelta(seconds=round(value))}",
-    "val/loss": lambda value: f"val/loss {value:.4f}",
-    "val/loss_stderr": lambda value: f"± {value:.4f}",
-    "val/token_accuracy": lambda value: f"accuracy {value:.3f}",
-    "val/best_loss": lambda value: f"best {value:.4f}",
-    "val/best_step": lambda value: f"at step {value:.0f}",
-    "val/samples": lambda value: f"{value:,.0f} samples",
 }
-"""What a line shows of a row, in this order."""
+"""What a line shows of a row, in this order: of our own metrics, and of those that callers often log."""
 JOINED = ("±", "at step")
 """What belongs to the part before it."""
 

@@ -10,9 +10,12 @@ import io
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from trainer.errors import EXIT_DONE
+from trainer.metrics import METRICS
+from trainer.metrics.words import Metric
 from trainer.runtime.atomic_files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
@@ -24,11 +27,47 @@ logger = logging.getLogger(__name__)
 FILE_NAMES = {"train": "training_history.csv", "val": "validation_history.csv"}
 PREFIXES = ("train/", "val/", "eval/")
 SPREAD = ("reward", "accuracy", "latency")
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of a history: the metric as `_plain` names it, and what becomes of its values."""
+
+    name: str
+    metric: str
+    reduce: Callable[[Sequence[float]], float]
+    factor: float
+
+    @classmethod
+    def of(cls, metric: Metric) -> "Column":
+        name, way = metric.csv.split()
+        return cls(name, _bare(metric.key), REDUCED[way], 1e-3 if metric.unit == "1e-3" else 1)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Of counts a count."""
+    return sum(values) if all(isinstance(value, int) for value in values) else math.fsum(values)
+
+
+def _bare(key: str) -> str:
+    """In lower case and without the phase: `Train/Reward_Mean` becomes `reward_mean`."""
+    name = key.lower()
+    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
+
+
+REDUCED = {"sum": _sum, "last": lambda values: values[-1], "median": statistics.median}
+"""How the values of an epoch's steps become one."""
+_SHOWN_METRICS = [metric for metric in METRICS.values() if metric.csv]
+COLUMNS = {
+    "train": [Column.of(metric) for metric in _SHOWN_METRICS if metric.every != "eval"],
+    "val": [Column.of(metric) for metric in _SHOWN_METRICS if metric.every == "eval"],
+}
+"""Of each history the columns that are one metric, in the order of the table."""
 USED = {
-    "loss", "total_valid_token_count", "total_token_count", "lr(1e-3)", "grad_norm", "time(s)", "samples",
-    "time/eval/total_s", "budget_violation_rate",
+    *("loss", "total_valid_token_count", "budget_violation_rate"),
     *(f"{name}{part}" for name in SPREAD for part in ("", "_mean", "_std")),
-}  # fmt: skip
+    *(column.metric for columns in COLUMNS.values() for column in columns),
+}
 """Metrics that a line is made of; of a run without such a metric it lacks the column."""
 SHOWN = ("loss", "steps", "tokens", "seconds")
 
@@ -118,14 +157,8 @@ def _epoch(row: MetricsRow) -> int:
 
 
 def _plain(data: Mapping[str, float]) -> dict[str, float]:
-    """What is used, in lower case and without the phase: `Train/Reward_Mean` becomes `reward_mean`."""
-    plain = {}
-    for key, value in data.items():
-        name = key.lower()
-        name = next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
-        if name in USED:
-            plain[name] = value
-    return plain
+    """What is used, under bare names."""
+    return {name: value for key, value in data.items() if (name := _bare(key)) in USED}
 
 
 def _training_line(rows: Mapping[int, Mapping[str, float]]) -> Cells:
@@ -136,25 +169,20 @@ def _training_line(rows: Mapping[int, Mapping[str, float]]) -> Cells:
     if num_tokens := sum(num_tokens for _, num_tokens in finite):
         cells["loss"] = math.fsum(loss * num_tokens for loss, num_tokens in finite) / num_tokens
     cells |= _spreads(values)
-    cells |= {"steps": len(rows), "last_step": max(rows)}
-    if tokens := _finite(values, "total_token_count"):
-        cells["tokens"] = sum(tokens)
-    if rates := _finite(values, "lr(1e-3)"):
-        cells["lr"] = rates[-1] * 1e-3
-    if norms := _finite(values, "grad_norm"):
-        cells["grad_norm"] = statistics.median(norms)
-    if times := _finite(values, "time(s)"):
-        cells["seconds"] = math.fsum(times)
+    cells |= {"steps": len(rows), "last_step": max(rows), **_columns("train", values)}
     return cells | {"nonfinite_steps": len(losses) - len(finite)}
 
 
 def _validation_line(rows: Mapping[int, Mapping[str, float]]) -> Cells:
     step = max(rows)
     last = rows[step]
-    names = {"samples": "samples", "valid_tokens": "total_valid_token_count", "seconds": "time/eval/total_s"}
     cells: Cells = {"loss": last["loss"]} if "loss" in last else {}
-    cells |= {**_spreads([last]), "step": step}
-    return cells | {column: last[name] for column, name in names.items() if name in last}
+    return cells | {**_spreads([last]), "step": step, **_columns("val", [last])}
+
+
+def _columns(kind: str, rows: Sequence[Mapping[str, float]]) -> Cells:
+    values = {column: _finite(rows, column.metric) for column in COLUMNS[kind]}
+    return {column.name: column.reduce(found) * column.factor for column, found in values.items() if found}
 
 
 def _spreads(rows: Sequence[Mapping[str, float]]) -> Cells:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.metrics.words import split_reducer
 from trainer.runtime.json_lines import AppendFile, JsonLines
 
 FILE_NAME = "metrics.jsonl"
@@ -26,8 +27,6 @@ CLOCK_TICK_S = 0.001
 """Of `ts`."""
 START, ROLLBACK = "start", "rollback"
 MARKERS = (START, ROLLBACK)
-REDUCERS = frozenset({"mean", "sum", "max", "min", "p50", "p99", "std"})
-"""Suffixes such as `x@sum` that tell how ranks are reduced: the caller's business, no part of the name."""
 
 
 _COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":([\d.]+)[,}]')
@@ -78,8 +77,7 @@ def _checked(data: Mapping[str, Any]) -> dict[str, float]:
                 f"metric '{key}' is a {type(value).__name__}, not an int or float: reduce it and read it back "
                 f"(.item()) before logging"
             )
-        name, _, reducer = key.rpartition("@")
-        name = name if name and reducer in REDUCERS else key
+        name, _ = split_reducer(key)
         if name in RESERVED:
             raise ValueError(f"metric '{key}' collides with a column of {FILE_NAME}: rename it, e.g. 'train/{name}'")
         if name in numbers:

@@ -2,6 +2,8 @@
 
 import re
 
+from trainer.metrics.words import split_reducer
+
 ALIASES: dict[str, tuple[str, float]] = {
     # The learning rate in thousandths, as verl and we print it, and as MLflow and TensorBoard clean the name.
     "train/lr(1e-3)": ("train/lr", 1e-3),
@@ -61,14 +63,13 @@ ALIASES: dict[str, tuple[str, float]] = {
     "lm loss validation": ("val/loss", 1.0),
 }
 
-_REDUCER = re.compile(r"@(?:sum|mean|max|min|last|p50|p99|std)$")
 _RL = re.compile(r"train/(kl$|reward$|reward_std$|frac_reward_zero_std$|rewards/|completions/|clip_ratio)")
 """TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard; without it is their name."""
 
 
 def canonical(name: str) -> tuple[str, float]:
     """Our key for a name in any log, and the factor that brings its values to our unit."""
-    name = _REDUCER.sub("", name)
+    name, _ = split_reducer(name)
     if name.startswith(("Train/", "Val/", "Eval/", "Validation/")):
         name = name.lower()
     for prefix in ("eval/", "eval_", "validation/"):

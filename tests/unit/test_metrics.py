@@ -1,4 +1,4 @@
-"""The catalogue of metrics: every key is found, its words are known, its page is up to date."""
+"""The table of metrics: every key is found, views of it agree, its page is up to date."""
 
 import ast
 import re
@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from acceptance.table import all_lines
 
-from trainer import catalogue
-from trainer.catalogue import CATALOGUE, PLACEHOLDERS, Metric, lookup, parse, split_reducer
+from trainer import metrics
 from trainer.cli import metrics as command
 from trainer.config import known_keys
+from trainer.metrics import METRICS
+from trainer.metrics.table import ALIASES
+from trainer.metrics.words import GROUPS, PLACEHOLDERS, Metric, pattern, split_reducer
+from trainer.report.foreign_metrics import FOREIGN, Foreign, lookup
 from trainer.tracking import Tracking, read_metrics
 
 EXAMPLES = {
@@ -20,7 +23,6 @@ EXAMPLES = {
     "<group>": "no_decay",
     "<block>": "model.layers.3",
     "<name>": "Format",
-    "<phase>": "data",
     "<infix>": "sft/do_checkpoint",
     "<edge>": "start",
     "<place>": "onload",
@@ -32,6 +34,7 @@ LOGGED = re.compile(
 LOGGING_FILES = (
     "loop",
     "run",
+    "guard",
     "batch.py",
     "monitor",
     "checkpoint",
@@ -99,11 +102,12 @@ RL_KEYS = {
     "S4.27": ["time/actor_train/generate/total", "time/actor_train/compute_log_probs/execute"],
 }
 """Lines marked F -> their keys as others log them."""
-OURS_TOO = ("S0.17", "S4.27")
+OURS_TOO = ("S4.27",)
 """Their keys this trainer logs as well, with phases of its own in the infix."""
+KNOWN: tuple[Metric | Foreign, ...] = (*METRICS.values(), *FOREIGN)
 
 
-def found(key: str) -> Metric:
+def found(key: str) -> Metric | Foreign:
     metric = lookup(key)
     assert metric is not None, key
     return metric
@@ -125,8 +129,7 @@ def test_keys_of_reinforcement_learning_are_declared_and_can_be_logged(line_id: 
         metric = found(key)
         assert metric.unit and metric.meaning, key
         if line_id not in OURS_TOO:
-            assert (metric.domain, metric.is_emitted) == ("rl", False), key
-            assert line_id in metric.lines, key
+            assert isinstance(metric, Foreign), f"{key}: this trainer computes it"
     tracking = Tracking("project", "experiment", [], {}, run_dir=tmp_path, total_steps=1)
     tracking.log(data, step=1)
     tracking.finish(0)
@@ -135,28 +138,31 @@ def test_keys_of_reinforcement_learning_are_declared_and_can_be_logged(line_id: 
 
 
 def test_keys_are_unique_and_every_group_has_some() -> None:
-    assert len({metric.key for metric in CATALOGUE}) == len(CATALOGUE) > 250
-    assert {metric.group for metric in CATALOGUE} == set(catalogue.GROUPS)
+    assert len({metric.key for metric in KNOWN} | set(ALIASES)) == len(KNOWN) + len(ALIASES) > 250
+    assert {metric.group for metric in METRICS.values()} == set(GROUPS)
 
 
-def test_lines_and_configuration_keys_that_it_names_exist() -> None:
-    known = {line.id for line in all_lines()} | set(known_keys())
-    assert [(m.key, link) for m in CATALOGUE for link in (*m.lines, *m.config) if link not in known] == []
+def test_configuration_keys_that_it_names_exist() -> None:
+    assert [(m.key, key) for m in METRICS.values() for key in m.config if key not in known_keys()] == []
+
+
+def test_other_names_and_other_ways_to_combine_are_of_metrics_that_exist() -> None:
+    assert [name for name, alias in ALIASES.items() if alias.of not in METRICS] == []
+    assert [metric.key for metric in METRICS.values() if metric.source not in METRICS] == []
 
 
 def test_meanings_are_sentences() -> None:
-    wrong = [metric.key for metric in CATALOGUE if not metric.meaning.endswith(".") or len(metric.meaning) < 15]
+    wrong = [metric.key for metric in KNOWN if not metric.meaning.endswith(".") or len(metric.meaning) < 15]
     assert wrong == []
 
 
-@pytest.mark.parametrize("metric", [metric for metric in CATALOGUE if "<" in metric.key], ids=lambda metric: metric.key)
-def test_a_key_with_placeholders_is_found_by_what_is_logged(metric: Metric) -> None:
+@pytest.mark.parametrize("metric", [metric for metric in KNOWN if "<" in metric.key], ids=lambda metric: metric.key)
+def test_a_key_with_placeholders_is_found_by_what_is_logged(metric: Metric | Foreign) -> None:
     key = metric.key
     for placeholder, example in EXAMPLES.items():
         key = key.replace(placeholder, example)
     assert "<" not in key
-    fitting = [other.key for pattern, other in catalogue._PATTERNS if pattern.fullmatch(key)]
-    assert fitting == [metric.key]
+    assert [other.key for other in KNOWN if "<" in other.key and pattern(other.key).fullmatch(key)] == [metric.key]
     assert lookup(key) is metric
     assert set(EXAMPLES) == set(PLACEHOLDERS)
 
@@ -168,14 +174,14 @@ def test_validation_mirrors_training() -> None:
     places = {"val/": "train/", "time/eval/": "time/train/", "throughput/eval/": "throughput/train/"}
     twins = [
         (metric, lookup(metric.key.replace(there, here, 1)))
-        for metric in CATALOGUE
+        for metric in KNOWN
         for there, here in places.items()
         if metric.key.startswith(there) and metric.key.removeprefix(there) not in alone and "score/" not in metric.key
     ]
     assert len(twins) > 25
     for metric, twin in twins:
         assert twin is not None, f"{metric.key} has no twin in training"
-        assert (twin.unit, twin.direction, twin.domain) == (metric.unit, metric.direction, metric.domain), metric.key
+        assert (twin.unit, twin.better) == (metric.unit, metric.better), metric.key
 
 
 @pytest.mark.covers("S0.5")
@@ -193,9 +199,7 @@ def test_names_of_reinforcement_learning_are_known_behind_train_and_val(key: str
 
 
 def test_a_suffix_names_the_reducer() -> None:
-    assert found("train/loss").reducer == "mean"
-    assert (found("train/loss@max").reducer, found("train/loss@max").key) == ("max", "train/loss")
-    assert found("eval/loss@p99").reducer == "p99"
+    assert found("train/loss@max") is found("train/loss") and found("eval/loss@p99") is found("val/loss")
     assert split_reducer("sft_train/loss@sum") == ("sft_train/loss", "sum")
     assert split_reducer("train/loss@often") == ("train/loss@often", None)
     assert split_reducer("@sum") == ("@sum", None)
@@ -212,43 +216,6 @@ def test_an_unknown_key_is_unknown(key: str) -> None:
     assert lookup(key) is None
 
 
-ENTRY = "[data]\na/b   1 mean down sft step emitted\n    What it means.\n"
-
-
-def test_an_entry_is_read() -> None:
-    (metric,) = parse(ENTRY + "    S0.1 S3.12 optim.lr\n\n# a remark\n")
-    assert metric == Metric(
-        key="a/b",
-        group="data",
-        unit="1",
-        reducer="mean",
-        direction="down",
-        domain="sft",
-        cadence="step",
-        is_emitted=True,
-        meaning="What it means.",
-        lines=("S0.1", "S3.12"),
-        config=("optim.lr",),
-    )
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("mean", "average", "'average' is none of sum, mean"),
-        ("step", "often", "'often' is none of step, eval"),
-        ("[data]", "[dates]", "'dates' is none of optimisation"),
-        ("a/b", "a/<b>", "'<b>' is none of <source>"),
-        ("emitted", "", "needs seven words"),
-        ("    What it means.\n", "", "needs seven words"),
-        ("means.\n", "means.\n    S0.1\n    S0.2\n", "needs seven words"),
-    ],
-)
-def test_a_wrong_entry_is_named(old: str, new: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"'a/.*{re.escape(message)}"):
-        list(parse(ENTRY.replace(old, new)))
-
-
 def keys_logged_in(source: str) -> set[str]:
     """Texts that look like keys of metrics; parts of f-strings do not count."""
     tree = ast.parse(source)
@@ -260,17 +227,16 @@ def keys_logged_in(source: str) -> set[str]:
 
 @pytest.mark.covers("S0.3")
 def test_keys_are_hierarchical() -> None:
-    assert [metric.key for metric in CATALOGUE if metric.is_emitted and "/" not in metric.key] == []
+    assert [key for key in METRICS if "/" not in key] == []
 
 
 @pytest.mark.covers("S0.34")
-def test_every_key_that_the_trainer_logs_is_in_the_catalogue(repository: Path) -> None:
+def test_every_key_that_the_trainer_logs_is_in_the_table(repository: Path) -> None:
     paths = [repository / "trainer" / name for name in LOGGING_FILES]
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     logged = {key for file in files for key in keys_logged_in(file.read_text(encoding="utf-8"))}
     assert len(logged) >= 15
-    assert [key for key in sorted(logged) if lookup(key) is None] == []
-    assert [key for key in sorted(logged) if not found(key).is_emitted] == []
+    assert [key for key in sorted(logged) if metrics.find(key) is None] == []
 
 
 def test_a_logged_key_is_recognised() -> None:
@@ -283,12 +249,11 @@ def test_a_logged_key_is_recognised() -> None:
 def test_the_page_of_metrics_is_up_to_date(repository: Path) -> None:
     page = (repository / "docs/metrics.md").read_text(encoding="utf-8")
     assert page == command.page(), "run: python -m trainer.cli.metrics --write docs/metrics.md"
-    for metric in CATALOGUE:
-        (row,) = [
-            line for line in page.splitlines() if line.startswith((f"| `{metric.key}` |", f"| *`{metric.key}`* |"))
-        ]
+    for metric in METRICS.values():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{metric.key}` |")]
         assert all(f"`{key}`" in row for key in metric.config)
-        assert f"| {metric.cadence} |" in row
+        assert f"| {metric.every} |" in row and f"| {metric.over_ranks} |" in row
+    assert all(f"| `{key}` |" in page for key in (*ALIASES, *(foreign.key for foreign in FOREIGN)))
 
 
 def test_the_page_is_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,13 +269,14 @@ def test_the_command_lists_all_and_starts_without_torch(repository: Path) -> Non
     done = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     first_words = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
-    assert {metric.key for metric in CATALOGUE} <= first_words
+    assert {metric.key for metric in KNOWN} | set(ALIASES) <= first_words
 
 
 def test_the_command_tells_what_is_known_of_a_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["val/loss", "memory/cpu/sft/eval/end/rss@max"]) == 0
     loss, rss = capsys.readouterr().out.split("\n\n")
-    assert "configured  trainer.test_freq, data.val_files" in loss
+    assert "logged      every validation, configured by trainer.test_freq" in loss
+    assert "configured  data.val_files, data.val_ratio" in loss
     assert "good        lower is better" in loss
     assert "largest of all ranks" in rss
     assert "<infix>" in rss

@@ -1,0 +1,113 @@
+"""The one table of metrics (floor 0): what each is, how ranks combine it, how it is shown; `put` gives one its value.
+
+A new metric is an entry of `table.py` and a `put` where its value is known: what its `over_ranks` says decides whether
+the value travels to the other ranks, and its row, the guard's rules, console, histories and docs/metrics.md follow.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from math import isnan, nan
+from statistics import fmean, median
+from typing import SupportsFloat
+
+from trainer.metrics.table import ALIASES, TABLE
+from trainer.metrics.words import COMBINED, GROUPS, OVER_RANKS, Metric, pattern
+
+METRICS: dict[str, Metric] = {metric.key: metric for metric in TABLE}
+"""By key, which may hold placeholders. Whoever adds one does so on every rank, before the run is built."""
+ABSENT = float("-inf")
+"""Stands in the packet for what a rank did not measure."""
+
+
+class UnknownMetricWarning(UserWarning):
+    """A value was put under a name that is not in the table; tests make it an error."""
+
+
+_values: dict[str, SupportsFloat] = {}
+
+
+def put(key: str, value: SupportsFloat) -> None:
+    """Give a metric this rank's value for the coming row; a later one replaces it. Never waits: tensors may be a
+    device's. What travels to other ranks (`COMBINED`) does so with the next step's packet, the rest only needs a row.
+    """
+    if find(key) is None:
+        near = "an entry in trainer/metrics/table.py says what it is and how ranks combine it"
+        warnings.warn(f"metric '{key}' is not in the table: {near}", UnknownMetricWarning, stacklevel=2)
+    _values[key] = value
+
+
+def take(over_ranks: Collection[str] = OVER_RANKS) -> dict[str, SupportsFloat]:
+    """Remove and return what was put of the metrics that are combined in these ways; unknown names are as rank 0's."""
+    taken = {key: value for key, value in _values.items() if _way(key) in over_ranks}
+    for key in taken:
+        del _values[key]
+    return taken
+
+
+def _way(key: str) -> str:
+    metric = find(key)
+    return "main" if metric is None else metric.over_ranks
+
+
+def find(key: str) -> Metric | None:
+    """The metric of that key, else the one whose placeholders fit, else what it is another name of, else None."""
+    if (metric := METRICS.get(key)) is not None:
+        return metric
+    if (alias := ALIASES.get(key)) is not None:
+        return replace(
+            METRICS[alias.of],
+            key=key,
+            unit=alias.unit,
+            every="asked",
+            meaning=f"{alias.of} {alias.note}.",
+            console=None,
+            csv="",
+        )
+    return next((metric for name, metric in METRICS.items() if "<" in name and pattern(name).fullmatch(key)), None)
+
+
+def by_group() -> list[Metric]:
+    return sorted(METRICS.values(), key=lambda metric: list(GROUPS).index(metric.group))
+
+
+def with_aliases(row: Mapping[str, float]) -> dict[str, float]:
+    """The row, and its values under their other names."""
+    return {**row, **{name: row[alias.of] * alias.factor for name, alias in ALIASES.items() if alias.of in row}}
+
+
+def is_signal(key: str) -> bool:
+    """Whether the guard may act on it: of every step, equal on all ranks bit by bit, and not the guard's own word."""
+    alias = ALIASES.get(key)
+    metric = find(key if alias is None else alias.of)
+    return metric is not None and metric.every == "step" and metric.over_ranks != "main" and metric.group != "guard"
+
+
+def travelling() -> tuple[str, ...]:
+    """The slots of each rank in a step's packet, in the same order on every rank."""
+    found = (metric.source for metric in METRICS.values() if metric.over_ranks in COMBINED and "<" not in metric.key)
+    return tuple(sorted(set(found)))
+
+
+def combined(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+    """The metrics that all ranks' values of the slots give, for those that any rank measured."""
+    found = {}
+    for metric in METRICS.values():
+        if metric.over_ranks in COMBINED and metric.source in by_rank:
+            values = {rank: value for rank, value in enumerate(by_rank[metric.source]) if value != ABSENT}
+            if values:
+                found[metric.key] = combine(metric.over_ranks, values)
+    return found
+
+
+def combine(over_ranks: str, values: Mapping[int, float]) -> float:
+    """One number of the values of ranks; NaN where any is one, whichever rank's."""
+    numbers = list(values.values())
+    if over_ranks == "slowest":
+        return max(values, key=lambda rank: values[rank])
+    if any(isnan(number) for number in numbers):
+        return nan
+    if over_ranks == "skew":
+        return max(numbers) / max(median(numbers), 1e-9)
+    ways: dict[str, Callable[[list[float]], float]] = {"sum": sum, "mean": fmean, "max": max, "min": min}
+    return ways[over_ranks](numbers)

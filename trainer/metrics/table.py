@@ -1,0 +1,283 @@
+"""The table: every metric that this trainer logs, in the order of a console line and of a history's columns."""
+
+from datetime import timedelta
+
+from trainer.metrics.words import Alias, Better, Every, Metric
+
+PHASES = {
+    "data": "Waiting for the next batch: above a tenth of the step, the loader holds training up.",
+    "shard": "Host batch to device batch: copying it to the device.",
+    "forward": "Forward pass over all micro-batches.",
+    "backward": "Backward pass over all micro-batches, with the gradient reduction.",
+    "optimizer": "Clipping and update of the weights.",
+    "logging": "Handing the metrics over.",
+    "guard": "Looking for anomalies.",
+    "other": "step_s minus all other phases: what nobody accounts for.",
+}
+"""What a step's time goes to, and what each phase is."""
+OF_STEP_BEFORE = (
+    "Of the step before this row's, as all ranks have told by then; in an attempt's first row rank 0's own."
+)
+_LENGTHS = {"prompt": "Unsupervised tokens", "completion": "Supervised tokens", "total": "All tokens"}
+_OF_LENGTHS = {"mean": ", mean.", "max": ", largest.", "p95": ": 95 % have no more."}
+_MEMORY = {
+    "allocated": "Device memory in tensors at the end of the step, fullest rank",
+    "reserved": "Device memory the allocator holds at the end of the step, fullest rank",
+    "max_allocated": "Peak of allocated memory since the last step, fullest rank",
+    "max_reserved": "Peak of reserved memory since the last step, fullest rank: what the card must have",
+}
+_NEARLY_FULL = ": above 0.95 the next long batch may not fit"
+_PLACES: tuple[tuple[str, str, Every], ...] = (("train", "training", "step"), ("val", "validation", "eval"))
+_HOST: tuple[tuple[str, Better, str], ...] = (("rss", "down", "memory of the process"), ("vms", "none", "addresses"))
+
+# fmt: off
+TABLE: tuple[Metric, ...] = (
+    # data
+    Metric("train/total_token_count", "token", "global", "data", "none", "step",
+           "Tokens of this step's batch over all ranks, without padding.", csv="tokens sum"),
+    Metric("train/total_valid_token_count", "token", "global", "data", "none", "step",
+           "Supervised tokens of this step's batch over all ranks; 0 = nothing to learn from."),
+    Metric("data/valid_token_frac", "share", "global", "data", "middle", "step",
+           "Supervised tokens / all tokens without padding."),
+    Metric("data/pad_frac", "share", "global", "data", "down", "step",
+           "Padding / all token slots that were computed.", config=("data.max_token_len_per_gpu",)),
+    Metric("data/packing_efficiency", "share", "global", "data", "up", "step",
+           "Tokens without padding / slots of the micro-batches at their largest size.",
+           config=("data.max_token_len_per_gpu",)),
+    Metric("data/truncated", "sample", "global", "data", "down", "rare",
+           "Samples of the training data that were cut to data.max_length.",
+           config=("data.truncation", "data.max_length")),
+    Metric("data/truncated_frac", "share", "global", "data", "down", "rare",
+           "The same as a share of all samples.", config=("data.truncation", "data.max_length")),
+    Metric("data/dropped", "sample", "global", "data", "down", "rare",
+           "Rows left out of training when the data was prepared: too long, or unusable.",
+           config=("data.truncation", "data.on_bad_row")),
+    Metric("data/empty_label", "sample", "global", "data", "down", "step",
+           "Samples of this step without one supervised token: they teach nothing."),
+    Metric("data/token_imbalance", "ratio", "global", "data", "down", "step",
+           "Tokens of the fullest rank / mean over ranks: 1 = even, the others wait for that rank."),
+    Metric("data/epoch_repeat", "epoch", "global", "data", "none", "rare",
+           "How often the data has been passed over so far.", config=("trainer.total_epochs",)),
+    Metric("actor/valid_samples", "sample", "global", "data", "up", "asked",
+           "Samples of the step with at least one supervised token, ROLL's name."),
+    Metric("actor/total_samples", "sample", "global", "data", "none", "asked", "Samples of the step, ROLL's name."),
+    Metric("actor/valid_sample_ratio", "share", "global", "data", "up", "asked", "valid_samples / total_samples."),
+    # length
+    *(Metric(f"{place}/seq_{kind}_len_{of}", "token", "global", "length", "none", every,
+             f"{tokens} of a {sample} sample{words}", config=("data.max_length",) if kind == "total" else ())
+      for place, sample, every in _PLACES
+      for kind, tokens in _LENGTHS.items()
+      for of, words in _OF_LENGTHS.items()),
+    # optimisation
+    Metric("train/loss", "nat/token", "global", "optimisation", "down", "step",
+           "Summed cross-entropy of all supervised tokens of the step, on all ranks, / their number: what training "
+           "lowers.", console=lambda value: f"loss {value:.4f}"),
+    Metric("train/loss_ema", "nat/token", "global", "optimisation", "down", "step",
+           "Bias-corrected exponential mean of train/loss with decay 0.98: the trend without the noise."),
+    Metric("train/loss_max_rank", "nat/token", "max", "optimisation", "down", "step",
+           "Mean loss of the rank where it is highest: far above train/loss, one rank has odd data."),
+    Metric("train/ppl", "1", "global", "optimisation", "down", "step",
+           "Perplexity, exp(train/loss), capped: among how many equally likely tokens the model still hesitates."),
+    Metric("train/nonfinite", "count", "sum", "optimisation", "down", "step",
+           "Micro-batches of this step, on any rank, whose loss was NaN or infinite."),
+    Metric("train/lr(1e-3)", "1e-3", "global", "optimisation", "none", "step",
+           "Learning rate that this step used (not the next step's), in thousandths: 0.01 means 1e-5.",
+           config=("optim.lr", "optim.lr_scheduler"), console=lambda value: f"lr {value * 1e-3:.2e}", csv="lr last"),
+    Metric("train/grad_norm", "1", "global", "optimisation", "middle", "step",
+           "L2 norm of the whole gradient over all ranks, before clipping; sudden multiples of its usual level are "
+           "spikes.", config=("optim.clip_grad",), console=lambda value: f"grad_norm {value:.2f}",
+           csv="grad_norm median"),
+    Metric("optim/clip_coef", "share", "global", "optimisation", "up", "step",
+           "Factor that clipping put on the gradient, min(1, clip_grad / grad_norm): 1 = not clipped.",
+           config=("optim.clip_grad",)),
+    Metric("optim/clipped_frac", "share", "global", "optimisation", "down", "step",
+           "Share of the last 100 steps whose gradient was clipped: near 1, the clip sets the step size, not optim.lr.",
+           config=("optim.clip_grad",)),
+    Metric("optim/param_norm", "1", "global", "optimisation", "none", "rare",
+           "L2 norm of all weights: steady growth without bound is a sign of trouble."),
+    Metric("optim/update_norm", "1", "global", "optimisation", "none", "rare",
+           "L2 norm of the change that one step makes to the weights."),
+    Metric("optim/update_ratio", "ratio", "global", "optimisation", "middle", "rare",
+           "update_norm / param_norm: about 1e-3 and below is usual, far more destroys what was learned."),
+    # validation
+    Metric("val/loss", "nat/token", "global", "validation", "down", "eval",
+           "Summed cross-entropy of validation samples / their supervised tokens; rising while train/loss falls: "
+           "overfitting.", config=("data.val_files", "data.val_ratio"), console=lambda value: f"val/loss {value:.4f}"),
+    Metric("val/loss_stderr", "nat/token", "global", "validation", "down", "eval",
+           "Standard error of val/loss over samples: smaller differences are noise.",
+           console=lambda value: f"± {value:.4f}"),
+    Metric("val/ppl", "1", "global", "validation", "down", "eval",
+           "Perplexity on the validation set, exp(val/loss), capped."),
+    Metric("val/token_accuracy", "share", "global", "validation", "up", "eval",
+           "Share of validation tokens to which the model gives the highest probability of all.",
+           console=lambda value: f"accuracy {value:.3f}"),
+    Metric("val/best_loss", "nat/token", "global", "validation", "down", "eval", "Lowest val/loss so far.",
+           console=lambda value: f"best {value:.4f}"),
+    Metric("val/best_step", "step", "global", "validation", "none", "eval",
+           "Step of the lowest val/loss: whose checkpoint to take.", console=lambda value: f"at step {value:.0f}"),
+    Metric("val/gap", "nat/token", "global", "validation", "down", "eval",
+           "val/loss - train/loss_ema: a growing gap is memorisation."),
+    Metric("val/samples", "sample", "global", "validation", "none", "eval",
+           "Validation samples the numbers stand on.", config=("data.val_max_samples",),
+           console=lambda value: f"{value:,.0f} samples", csv="samples last"),
+    Metric("val/tokens", "token", "global", "validation", "none", "eval",
+           "Tokens of the validation set, supervised or not."),
+    Metric("val/total_valid_token_count", "token", "global", "validation", "none", "eval",
+           "Supervised tokens of the validation set.", csv="valid_tokens last"),
+    # timing
+    Metric("throughput/train/tokens_per_s", "1/s", "main", "timing", "up", "step",
+           "Tokens of all ranks, without padding, / train/time(s).", console=lambda value: f"{value:,.0f} tok/s"),
+    Metric("throughput/train/valid_tokens_per_s", "1/s", "main", "timing", "up", "step",
+           "Supervised tokens of all ranks / train/time(s)."),
+    Metric("throughput/train/valid_tokens_per_s_update", "1/s", "main", "timing", "up", "step",
+           "Supervised tokens of all ranks / the time of this step's forward, backward and update: without waiting for "
+           "data."),
+    Metric("throughput/train/samples_per_s", "1/s", "main", "timing", "up", "step",
+           "Samples of all ranks / train/time(s)."),
+    Metric("throughput/train/tokens_per_s_per_gpu", "1/s", "main", "timing", "up", "step",
+           "tokens_per_s / number of devices."),
+    Metric("throughput/train/tokens_per_s_avg", "1/s", "main", "timing", "up", "step",
+           "tokens_per_s over the last 100 steps, without the first two of the attempt."),
+    Metric("throughput/train/tflops_per_gpu", "TFLOP/s", "main", "timing", "up", "step",
+           "Arithmetic that the model needs, per device: (6 N T + 6 M S + 6 L H d sum(len^2)) / train/time(s) with N "
+           "matrix parameters for T tokens, M of the head for S supervised ones; recomputation not counted."),
+    Metric("throughput/train/mfu", "share", "main", "timing", "up", "step",
+           "tflops_per_gpu / the device's peak in bfloat16; absent for a device whose peak is unknown."),
+    Metric("train/time(s)", "s", "main", "timing", "down", "step",
+           "Wall time of this step with its wait for data, without validation and checkpoint. Ranks wait for each "
+           "other in every step: the slowest sets it.", console=lambda value: f"{value:.2f} s", csv="seconds sum"),
+    *(Metric(f"time/train/{phase}_s", "s", "mean", "timing", "down", "step", f"{words} {OF_STEP_BEFORE}",
+             config=("data.num_workers",) if phase == "data" else ())
+      for phase, words in PHASES.items()),
+    *(Metric(f"time/train/{phase}_s_max", "s", "max", "timing", "down", "step",
+             f"time/train/{phase}_s on the rank where it is longest.", of=f"time/train/{phase}_s")
+      for phase in PHASES),
+    Metric("time/train/step_s", "s", "mean", "timing", "down", "step",
+           f"What the phases of this row add up to. {OF_STEP_BEFORE}"),
+    Metric("time/train/update_s", "s", "mean", "timing", "down", "step",
+           f"Forward, backward and optimizer together. {OF_STEP_BEFORE}"),
+    Metric("time/train/slowest_rank", "rank", "slowest", "timing", "none", "step",
+           "Rank whose data, copy, logging and guard time of the step before is longest: the others wait for it."),
+    Metric("time/train/rank_skew", "ratio", "skew", "timing", "down", "step",
+           "That rank's time / median over ranks: 1 = all alike.", of="time/train/slowest_rank"),
+    Metric("time/train/checkpoint_s", "s", "main", "timing", "down", "checkpoint",
+           "Training stood still this long for the last save.", config=("trainer.checkpoint.async_save",)),
+    Metric("time/train/checkpoint_bg_s", "s", "main", "timing", "down", "checkpoint",
+           "The last save's writing behind training.", config=("trainer.checkpoint.async_save",)),
+    Metric("time/train/eval_s", "s", "main", "timing", "down", "eval",
+           "Training stood still this long for the last validation."),
+    Metric("time/eval/data_s", "s", "main", "timing", "down", "eval", "Validation: waiting for batches."),
+    Metric("time/eval/forward_s", "s", "main", "timing", "down", "eval", "Validation: forward passes."),
+    Metric("time/eval/step_s", "s", "main", "timing", "down", "eval",
+           "Validation: one batch, mean over the batches."),
+    Metric("time/eval/total_s", "s", "main", "timing", "down", "eval", "Validation: all of it.", csv="seconds last"),
+    Metric("throughput/eval/tokens_per_s", "1/s", "main", "timing", "up", "eval",
+           "Validation: tokens of all ranks, without padding, / time/eval/total_s."),
+    Metric("throughput/eval/valid_tokens_per_s", "1/s", "main", "timing", "up", "eval",
+           "Validation: supervised tokens of all ranks / time/eval/total_s."),
+    Metric("throughput/eval/samples_per_s", "1/s", "main", "timing", "up", "eval",
+           "Validation: samples of all ranks / time/eval/total_s."),
+    Metric("time/<infix>/total", "s", "main", "timing", "down", "asked",
+           "Wall time of one operation from enter to exit.", config=("trainer.roll_detail",)),
+    Metric("time/<infix>/execute", "s", "main", "timing", "down", "asked",
+           "Its own work alone.", config=("trainer.roll_detail",)),
+    Metric("time/<infix>/onload", "s", "main", "timing", "down", "asked",
+           "Bringing states onto the device; 0, as this trainer moves none.", config=("trainer.roll_detail",)),
+    Metric("time/<infix>/offload", "s", "main", "timing", "down", "asked",
+           "Taking states back to host memory; 0, as this trainer moves none.", config=("trainer.roll_detail",)),
+    # memory
+    *(Metric(f"memory/{name}_gib", "GiB", "max", "memory", "down", "step", f"{words}.")
+      for name, words in _MEMORY.items()),
+    *(Metric(f"memory/{name}_frac", "share", "max", "memory", "down", "step",
+             f"{name} / memory of the device{_NEARLY_FULL * (name == 'max_reserved')}.")
+      for name in _MEMORY),
+    Metric("memory/alloc_retries", "count", "sum", "memory", "down", "step",
+           "Allocations that succeeded only after emptying the cache: memory is nearly full, steps are slow."),
+    Metric("memory/ooms", "count", "sum", "memory", "down", "step", "Allocations that failed for want of memory."),
+    Metric("memory/fragmentation", "share", "max", "memory", "down", "step",
+           "1 - allocated / reserved: memory held but not usable as it lies, worst rank."),
+    Metric("memory/cpu/rss_gib", "GiB", "max", "memory", "down", "step",
+           "Host memory of the training process, largest rank; steady growth is a leak."),
+    Metric("memory/cpu/vms_gib", "GiB", "max", "memory", "none", "rare", "Host address space of the same."),
+    *(Metric(f"memory/<infix>/<edge>/<place>/{name}/<device>", "GiB", "main", "memory", "down", "asked",
+             f"Device memory at one edge of an operation: {name}{', since it began' * name.startswith('max')}.",
+             config=("trainer.roll_detail",))
+      for name in _MEMORY),
+    *(Metric(f"memory/<infix>/end/onload/{name}_frac/<device>", "share", "main", "memory", "down", "asked",
+             f"{name} since the operation began / memory of the device.", config=("trainer.roll_detail",))
+      for name in _MEMORY if name.startswith("max")),
+    *(Metric(f"memory/cpu/<infix>/{edge}/{name}", "GiB", "main", "memory", better, "asked",
+             f"Host {words} when an operation {edge}s.", config=("trainer.roll_detail",))
+      for edge in ("start", "end")
+      for name, better, words in _HOST),
+    # state
+    Metric("progress/step", "step", "global", "state", "none", "step", "Finished optimizer steps, from 1."),
+    Metric("progress/epoch", "epoch", "global", "state", "none", "step",
+           "Passes over the training data, from 0.", config=("trainer.total_epochs",)),
+    Metric("progress/samples", "sample", "global", "state", "none", "step", "Samples trained on so far."),
+    Metric("progress/tokens", "token", "global", "state", "none", "step",
+           "Tokens trained on so far, without padding."),
+    Metric("progress/valid_tokens", "token", "global", "state", "none", "step", "Supervised tokens trained on so far."),
+    Metric("progress/pct", "%", "global", "state", "none", "step",
+           "Finished part of the run.", config=("trainer.total_training_steps",)),
+    Metric("progress/eta_s", "s", "main", "state", "down", "step",
+           "Seconds left: remaining steps times the median step, plus the validations and saves to come.",
+           console=lambda value: f"eta {timedelta(seconds=round(value))}"),
+    Metric("progress/elapsed_s", "s", "main", "state", "none", "step", "Seconds trained so far, over all attempts."),
+    Metric("progress/attempt", "count", "main", "state", "down", "step", "Which start of this run it is, from 1."),
+    Metric("progress/lost_steps", "step", "main", "state", "down", "step",
+           "Steps trained again after restarts.", config=("trainer.save_freq",)),
+    Metric("progress/goodput", "share", "main", "state", "up", "step",
+           "Time of steps that counted / wall time of all attempts."),
+    Metric("ckpt/bytes", "byte", "main", "state", "none", "checkpoint",
+           "Size of the last checkpoint.", config=("trainer.checkpoint.save_contents",)),
+    Metric("ckpt/save_s", "s", "main", "state", "down", "checkpoint",
+           "Time from the start of the last save to its commit."),
+    Metric("ckpt/kept", "count", "main", "state", "none", "checkpoint",
+           "Checkpoints on disk.", config=("trainer.max_ckpt_to_keep",)),
+    Metric("ckpt/age_steps", "step", "main", "state", "down", "step",
+           "Steps since the last good checkpoint: what a crash would cost.", config=("trainer.save_freq",)),
+    Metric("checkpoint/failed_in_a_row", "count", "main", "state", "down", "event",
+           "Saves that failed since the last good one."),
+    # guard
+    Metric("guard/loss_z", "1", "global", "guard", "middle", "step",
+           "Distance of train/loss from its recent median in robust standard deviations: above 8 is a spike."),
+    Metric("guard/grad_z", "1", "global", "guard", "middle", "step",
+           "The same of train/grad_norm: above 6 is a spike."),
+    Metric("guard/level", "1", "global", "guard", "down", "step",
+           "How bad the step is: 0 = nothing found, higher = worse."),
+    Metric("guard/spike_rate", "1/1000step", "global", "guard", "down", "step", "Events per 1000 steps."),
+    Metric("optim/skipped_steps", "step", "global", "guard", "down", "step",
+           "Updates left out so far, because loss or gradient was not finite or the guard said so.",
+           config=("trainer.max_nonfinite_steps",)),
+    Metric("data/skipped_batches", "count", "global", "guard", "down", "step",
+           "Batches that the guard's skip list left out so far."),
+    # other
+    Metric("system/gpu_util", "%", "mean", "other", "up", "timer",
+           "Time in which the GPU computed anything: below 80 % something holds it up. Needs nvidia-ml-py, the extra "
+           "`gpu`."),
+    Metric("system/gpu_util_min", "%", "min", "other", "up", "timer",
+           "The same on the GPU where it is lowest.", of="system/gpu_util"),
+    Metric("system/gpu_mem_util", "%", "mean", "other", "none", "timer",
+           "Time in which the GPU's memory was read or written."),
+    Metric("system/gpu_temp_c", "degC", "max", "other", "down", "timer", "Temperature of the hottest GPU."),
+    Metric("system/gpu_power_w", "W", "max", "other", "none", "timer", "Power of the GPU that draws most."),
+    Metric("system/cpu_util", "%", "main", "other", "none", "rare", "Use of the machine's processors."),
+    Metric("system/disk_free_gib", "GiB", "main", "other", "up", "rare", "Free space where the checkpoints go."),
+    Metric("obs/overhead_frac", "share", "main", "other", "down", "step",
+           "Time spent on watching / step time: at most 0.01."),
+    Metric("obs/queue_depth", "count", "main", "other", "down", "rare", "Rows that wait for the slowest tracker."),
+    Metric("obs/dropped_trackers", "count", "main", "other", "down", "rare",
+           "Trackers that failed or hung and get nothing more; metrics.jsonl has every row.",
+           config=("trainer.logger",)),
+)
+# fmt: on
+
+ALIASES: dict[str, Alias] = {
+    "train/lr": Alias("train/lr(1e-3)", "x 1e-3", "1", 1e-3),
+    "time/train/h2d_s": Alias("time/train/shard_s", "as earlier versions called it", "s"),
+    "actor/sft_loss": Alias("train/loss", "as ROLL calls it", "nat/token"),
+    "system/tps": Alias("throughput/train/tokens_per_s", "as ROLL calls it", "1/s"),
+    "system/samples": Alias("progress/samples", "as ROLL calls it", "sample"),
+}
+"""Names that other systems use for the same values: logged only where `trainer.roll_detail` asks for it."""
