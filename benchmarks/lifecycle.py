@@ -42,7 +42,7 @@ if not IS_PROBE:  # the probe times the trainer's imports, so it makes none befo
 
 STARTS = ("cold", "cached", "resumed", "launcher")
 START_PHASES = ("imports_s", "data_s", "decide_s", "model_s", "load_s", "first_step_s")
-STEP_PHASES = ("data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "logging_s", "guard_s", "other_s")
+STEP_PHASES = ("data_s", "shard_s", "forward_s", "backward_s", "optimizer_s", "logging_s", "guard_s", "other_s")
 SKIP = 4
 
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -73,10 +74,12 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
+    from trainer.metrics import UnknownMetricWarning
     from trainer.runtime import distributed
     from trainer.runtime.heartbeat import Heartbeat
 
     torch.set_num_threads(1)
+    warnings.simplefilter("error", UnknownMetricWarning)
     try:
         device = torch.device(kwargs.pop("on_device", "cpu"))
         fsdp_size = kwargs.pop("fsdp_size", -1)

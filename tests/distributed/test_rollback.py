@@ -106,7 +106,7 @@ def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, 
     finally:
         fsio.observer = None
     losses = [row["train/loss"] for _, row in result.rows]
-    lr = {step: row["train/lr"] for step, row in result.rows}
+    lr = {step: row["train/lr(1e-3)"] for step, row in result.rows}
     num_lost_steps = int(result.rows[-1][1]["progress/lost_steps"])
     last_loss = float(np.mean(losses[-10:]))
     return Outcome(result.exit_code, tuple(guard.steps), last_loss, lr, guard.num_skipped, num_lost_steps)

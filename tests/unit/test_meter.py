@@ -9,11 +9,14 @@ import pytest
 import torch
 from toy import OneSource
 
+from trainer import metrics
 from trainer.batch import StepBatch
 from trainer.data.batch_plan import Limits
 from trainer.data.facts import deal_facts, length_facts
 from trainer.data.loader import RankPlan, build_step
+from trainer.metrics import METRICS, is_signal
 from trainer.metrics import find as lookup
+from trainer.metrics.table import ALIASES, PHASES
 from trainer.monitor.clock import PhaseClock
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
@@ -43,12 +46,16 @@ def new_meter(*, world_size: int = 2, **plan: Any) -> Meter:
     return Meter(world, plan=Plan(**(settings | plan)), cost=None, memory=Memory(CPU), observe=None)
 
 
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    metrics.take()
+
+
 def totals(by_rank: dict[str, tuple[float, ...]] | None = None, **sums: float) -> Totals:
-    """Of a step on two ranks; `sums` in place of the usual ones."""
-    own = new_meter().measured(batch(), data_s=0.0)
-    usual = dict.fromkeys((*own, "num_nonfinite", "decisions"), (0.0, 0.0))
-    usual |= {"loss_sum": (30.0, 80.0), "num_loss_tokens": (30.0, 40.0), "data_s": (0.1, 0.4), "rss_gib": (1.0, 2.0)}
-    return Totals({"loss_sum": 110.0, "grad_norm": 4.0} | sums, by_rank or usual)
+    """Of a step on two ranks; `by_rank` and `sums` besides or in place of the usual ones."""
+    usual = dict.fromkeys(metrics.travelling(), (metrics.ABSENT, metrics.ABSENT)) | {"decisions": (0.0, 0.0)}
+    usual |= {"train/loss_max_rank": (1.0, 2.0), "train/nonfinite": (0.0, 0.0), "memory/cpu/rss_gib": (1.0, 2.0)}
+    return Totals({"loss_sum": 110.0, "grad_norm": 4.0} | sums, usual | (by_rank or {}))
 
 
 def batch(step: int = 1) -> StepBatch:
@@ -57,7 +64,7 @@ def batch(step: int = 1) -> StepBatch:
 
 
 def row_of(meter: Meter, *, step: int = 1, **changes: Any) -> dict[str, float]:
-    for phase in ("data", "h2d", "forward", "backward", "optimizer"):
+    for phase in ("data", "shard", "forward", "backward", "optimizer"):
         meter.clock.mark(phase)
     found, one = totals(**changes), batch(step)
     return meter.row(one, meter.signals(one, found, lr=2e-3), found)
@@ -101,10 +108,10 @@ class FakeEvent:
 def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     clock = PhaseClock(torch.device("cuda"))
-    for phase in ("data", "h2d", "forward", "backward", "forward", "backward", "optimizer", "guard"):
+    for phase in ("data", "shard", "forward", "backward", "forward", "backward", "optimizer", "guard"):
         clock.mark(phase)
     lap = clock.lap()
-    assert (lap["h2d"], lap["forward"], lap["backward"], lap["optimizer"]) == (1.0, 2.0, 2.0, 1.0)
+    assert (lap["shard"], lap["forward"], lap["backward"], lap["optimizer"]) == (1.0, 2.0, 2.0, 1.0)
     assert lap["data"] < 0.1 and lap["guard"] < 0.1, "the host's own phases are on its own clock"
 
 
@@ -129,39 +136,78 @@ def test_spans_of_all_phases_can_be_opened_in_perfetto(tmp_path: Any) -> None:
 # rows -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("S0.4", "S0.7", "S0.17", "S0.19", "S0.20", "S0.27", "S4.24", "S4.25", "S3.6", "S3.7")
+@pytest.mark.covers("S0.4", "S0.7", "S0.17", "S0.19", "S0.20", "S0.27", "S3.6", "S3.7")
 def test_a_row_describes_the_global_batch() -> None:
     row = row_of(new_meter())
     assert row["train/loss"] == 110 / 67 and row["train/loss_max_rank"] == 2.0
-    assert row["train/lr(1e-3)"] == 2.0 and row["train/lr"] == 2e-3 and row["optim/clip_coef"] == 0.25
+    assert row["train/lr(1e-3)"] == 2.0 and row["optim/clip_coef"] == 0.25
     assert row["train/seq_total_len_mean"] == 112 / 6 and row["train/seq_total_len_max"] == 40
     assert row["train/seq_prompt_len_max"] == 20 and row["train/seq_completion_len_max"] == 39
     assert row["train/total_valid_token_count"] == 67 and row["train/total_token_count"] == 112
     assert row["data/valid_token_frac"] == 67 / 112 and row["data/packing_efficiency"] == 112 / (2 * 64)
     assert row["throughput/train/valid_tokens_per_s"] == 67 / row["train/time(s)"]
     assert row["throughput/train/valid_tokens_per_s_update"] == 67 / row["time/train/update_s"]
-    assert row["throughput/train/tokens_per_s_per_gpu"] == row["system/tps"] / 2
-    assert row["system/samples"] == row["progress/samples"] == 6
-    assert row["time/train/data_s_max"] == 0.4 and row["memory/cpu/rss_gib"] == 2.0
-    assert row["time/train/slowest_rank"] == 1 and row["time/train/rank_skew"] == 1.0
+    assert row["throughput/train/tokens_per_s_per_gpu"] == row["throughput/train/tokens_per_s"] / 2
+    assert row["progress/samples"] == 6 and row["memory/cpu/rss_gib"] == 2.0
 
 
 @pytest.mark.covers("S0.3", "S0.34", "S4.40")
-def test_every_key_of_a_row_stands_in_the_catalogue() -> None:
+def test_every_key_of_a_row_stands_in_the_table() -> None:
     meter = new_meter()
     row = row_of(meter, param_norm=3.0, update_norm=0.3)
     assert [key for key in row if lookup(key) is None] == []
     assert all(type(value) in (int, float) for value in row.values())
 
 
+@pytest.mark.covers("S0.6", "S0.23", "S0.24", "S0.29")
+def test_phases_of_all_ranks_are_in_the_row_of_the_step_after() -> None:
+    """Those of a step travel with the next packet; the row before any has come shows this rank's own."""
+    meter = new_meter()
+    first = row_of(meter)
+    phases = [f"time/train/{phase}_s" for phase in PHASES]
+    assert sum(first[phase] for phase in phases) == pytest.approx(first["time/train/step_s"], rel=1e-9)
+    assert first["time/train/step_s"] == first["train/time(s)"] and "time/train/slowest_rank" not in first
+    sent = meter.measured()
+    assert {key: sent[key] for key in phases} == {key: first[key] for key in phases}
+    assert sent["time/train/step_s"] == first["train/time(s)"]
+    assert sent["system/gpu_util"] == metrics.ABSENT, "not measured here"
+    by_rank = {"time/train/data_s": (0.1, 0.4), "time/train/step_s": (2.0, 2.2), "time/train/slowest_rank": (0.3, 0.5)}
+    row = row_of(meter, step=2, by_rank=by_rank)
+    assert (row["time/train/data_s"], row["time/train/data_s_max"], row["time/train/step_s"]) == (0.25, 0.4, 2.1)
+    assert row["time/train/slowest_rank"] == 1 and row["time/train/rank_skew"] == pytest.approx(0.5 / 0.4)
+    assert row["train/time(s)"] < 1.0, "this step's own"
+
+
+def test_a_rank_that_did_not_measure_is_left_out_and_a_nan_is_shown() -> None:
+    by_rank = {"system/gpu_util": (metrics.ABSENT, 60.0), "train/loss_max_rank": (math.nan, 1.0)}
+    row = row_of(new_meter(), by_rank=by_rank)
+    assert row["system/gpu_util"] == row["system/gpu_util_min"] == 60.0 and math.isnan(row["train/loss_max_rank"])
+    assert "system/gpu_temp_c" not in row
+
+
+@pytest.mark.covers("S4.21", "S4.23:C", "S4.24", "S4.25")
+def test_other_systems_names_are_asked_for() -> None:
+    plain = row_of(new_meter())
+    assert not plain.keys() & (ALIASES.keys() | {"actor/total_samples"})
+    row = row_of(new_meter(has_aliases=True))
+    assert ALIASES.keys() <= row.keys() and row["actor/sft_loss"] == row["train/loss"]
+    assert row["system/tps"] == row["throughput/train/tokens_per_s"] and row["system/samples"] == 6
+    assert row["train/lr"] == pytest.approx(2e-3) and row["time/train/h2d_s"] == row["time/train/shard_s"]
+    assert (row["actor/valid_samples"], row["actor/total_samples"], row["actor/valid_sample_ratio"]) == (6, 6, 1.0)
+    assert [key for key in row if lookup(key) is None] == []
+
+
 def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
-    signals = new_meter().signals(batch(), totals(), lr=1.0)
-    on_cuda = {name for name in SIGNALS if name.startswith("memory/") and name != "memory/cpu/rss_gib"}
-    assert set(signals) == set(SIGNALS) - on_cuda
+    times = dict.fromkeys((slot for slot in metrics.travelling() if slot.startswith("time/")), (1.0, 2.0))
+    signals = new_meter().signals(batch(), totals(times), lr=1.0)
+    seen = {key for key in METRICS if is_signal(key)}
+    on_cuda = {key for key in seen if key.startswith("memory/") and key != "memory/cpu/rss_gib"}
+    assert {key for key in signals if METRICS[key].every == "step"} == seen - on_cuda
+    assert [key for key in signals if METRICS[key].over_ranks == "main"] == []
 
 
 def test_ranks_whose_guards_decided_differently_are_found() -> None:
-    by_rank = {**totals().by_rank, "decisions": (1.0, 2.0)}
+    by_rank = {"decisions": (1.0, 2.0)}
     with pytest.raises(RuntimeError, match="disagree"):
         new_meter().signals(batch(), totals(by_rank=by_rank), lr=1.0)
 
@@ -254,18 +300,17 @@ def test_roll_detail_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     detail = RollDetail(Memory(CPU), level="checkpoint")
     with detail.phase("sft/train_step"):
         pass
-    assert detail.take_metrics() == {}, "this level shows saves and validations only"
+    assert metrics.take_numbers() == {}, "this level shows saves and validations only"
     with detail.phase("sft/do_checkpoint"):
         time.sleep(0.02)
-    metrics = detail.take_metrics()
-    assert metrics["time/sft/do_checkpoint/total"] >= 0.02
-    assert metrics["time/sft/do_checkpoint/execute"] == metrics["time/sft/do_checkpoint/total"]
-    assert metrics["time/sft/do_checkpoint/onload"] == metrics["time/sft/do_checkpoint/offload"] == 0.0
+    found = metrics.take_numbers()
+    assert found["time/sft/do_checkpoint/total"] >= 0.02
+    assert found["time/sft/do_checkpoint/execute"] == found["time/sft/do_checkpoint/total"]
+    assert found["time/sft/do_checkpoint/onload"] == found["time/sft/do_checkpoint/offload"] == 0.0
     assert (
-        metrics["memory/cpu/sft/do_checkpoint/start/rss"] > 0.01
-        and metrics["memory/cpu/sft/do_checkpoint/end/vms"] > 0.01
+        found["memory/cpu/sft/do_checkpoint/start/rss"] > 0.01 and found["memory/cpu/sft/do_checkpoint/end/vms"] > 0.01
     )
-    assert detail.take_metrics() == {} and [key for key in metrics if lookup(key) is None] == []
+    assert metrics.take_numbers() == {} and [key for key in found if lookup(key) is None] == []
 
 
 @pytest.mark.covers("S4.32", "S4.33", "S4.34", "S4.35", "S4.36", "S4.37")
@@ -280,44 +325,33 @@ def test_roll_detail_of_a_device_counts_peaks_from_its_start(monkeypatch: pytest
         cuda.use(12)
         assert memory.sample()["max_allocated_gib"] == 40, "the step's own measurement"
         cuda.use(20)
-    metrics = detail.take_metrics()
+    found = metrics.take_numbers()
     prefix = "memory/sft/train_step"
-    assert metrics[f"{prefix}/start/onload/allocated/0"] == metrics[f"{prefix}/start/offload/allocated/0"] == 10
-    assert metrics[f"{prefix}/end/onload/max_allocated/0"] == 40, "a measurement in between must not hide the peak"
-    assert metrics[f"{prefix}/end/onload/max_reserved_frac/0"] == 0.5
-    assert metrics[f"{prefix}/end/offload/allocated/0"] == 20
-    assert [key for key in metrics if lookup(key) is None] == []
+    assert found[f"{prefix}/start/onload/allocated/0"] == found[f"{prefix}/start/offload/allocated/0"] == 10
+    assert found[f"{prefix}/end/onload/max_allocated/0"] == 40, "a measurement in between must not hide the peak"
+    assert found[f"{prefix}/end/onload/max_reserved_frac/0"] == 0.5
+    assert found[f"{prefix}/end/offload/allocated/0"] == 20
+    assert [key for key in found if lookup(key) is None] == []
 
 
 @pytest.mark.covers("S3.49")
 def test_gpu_samples_are_summed_up_over_ranks_and_absent_without_a_gpu() -> None:
-    sampler = GpuSampler(CPU)
-    nothing = dict.fromkeys(("gpu_util", "gpu_mem_util", "gpu_temp_c", "gpu_power_w"), (0.0, 0.0))
-    assert sampler.last() == {} and sampler.summary(nothing) == {}
+    assert GpuSampler(CPU).last() == {}
     by_rank = {
-        "gpu_util": (100.0, 60.0),
-        "gpu_mem_util": (50.0, 30.0),
-        "gpu_temp_c": (60.0, 80.0),
-        "gpu_power_w": (1.0, 2.0),
+        "system/gpu_util": (100.0, 60.0),
+        "system/gpu_mem_util": (50.0, 30.0),
+        "system/gpu_temp_c": (60.0, 80.0),
+        "system/gpu_power_w": (1.0, 2.0),
     }
-    summary = sampler.summary(by_rank)
-    assert summary["system/gpu_util"] == 80.0 and summary["system/gpu_util_min"] == 60.0
-    assert summary["system/gpu_temp_c"] == 80.0 and [key for key in summary if lookup(key) is None] == []
+    row = row_of(new_meter(), by_rank=by_rank)
+    assert row["system/gpu_util"] == 80.0 and row["system/gpu_util_min"] == 60.0
+    assert (row["system/gpu_temp_c"], row["system/gpu_mem_util"], row["system/gpu_power_w"]) == (80.0, 40.0, 2.0)
 
 
-@pytest.mark.covers("S4.21", "S4.23:C")
-def test_rows_under_the_names_of_roll_are_asked_for() -> None:
-    assert not any(key.startswith("actor/") for key in row_of(new_meter()))
-    row = row_of(new_meter(has_roll_names=True))
-    assert row["actor/sft_loss"] == row["train/loss"]
-    assert (row["actor/valid_samples"], row["actor/total_samples"], row["actor/valid_sample_ratio"]) == (6, 6, 1.0)
-
-
-def test_what_a_validation_took_is_told_by_the_next_step_once() -> None:
-    meter = new_meter()
-    meter.note_duration("eval", 3.0)
-    assert row_of(meter)["time/train/eval_s"] == 3.0
-    assert "time/train/eval_s" not in row_of(meter, step=2)
+def test_what_a_validation_took_is_told_by_the_next_row_once() -> None:
+    new_meter().note_duration("eval", 3.0)
+    assert metrics.take_numbers() == {"time/train/eval_s": 3.0}
+    assert metrics.take_numbers() == {}
 
 
 def test_facts_of_the_data_and_of_the_trackers_are_told_now_and_then() -> None:

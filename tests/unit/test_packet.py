@@ -85,3 +85,14 @@ def test_a_source_without_supervised_tokens_in_the_batch_has_no_loss() -> None:
     sums = {loss_key("a"): 6.0, loss_key("b"): 0.0}
     assert losses_by_source(sums, {"a": 3, "b": 0}) == {"loss_by/a": 2.0}
     assert losses_by_source({}, {}) == {}
+
+
+def test_what_is_a_tensor_on_one_rank_may_be_a_number_on_another() -> None:
+    for by_rank in run_ranks(mixed, 2):
+        assert by_rank == {"a": (0.0, 1.0), "b": (10.0, 11.0), "c": (20.0, 21.0)}
+
+
+def mixed(world: World) -> dict[str, Any]:
+    values = {name: 10.0 * place + world.rank for place, name in enumerate("abc")}
+    values["abc"[world.rank]] = torch.tensor(values["abc"[world.rank]])  # type: ignore[assignment]
+    return dict(reduce_packet(world, sums={"one": 1.0}, by_rank=values).read().by_rank)

@@ -211,8 +211,8 @@ class TrainerConfig:
     early_stop_min_delta: float = key(0.002, "what counts as better, in nats", not_negative)
     roll_detail: str = key(
         "off",
-        "time/ and memory/ of phases under the names of ROLL, Alibaba's trainer for reinforcement learning: off | "
-        "checkpoint (each save) | step",
+        "metrics under other systems' names too (docs/metrics.md), and time/ and memory/ of phases as ROLL, Alibaba's "
+        "trainer for reinforcement learning, names them: off | checkpoint (each save and validation) | step",
         one_of("off", "checkpoint", "step"),
     )
     trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")

@@ -3,6 +3,7 @@
 import logging
 from contextlib import closing
 
+from trainer import metrics
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.loop.run import Run
 from trainer.loop.step import training_step
@@ -32,7 +33,7 @@ def _train(run: Run) -> int | None:
             run.heartbeat.step = batch.step
             with run.detail.phase("sft/train_step"):
                 row, decision = training_step(run, batch)
-            row |= run.detail.take_metrics()
+            row |= metrics.take_numbers()
             run.evidence.note(row)
             run.log(row, batch.step)
             run.meter.clock.mark("logging")
@@ -126,6 +127,6 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
 def _log_rest(run: Run) -> None:
     """What became known after the last row: of the save and the validation that the run ended with."""
     step = run.batches.step
-    rest = {**run.meter.take_late(), **run.detail.take_metrics(), **run.checkpoints.take_metrics(step)}
+    rest = {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}
     if rest:
         run.log(rest, step, kind="end")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer import metrics
 from trainer.batch import LossOutput, StepBatch, document_sums
 from trainer.detection import StepLimits
 from trainer.guard.guard import Decision
@@ -36,7 +37,7 @@ class LossSums(NamedTuple):
 def training_step(run: Run, batch: StepBatch) -> StepResult:
     """Make step `batch.step`. Between the batch and the one wait at its end everything is asynchronous."""
     clock = run.meter.clock
-    data_s = clock.mark("data")
+    clock.mark("data")
     seeding.seed_step(run.seed, step=batch.step, data_rank=run.world.data_rank)
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
     run.model.train()
@@ -52,12 +53,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
             "num_stop_requests": run.stop.is_set,
             "num_save_requests": run.world.is_main and run.checkpoints.is_retry_due(),
         },
-        by_rank={
-            "loss_sum": loss.loss_sum,
-            "num_nonfinite": loss.num_nonfinite,
-            "decisions": run.guard.num_decisions,
-            **run.meter.measured(batch, data_s=data_s),
-        },
+        by_rank={"decisions": run.guard.num_decisions, **run.meter.measured()},
     )
     mean_loss = packet.sum_of("loss_sum") / batch.num_loss_tokens
     grad_norm = packet.sum_of("grad_square_sum").sqrt()
@@ -89,7 +85,7 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
     sums = LossSums(loss_sum, num_nonfinite, by_source, [])
     for micro_batch in batch.micro_batches:
         inputs = micro_batch.to(device)
-        clock.mark("h2d")
+        clock.mark("shard")
         output: LossOutput = run.model(inputs)
         clock.mark("forward")
         (output.loss_sum / batch.num_loss_tokens).backward()
@@ -100,6 +96,9 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
             by_source.index_add_(0, inputs.sources_D, document_sums(inputs, output.losses_S)[0])
         sums.losses.append(output.losses_S)
         run.heartbeat.beat()
+    metrics.put("train/nonfinite", num_nonfinite / run.world.ranks_per_data_rank)
+    if num_own := sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches):
+        metrics.put("train/loss_max_rank", loss_sum / num_own)
     return sums
 
 

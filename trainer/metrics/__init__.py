@@ -28,26 +28,35 @@ _values: dict[str, SupportsFloat] = {}
 
 
 def put(key: str, value: SupportsFloat) -> None:
-    """Give a metric this rank's value for the coming row; a later one replaces it. Never waits: tensors may be a
-    device's. What travels to other ranks (`COMBINED`) does so with the next step's packet, the rest only needs a row.
+    """Give a metric this rank's value for the coming row; a later one replaces it. Never waits for a device.
+
+    What is combined over ranks may be a tensor of a device and travels with the next step's packet; the rest is a
+    number of the host and only needs a row. A name that is not in the table is logged as rank 0 has it, with a warning.
     """
-    if find(key) is None:
-        near = "an entry in trainer/metrics/table.py says what it is and how ranks combine it"
-        warnings.warn(f"metric '{key}' is not in the table: {near}", UnknownMetricWarning, stacklevel=2)
+    if key not in METRICS and ((metric := find(key)) is None or metric.over_ranks in COMBINED):
+        cause = f"metric '{key}' is not in the table: add its entry (trainer/metrics/table.py) on every rank"
+        warnings.warn(cause, UnknownMetricWarning, stacklevel=2)
     _values[key] = value
 
 
 def take(over_ranks: Collection[str] = OVER_RANKS) -> dict[str, SupportsFloat]:
-    """Remove and return what was put of the metrics that are combined in these ways; unknown names are as rank 0's."""
+    """Remove and return what was put of the metrics that are combined in these ways."""
     taken = {key: value for key, value in _values.items() if _way(key) in over_ranks}
     for key in taken:
         del _values[key]
     return taken
 
 
+def take_numbers(over_ranks: Collection[str] = ("global", "main")) -> dict[str, float]:
+    """The same of what does not travel, as numbers for a row."""
+    return {key: value if isinstance(value, int) else float(value) for key, value in take(over_ranks).items()}
+
+
 def _way(key: str) -> str:
-    metric = find(key)
-    return "main" if metric is None else metric.over_ranks
+    """How the values of a key are combined; without an entry of its own one cannot travel."""
+    metric = METRICS.get(key) or find(key)
+    is_lost = metric is None or (metric.over_ranks in COMBINED and key not in METRICS)
+    return "main" if metric is None or is_lost else metric.over_ranks
 
 
 def find(key: str) -> Metric | None:
@@ -89,11 +98,11 @@ def travelling() -> tuple[str, ...]:
     return tuple(sorted(set(found)))
 
 
-def combined(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
-    """The metrics that all ranks' values of the slots give, for those that any rank measured."""
+def combined(by_rank: Mapping[str, tuple[float, ...]], every: Collection[str]) -> dict[str, float]:
+    """The metrics so often logged that all ranks' values of the slots give, for those that any rank measured."""
     found = {}
     for metric in METRICS.values():
-        if metric.over_ranks in COMBINED and metric.source in by_rank:
+        if metric.every in every and metric.over_ranks in COMBINED and metric.source in by_rank:
             values = {rank: value for rank, value in enumerate(by_rank[metric.source]) if value != ABSENT}
             if values:
                 found[metric.key] = combine(metric.over_ranks, values)

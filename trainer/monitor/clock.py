@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-ON_DEVICE = ("h2d", "forward", "backward", "optimizer")
+ON_DEVICE = ("shard", "forward", "backward", "optimizer")
 """Phases that the device works through on its own; the others are the host's."""
 Span = tuple[str, float, float]
 """Phase, its start (Unix seconds) and its duration in seconds."""

@@ -8,6 +8,8 @@ import torch
 
 GIB = 2**30
 PEAKS = ("max_allocated_gib", "max_reserved_gib")
+DEVICE_FIELDS = ("allocated", "reserved", "max_allocated", "max_reserved")
+"""Of a sample, each with `_gib` behind its name."""
 
 
 class Memory:

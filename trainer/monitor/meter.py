@@ -7,15 +7,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import psutil
 import torch
 from torch import Tensor
 
+from trainer import metrics
 from trainer.batch import StepBatch
+from trainer.metrics.table import PHASES
+from trainer.metrics.words import COMBINED
 from trainer.monitor.clock import PhaseClock, Span
-from trainer.monitor.memory import GIB, Memory
+from trainer.monitor.memory import DEVICE_FIELDS, GIB, Memory
 from trainer.monitor.packet import Totals, losses_by_source
 from trainer.monitor.system import GpuSampler
 from trainer.monitor.throughput import Window, peak_tflops
@@ -27,27 +30,10 @@ RARE_EVERY = 50
 EMA_DECAY = 0.98
 MAX_PPL_LOSS = 50.0
 """Perplexity is capped at exp of this: a number, not an infinity."""
-MEASURED = (
-    "num_loss_tokens",
-    "data_s",
-    "rss_gib",
-    "vms_gib",
-    "allocated_gib",
-    "reserved_gib",
-    "max_allocated_gib",
-    "max_reserved_gib",
-    "alloc_retries",
-    "ooms",
-    "gpu_util",
-    "gpu_mem_util",
-    "gpu_temp_c",
-    "gpu_power_w",
-)
-"""What each rank says of itself in every step; what it does not know is 0."""
 UPDATE_SQUARES = ("param_square_sum", "update_square_sum")
 """They travel with the step after the update, which is the one that reports them."""
-PHASES = ("data", "h2d", "forward", "backward", "optimizer", "logging", "guard", "other")
-DEVICE_MEMORY = ("allocated", "reserved", "max_allocated", "max_reserved")
+OWN_PHASES = ("data", "shard", "logging", "guard")
+"""In which a rank works by itself: in the others it may be waiting for a slower one."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +50,13 @@ class Plan:
     run_dir: Path = Path()
     data_facts: Mapping[str, float] = field(default_factory=dict)
     """What was done to the rows of the training data, as metrics."""
-    has_roll_names: bool = False
-    """Repeat what ROLL names otherwise under its names too."""
+    has_aliases: bool = False
+    """Repeat values under the names that other systems use for them."""
     tracker_health: Callable[[], Mapping[str, float]] = dict
 
 
 class Meter:
-    """One per rank; the rows of all ranks are equal but for phases, which are this rank's. Survives restarts."""
+    """One per rank; rows differ between ranks only where the table says that rank 0's counts. Survives restarts."""
 
     def __init__(
         self, world: World, *, plan: Plan, cost: StepCost | None, memory: Memory, observe: Callable[[Span], None] | None
@@ -82,9 +68,9 @@ class Meter:
         self._device_gib = memory.device_total_gib
         self._gpu = GpuSampler(world.device)
         self._started = time.monotonic()
+        metrics.take()  # what an earlier run of this process left
         self._window, self._clipped = Window(), deque[bool](maxlen=100)
         self._durations: dict[str, float] = {}
-        self._late: dict[str, float] = {}
         self._update_squares: dict[str, Tensor] = {}
         self._num_lost_steps = plan.num_lost_steps
         self._is_first = True
@@ -92,15 +78,13 @@ class Meter:
         self._productive_s = 0.0
         self._ema, self._num_ema = 0.0, 0
 
-    def measured(self, batch: StepBatch, *, data_s: float) -> dict[str, float]:
-        """What this rank says of itself in a step's packet. `data_s`: how long it waited for data."""
-        known = {
-            "num_loss_tokens": sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches),
-            "data_s": data_s,
-            **self._memory.sample(),
-            **self._gpu.last(),
-        }
-        return {name: known.get(name, 0.0) for name in MEASURED}
+    def measured(self) -> dict[str, SupportsFloat]:
+        """What this rank tells the others in a step's packet: all that was put and is combined over ranks."""
+        self._put_memory()
+        for key, value in self._gpu.last().items():
+            metrics.put(key, value)
+        taken = metrics.take(COMBINED)
+        return {slot: taken.get(slot, metrics.ABSENT) for slot in metrics.travelling()}
 
     def note_update(self, squares: Tensor) -> None:
         """Squared norms of this rank's shards of the parameters and of the last update, float64 [2]."""
@@ -118,66 +102,64 @@ class Meter:
     def signals(self, batch: StepBatch, totals: Totals, *, lr: float) -> dict[str, float]:
         """What of a row all ranks agree on bit by bit: the guard and its rules may act on it."""
         loss, grad_norm = totals.sums["loss_sum"] / batch.num_loss_tokens, totals.sums["grad_norm"]
-        by_rank, ranks = totals.by_rank, range(self._world.size)
-        if len(set(by_rank["decisions"])) > 1:
-            raise RuntimeError(f"the guards of the ranks disagree; numbers of decisions: {by_rank['decisions']}")
-        counts = by_rank["num_loss_tokens"]
-        own_losses = [by_rank["loss_sum"][rank] / counts[rank] for rank in ranks if counts[rank]]
+        if len(set(totals.by_rank["decisions"])) > 1:
+            raise RuntimeError(f"the guards of the ranks disagree; numbers of decisions: {totals.by_rank['decisions']}")
+        clip_coef = min(1.0, self._plan.max_norm / grad_norm) if grad_norm > 0 else 1.0
+        self._count(batch, loss, clip_coef)
+        shown = ("step", "rare", "timer") if self._is_rare_row(batch.step) else ("step",)
         return {
             "train/loss": loss,
+            "train/loss_ema": self.loss_ema,
             "train/lr(1e-3)": lr * 1e3,
-            "train/lr": lr,
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
-            "train/loss_max_rank": _largest(own_losses),
             **{f"train/{key}": value for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()},
-            "train/nonfinite": int(sum(by_rank["num_nonfinite"])) // self._world.ranks_per_data_rank,
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
             "train/total_token_count": batch.num_tokens,
             "train/total_valid_token_count": batch.num_loss_tokens,
             **batch.deal_facts,
-            "optim/clip_coef": min(1.0, self._plan.max_norm / grad_norm) if grad_norm > 0 else 1.0,
-            **self._memory_metrics(totals),
-            "time/train/data_s_max": max(by_rank["data_s"]),
+            "optim/clip_coef": clip_coef,
+            "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
+            **self._progress(batch),
+            **metrics.combined(totals.by_rank, shown),
+            **metrics.take_numbers(("global",)),
         }
 
     def row(self, batch: StepBatch, signals: Mapping[str, float], totals: Totals) -> dict[str, float]:
-        """The metrics of a finished step; ends its time."""
-        phases = self.clock.lap()
-        step_s = phases["step"]
-        self._count(batch, signals, step_s)
-        update_s = phases.get("forward", 0.0) + phases.get("backward", 0.0) + phases.get("optimizer", 0.0)
-        own_s = phases.get("logging", 0.0) + phases.get("guard", 0.0)
-        row = {
-            **signals,
-            "train/loss_ema": self.loss_ema,
-            "train/time(s)": step_s,
-            **{f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in PHASES},
-            "time/train/shard_s": phases.get("h2d", 0.0),
-            "time/train/update_s": update_s,
-            "time/train/step_s": step_s,
-            "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
-            **self._speed(batch, step_s, update_s),
-            **self._progress(batch.step, batch.epoch),
-            "obs/overhead_frac": own_s / step_s,
-        }
-        if self.is_rare(batch.step) or self._is_first:
-            row |= self._rare(totals) | {"data/epoch_repeat": batch.epoch + 1}
-        if self._plan.has_roll_names:
-            row |= _roll_names(batch, signals)
-        self._is_first = False
-        return row | self.take_late()
+        """The metrics of a finished step; ends its time.
 
-    def take_late(self) -> dict[str, float]:
-        """What is known of a step only after its row: it goes into the next one."""
-        late, self._late = self._late, {}
-        return late
+        What its phases took is known on all ranks by the next step's packet, so the next row reports it; an attempt's
+        first row has nothing to report but this step on its own rank.
+        """
+        phases = self.clock.lap()
+        step_s, update_s = phases["step"], sum(phases.get(phase, 0.0) for phase in ("forward", "backward", "optimizer"))
+        self._productive_s += step_s
+        self._window.add(batch.num_tokens, step_s)
+        times = {f"time/train/{phase}_s": phases.get(phase, 0.0) for phase in (*PHASES, "step")}
+        times["time/train/update_s"] = update_s
+        for key, seconds in times.items():
+            metrics.put(key, seconds)
+        metrics.put("time/train/slowest_rank", sum(phases.get(phase, 0.0) for phase in OWN_PHASES))
+        row = {
+            **times,
+            **signals,
+            "train/time(s)": step_s,
+            **self._speed(batch, step_s, update_s),
+            **self._ahead(batch.step),
+            "obs/overhead_frac": (phases.get("logging", 0.0) + phases.get("guard", 0.0)) / step_s,
+        }
+        if self._is_rare_row(batch.step):
+            row |= self._rare(totals) | {"data/epoch_repeat": batch.epoch + 1}
+        if self._plan.has_aliases:
+            row = metrics.with_aliases(row) | _sample_counts(batch, signals)
+        self._is_first = False
+        return row
 
     def note_duration(self, what: str, seconds: float) -> None:
         """Remember what a validation or a save kept training waiting, for the time left."""
         self._durations[what] = seconds
         if what == "eval":
-            self._late["time/train/eval_s"] = seconds
+            metrics.put("time/train/eval_s", seconds)
 
     def lose_steps(self, count: int) -> None:
         """A rollback: so many steps have to be trained again."""
@@ -189,14 +171,15 @@ class Meter:
         """Training loss smoothed over about 50 steps, bias-corrected; NaN before the first finite one."""
         return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
 
-    def _count(self, batch: StepBatch, signals: Mapping[str, float], step_s: float) -> None:
+    def _is_rare_row(self, step: int) -> bool:
+        return self.is_rare(step) or self._is_first
+
+    def _count(self, batch: StepBatch, loss: float, clip_coef: float) -> None:
         self._num_samples += batch.num_samples
         self._num_tokens += batch.num_tokens
         self._num_valid_tokens += batch.num_loss_tokens
-        self._productive_s += step_s
-        self._window.add(batch.num_tokens, step_s)
-        self._clipped.append(signals["optim/clip_coef"] < 1.0)
-        if math.isfinite(loss := signals["train/loss"]):
+        self._clipped.append(clip_coef < 1.0)
+        if math.isfinite(loss):
             self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss
             self._num_ema += 1
 
@@ -209,7 +192,6 @@ class Meter:
             "throughput/train/valid_tokens_per_s_update": batch.num_loss_tokens / update_s,
             "throughput/train/tokens_per_s_per_gpu": tokens_per_s / self._world.size,
             "throughput/train/tokens_per_s_avg": self._window.tokens_per_s,
-            "system/tps": tokens_per_s,
         }
         if self._cost is not None:
             flops = self._cost.of(
@@ -223,50 +205,48 @@ class Meter:
                 found["throughput/train/mfu"] = tflops / self._peak_tflops
         return found
 
-    def _progress(self, step: int, epoch: int) -> dict[str, float]:
-        plan, elapsed_s = self._plan, time.monotonic() - self._started
-        remaining = plan.total_steps - step
+    def _progress(self, batch: StepBatch) -> dict[str, float]:
+        return {
+            "progress/step": batch.step,
+            "progress/epoch": batch.epoch,
+            "progress/pct": 100.0 * batch.step / self._plan.total_steps,
+            "progress/samples": self._num_samples,
+            "progress/tokens": self._num_tokens,
+            "progress/valid_tokens": self._num_valid_tokens,
+        }
+
+    def _ahead(self, step: int) -> dict[str, float]:
+        """What is left, and what all attempts took."""
+        plan = self._plan
+        elapsed_s, remaining = plan.past_s + time.monotonic() - self._started, plan.total_steps - step
         num_evals = remaining // plan.test_freq + 1 if plan.test_freq > 0 else 1
         num_saves = remaining // plan.save_freq + 1 if plan.save_freq > 0 else 1
         eta_s = remaining * self._window.median_step_s
         eta_s += num_evals * self._durations.get("eval", 0.0) + num_saves * self._durations.get("save", 0.0)
         return {
-            "progress/step": step,
-            "progress/epoch": epoch,
-            "progress/pct": 100.0 * step / plan.total_steps,
-            "progress/samples": self._num_samples,
-            "system/samples": self._num_samples,
-            "progress/tokens": self._num_tokens,
-            "progress/valid_tokens": self._num_valid_tokens,
             "progress/eta_s": eta_s if remaining else 0.0,
-            "progress/elapsed_s": plan.past_s + elapsed_s,
+            "progress/elapsed_s": elapsed_s,
             "progress/attempt": plan.attempt,
             "progress/lost_steps": self._num_lost_steps,
-            "progress/goodput": min(1.0, self._productive_s / (plan.past_s + elapsed_s)),
+            "progress/goodput": min(1.0, self._productive_s / elapsed_s),
         }
 
-    def _memory_metrics(self, totals: Totals) -> dict[str, float]:
-        by_rank = totals.by_rank
-        found = {"memory/cpu/rss_gib": max(by_rank["rss_gib"])}
+    def _put_memory(self) -> None:
+        sample = self._memory.sample()
+        metrics.put("memory/cpu/rss_gib", sample["rss_gib"])
+        metrics.put("memory/cpu/vms_gib", sample["vms_gib"])
         if self._device_gib is None:
-            return found
-        for name in DEVICE_MEMORY:
-            found[f"memory/{name}_gib"] = max(by_rank[f"{name}_gib"])
-            found[f"memory/{name}_frac"] = found[f"memory/{name}_gib"] / self._device_gib
-        found["memory/alloc_retries"] = sum(by_rank["alloc_retries"])
-        found["memory/ooms"] = sum(by_rank["ooms"])
-        fragments = [1 - a / r for a, r in zip(by_rank["allocated_gib"], by_rank["reserved_gib"], strict=True) if r]
-        found["memory/fragmentation"] = _largest(fragments)
-        return found
+            return
+        for name in DEVICE_FIELDS:
+            metrics.put(f"memory/{name}_gib", sample[f"{name}_gib"])
+            metrics.put(f"memory/{name}_frac", sample[f"{name}_gib"] / self._device_gib)
+        metrics.put("memory/alloc_retries", sample["alloc_retries"])
+        metrics.put("memory/ooms", sample["ooms"])
+        if sample["reserved_gib"]:
+            metrics.put("memory/fragmentation", 1 - sample["allocated_gib"] / sample["reserved_gib"])
 
     def _rare(self, totals: Totals) -> dict[str, float]:
-        by_rank = totals.by_rank
-        waits = sorted(by_rank["data_s"])
         found: dict[str, float] = {
-            "memory/cpu/vms_gib": max(by_rank["vms_gib"]),
-            "time/train/slowest_rank": by_rank["data_s"].index(waits[-1]),
-            "time/train/rank_skew": waits[-1] / max(waits[len(waits) // 2], 1e-9),
-            **self._gpu.summary(by_rank),
             "system/cpu_util": psutil.cpu_percent(),
             "system/disk_free_gib": shutil.disk_usage(self._plan.run_dir).free / GIB,
             **self._plan.data_facts,
@@ -296,10 +276,9 @@ class Meter:
         self._ema, self._num_ema = float(state_dict["ema"]), int(state_dict["num_ema"])
 
 
-def _roll_names(batch: StepBatch, signals: Mapping[str, float]) -> dict[str, float]:
+def _sample_counts(batch: StepBatch, signals: Mapping[str, float]) -> dict[str, float]:
     num_valid = batch.num_samples - signals["data/empty_label"]
     return {
-        "actor/sft_loss": signals["train/loss"],
         "actor/valid_samples": num_valid,
         "actor/total_samples": batch.num_samples,
         "actor/valid_sample_ratio": num_valid / batch.num_samples,
@@ -309,8 +288,3 @@ def _roll_names(batch: StepBatch, signals: Mapping[str, float]) -> dict[str, flo
 def perplexity(loss: float) -> float:
     """exp(loss), capped."""
     return math.exp(min(loss, MAX_PPL_LOSS)) if math.isfinite(loss) else loss
-
-
-def _largest(values: list[float]) -> float:
-    """The maximum; NaN if any is, which `max` would hide or not by its place."""
-    return math.nan if any(math.isnan(value) for value in values) else max(values, default=math.nan)

@@ -6,6 +6,7 @@ slowest rank come out of it without a second collective, and a NaN stays in the 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from trainer.runtime.distributed import World
 
-Scalar = Tensor | float
+Scalars = Mapping[str, SupportsFloat]
+"""Tensors of one value, or numbers of the host."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Packet:
         )
 
 
-def reduce_packet(world: World, *, sums: Mapping[str, Scalar], by_rank: Mapping[str, Scalar] | None = None) -> Packet:
+def reduce_packet(world: World, *, sums: Scalars, by_rank: Scalars | None = None) -> Packet:
     """Add up `sums` over ranks, and tell all ranks this one's `by_rank`. Collective, one all-reduce; names are equal
     on all ranks.
     """
@@ -62,15 +64,20 @@ def reduce_packet(world: World, *, sums: Mapping[str, Scalar], by_rank: Mapping[
     return Packet(values, names, fields)
 
 
-def _packed(scalars: Mapping[str, Scalar], device: torch.device) -> tuple[tuple[str, ...], Tensor]:
-    """(Names, values as a float64 vector): tensors first, then what the host knows, in one copy."""
-    tensors = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
-    numbers = {name: float(value) for name, value in scalars.items() if not isinstance(value, Tensor)}
-    parts = [
-        value.detach().to(device).double().reshape(1) for value in tensors.values()
-    ]  # on the host with CPU offload
-    parts.append(torch.tensor(list(numbers.values()), dtype=torch.float64).to(device, non_blocking=True))
-    return (*tensors, *numbers), torch.cat(parts)
+def _packed(scalars: Scalars, device: torch.device) -> tuple[tuple[str, ...], Tensor]:
+    """(Names, values as a float64 vector), in the order given; what the host knows goes to the device in one copy.
+
+    Which of them are tensors may differ between ranks.
+    """
+    numbers = [float(value) for value in scalars.values() if not isinstance(value, Tensor)]
+    copied = iter(torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True).unbind())
+    own = [
+        value.detach().to(device).double().reshape(())  # with CPU offload it is on the host
+        if isinstance(value, Tensor)
+        else next(copied)
+        for value in scalars.values()
+    ]
+    return tuple(scalars), torch.stack(own) if own else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 def loss_key(source: str) -> str:

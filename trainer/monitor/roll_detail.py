@@ -9,20 +9,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.monitor.memory import Memory
+from trainer import metrics
+from trainer.monitor.memory import DEVICE_FIELDS, Memory
 from trainer.runtime.environment import local_rank
 
-DEVICE_FIELDS = ("allocated", "reserved", "max_allocated", "max_reserved")
 LEVELS = {"off": (), "checkpoint": ("sft/do_checkpoint", "sft/eval"), "step": None}
 """Which phases each setting of `trainer.roll_detail` shows; None: all."""
 
 
 class RollDetail:
-    """Measures phases of this rank; `take_metrics` hands out what was measured since."""
+    """Measures phases of this rank, for the row that is logged next."""
 
     def __init__(self, memory: Memory, *, level: str) -> None:
         self._memory, self._phases = memory, LEVELS[level]
-        self._metrics: dict[str, float] = {}
 
     @contextmanager
     def phase(self, infix: str) -> Iterator[None]:
@@ -35,25 +34,17 @@ class RollDetail:
             before = self._memory.sample()
             yield
         took_s, after = time.perf_counter() - started, {**self._memory.sample(), **peaks}
-        self._note(infix, took_s, {"start": before, "end": after})
-
-    def take_metrics(self) -> dict[str, float]:
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    def _note(self, infix: str, took_s: float, samples: dict[str, dict[str, float]]) -> None:
-        found = self._metrics
-        found |= {f"time/{infix}/total": took_s, f"time/{infix}/execute": took_s}
-        found |= {f"time/{infix}/onload": 0.0, f"time/{infix}/offload": 0.0}
-        for when, sample in samples.items():
-            found |= {f"memory/cpu/{infix}/{when}/{name}": sample[f"{name}_gib"] for name in ("rss", "vms")}
-            if "allocated_gib" not in sample:
-                continue
-            for where in ("offload", "onload"):
-                for name in DEVICE_FIELDS:
-                    found[f"memory/{infix}/{when}/{where}/{name}/{local_rank()}"] = sample[f"{name}_gib"]
-        total = self._memory.device_total_gib
-        if total is not None:
+        for name, seconds in (("total", took_s), ("execute", took_s), ("onload", 0.0), ("offload", 0.0)):
+            metrics.put(f"time/{infix}/{name}", seconds)
+        self._put(infix, "start", before)
+        self._put(infix, "end", after)
+        if (total := self._memory.device_total_gib) is not None:
             for name in ("max_allocated", "max_reserved"):
-                key = f"memory/{infix}/end/onload/{name}_frac/{local_rank()}"
-                found[key] = samples["end"][f"{name}_gib"] / total
+                metrics.put(f"memory/{infix}/end/onload/{name}_frac/{local_rank()}", after[f"{name}_gib"] / total)
+
+    def _put(self, infix: str, edge: str, sample: dict[str, float]) -> None:
+        for name in ("rss", "vms"):
+            metrics.put(f"memory/cpu/{infix}/{edge}/{name}", sample[f"{name}_gib"])
+        for place in ("offload", "onload") if "allocated_gib" in sample else ():
+            for name in DEVICE_FIELDS:
+                metrics.put(f"memory/{infix}/{edge}/{place}/{name}/{local_rank()}", sample[f"{name}_gib"])

@@ -36,7 +36,7 @@ def make_meter(
         max_norm=config.optim.clip_grad,
         run_dir=run_dir,
         data_facts=_data_facts(inputs),
-        has_roll_names=trainer.roll_detail != "off",
+        has_aliases=trainer.roll_detail != "off",
     )
     if tracking is not None:
         past = tracking.past

@@ -1,10 +1,13 @@
 """The table of metrics: every key is found, views of it agree, its page is up to date."""
 
 import ast
+import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from acceptance.table import all_lines
@@ -14,7 +17,7 @@ from trainer.cli import metrics as command
 from trainer.config import known_keys
 from trainer.metrics import METRICS
 from trainer.metrics.table import ALIASES
-from trainer.metrics.words import GROUPS, PLACEHOLDERS, Metric, pattern, split_reducer
+from trainer.metrics.words import COMBINED, GROUPS, OVER_RANKS, PLACEHOLDERS, Metric, pattern, split_reducer
 from trainer.report.foreign_metrics import FOREIGN, Foreign, lookup
 from trainer.tracking import Tracking, read_metrics
 
@@ -214,6 +217,56 @@ def test_a_suffix_names_the_reducer() -> None:
 )
 def test_an_unknown_key_is_unknown(key: str) -> None:
     assert lookup(key) is None
+
+
+def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it() -> None:
+    for name in ("train/los", "rewards/Format/mean"):
+        with pytest.warns(metrics.UnknownMetricWarning, match=f"'{name}' is not in the table: add its entry"):
+            metrics.put(name, 1.5)
+    with pytest.raises(metrics.UnknownMetricWarning):
+        metrics.put("train/los", 2)
+    assert metrics.take_numbers() == {"train/los": 1.5, "rewards/Format/mean": 1.5}
+
+
+def test_a_pattern_has_no_slot_to_travel_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_source = replace(METRICS["train/loss_max_rank"], key="test/loss_by/<source>", over_ranks="sum")
+    monkeypatch.setitem(METRICS, by_source.key, by_source)
+    with pytest.warns(metrics.UnknownMetricWarning, match="on every rank"):
+        metrics.put("test/loss_by/web", 1.0)
+    assert metrics.take_numbers() == {"test/loss_by/web": 1.0}
+    monkeypatch.setitem(METRICS, "test/loss_by/web", replace(by_source, key="test/loss_by/web"))
+    assert "test/loss_by/web" in metrics.travelling() and by_source.key not in metrics.travelling()
+    metrics.put("test/loss_by/web", 2.0)
+    assert metrics.take(("global", "main")) == {} and metrics.take() == {"test/loss_by/web": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("way", "values", "expected"),
+    [
+        ("sum", (1.0, 2.0), 3.0),
+        ("mean", (1.0, 2.0), 1.5),
+        ("max", (1.0, math.inf), math.inf),
+        ("min", (1.0, 2.0), 1.0),
+        ("slowest", (1.0, 3.0, 2.0), 1),
+        ("skew", (1.0, 3.0, 2.0), 1.5),
+        ("mean", (metrics.ABSENT, 4.0), 4.0),
+        ("max", (math.nan, 1.0), math.nan),
+        ("max", (1.0, math.nan), math.nan),
+    ],
+)
+def test_values_of_ranks_become_one(way: Any, values: tuple[float, ...], expected: float) -> None:
+    METRICS["test/x"] = replace(METRICS["train/nonfinite"], key="test/x", over_ranks=way)
+    try:
+        assert metrics.combined({"test/x": values}, ("step",))["test/x"] == pytest.approx(expected, nan_ok=True)
+        assert metrics.combined({"test/x": (metrics.ABSENT,)}, ("step",)) == {}
+    finally:
+        del METRICS["test/x"]
+
+
+def test_every_way_to_combine_is_one_that_can_be_computed() -> None:
+    assert [way for way in COMBINED if not math.isfinite(metrics.combine(way, {0: 1.0, 1: 2.0}))] == []
+    assert {metric.over_ranks for metric in METRICS.values()} == set(OVER_RANKS)
+    assert set(COMBINED) | {"global", "main"} == set(OVER_RANKS)
 
 
 def keys_logged_in(source: str) -> set[str]:

@@ -1,0 +1,99 @@
+"""Metrics on several ranks: one that only this file knows, and the times of every rank."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from torch import Tensor
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
+
+from trainer.loop.fit import fit
+from trainer.losses import LOSSES, cross_entropy
+from trainer.metrics import METRICS, is_signal, put
+from trainer.metrics.table import PHASES
+from trainer.metrics.words import Metric
+from trainer.runtime.distributed import World
+from trainer.tracking import Tracking, read_metrics
+
+NUM_STEPS = 3
+STALL_S = 0.05
+OWN = (
+    Metric("test/rank", "1", "sum", "other", "none", "step", "One more than the rank, over ranks."),
+    Metric("test/rank_max", "1", "max", "other", "none", "step", "The largest of them.", of="test/rank"),
+    Metric("test/logit_mean", "1", "mean", "other", "none", "step", "Mean logit of the last chunk of the head."),
+    Metric("test/host", "1", "main", "other", "none", "step", "As rank 0 has it."),
+)
+
+
+def train(world: World, run_dir: Path, source: Any, *, loss: str = "cross_entropy", samples: Any = None) -> int:
+    model = build_toy_model(world, source, loss=loss)
+    tracking = Tracking("toy", "toy", [], {}, run_dir=run_dir) if world.is_main else None
+    run = toy_run(world, model, samples or ToySamples(), total_steps=NUM_STEPS, tracking=tracking)
+    exit_code = fit(run)
+    if tracking is not None:
+        tracking.finish(exit_code)
+    return exit_code
+
+
+def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
+    METRICS.update({metric.key: metric for metric in OWN})
+
+    def measuring(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+        put("test/rank", world.rank + 1)
+        put("test/logit_mean", logits_CV.float().mean())
+        put("test/host", 7 + world.rank)
+        return cross_entropy(logits_CV, labels_C)
+
+    LOSSES["measuring"] = measuring
+    return train(world, run_dir, source, loss="measuring")
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    assert run_ranks(train_with_own_metrics, 2, tmp_path / "own", source) == [0, 0]
+    found = rows(tmp_path / "own")
+    assert [row["test/rank"] for row in found] == [3.0] * NUM_STEPS
+    assert [(row["test/rank_max"], row["test/host"]) for row in found] == [(2.0, 7)] * NUM_STEPS
+    assert len({row["test/logit_mean"] for row in found}) == NUM_STEPS
+    assert run_ranks(train, 2, tmp_path / "plain", source) == [0, 0]
+    assert [row["train/loss"] for row in found] == [row["train/loss"] for row in rows(tmp_path / "plain")]
+
+
+def test_what_ranks_combine_is_what_the_guard_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    for metric in OWN:
+        monkeypatch.setitem(METRICS, metric.key, metric)
+    assert [metric.key for metric in OWN if is_signal(metric.key)] == ["test/rank", "test/rank_max", "test/logit_mean"]
+
+
+class SlowOnOneRank(ToySamples):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._pause_s = STALL_S * rank
+
+    def sample(self, index: int) -> Any:
+        time.sleep(self._pause_s)
+        return super().sample(index)
+
+
+def train_slowly(world: World, run_dir: Path, source: Any) -> int:
+    return train(world, run_dir, source, samples=SlowOnOneRank(world.rank))
+
+
+@pytest.mark.covers("S0.6", "S0.26:C", "S0.31")
+def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path: Path) -> None:
+    assert run_ranks(train_slowly, 2, tmp_path / "run", write_model_config(tmp_path)) == [0, 0]
+    first, second, third = rows(tmp_path / "run")
+    assert "time/train/slowest_rank" not in first, "no packet has brought the ranks' times yet"
+    for row in (second, third):
+        assert row["time/train/slowest_rank"] == 1 and row["time/train/rank_skew"] > 1.2
+        assert row["time/train/data_s_max"] > STALL_S, "rank 0 itself does not wait for data"
+        assert row["time/train/data_s"] == pytest.approx(row["time/train/data_s_max"] / 2, rel=0.2)
+        total = sum(row[f"time/train/{phase}_s"] for phase in PHASES)
+        assert total == pytest.approx(row["time/train/step_s"], rel=0.02)
+    assert third["time/train/step_s"] == pytest.approx(second["train/time(s)"], rel=0.1), "of the step before"
