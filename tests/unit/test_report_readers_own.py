@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from log_formats import write_lines
+from log_formats import write_lines, write_own
+from report_curves import sft_run
 
+from trainer.report.analyse import analyse
+from trainer.report.as_json import as_json
 from trainer.report.readers import read_run
 from trainer.report.run_log import LogEvent
 from trainer.tracking import Tracking
@@ -127,3 +130,17 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:
     }
     assert [state.is_complete for state in log.checkpoints] == [True, *[False] * 5]
     assert log.checkpoints[0].size_bytes == 7 + (tmp_path / "global_step_10" / "manifest.json").stat().st_size
+
+
+def test_the_order_of_keys_in_a_row_changes_nothing(tmp_path: Path) -> None:
+    """Not even which of several names of a metric counts."""
+    columns = ["step", "attempt", "kind", "ts"]
+    found = []
+    for name, is_reversed in (("rising", False), ("falling", True)):
+        (tmp_path / name / "run").mkdir(parents=True)
+        path = write_own(tmp_path / name / "run", sft_run(0).series)
+        rows = [json.loads(line) | {"train/lr(1e-3)": 1.0} for line in path.read_text().splitlines()]
+        rows = [{key: r[key] for key in columns} | {k: r[k] for k in sorted(r, reverse=is_reversed)} for r in rows]
+        report = as_json(analyse(read_run(write_lines(path, rows))))
+        found.append(json.dumps({key: value for key, value in report.items() if key != "source"}))
+    assert found[0] == found[1]

@@ -11,7 +11,7 @@ from trainer.report.run_log import Series
 from trainer.report.sentence_parts import listed, number, percent
 from trainer.report.statistics import finite
 from trainer.report.trends import direction
-from trainer.report.vocabulary import ROLES, meaning
+from trainer.report.vocabulary import meaning, role_order
 
 GROUPS = ("optimisation", "reward", "length", "state", "timing", "memory", "data", "other")
 TIED = 0.005
@@ -24,8 +24,7 @@ def inventory(run: AnalysedRun, trends: tuple[Trend, ...], rate: LearningRate | 
     summaries = [
         _summary(run, key, series, by_key.get(key), rate) for key, series in run.log.series.items() if len(series)
     ]
-    rank = {key: place for place, key in enumerate(key for keys in ROLES.values() for key in keys)}
-    return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), rank.get(s.key, len(rank)), s.key)))
+    return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), role_order(s.key))))
 
 
 def _summary(

@@ -8,15 +8,16 @@ from trainer.report.analysed_run import AnalysedRun
 from trainer.report.result import Trend
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, bins, epoch_means, finite, noise, slope
+from trainer.report.vocabulary import role_order
 
 NUM_LAST = 10
 
 
 def trends(run: AnalysedRun) -> tuple[Trend, ...]:
-    """One for each metric with at least four finite points, on epoch means or on 50 bins."""
+    """One for each metric with at least four finite points, on epoch means or on 50 bins; in the order of roles."""
     epochs = run.find("epoch")
     found = []
-    for key, series in run.log.series.items():
+    for key, series in sorted(run.log.series.items(), key=lambda item: role_order(item[0])):
         points = finite(series)
         if len(points) < 4:
             continue

@@ -58,6 +58,14 @@ ROLES: dict[str, tuple[str, ...]] = {
     "reward_clip": ("critic/reward_clip_frac",),
 }
 
+_ORDER = {key: place for place, key in enumerate(key for keys in ROLES.values() for key in keys)}
+
+
+def role_order(key: str) -> tuple[int, str]:
+    """To sort metrics by: those that rules look at come first, then by name."""
+    return _ORDER.get(key, len(_ORDER)), key
+
+
 DERIVED = ("train/ppl", "train/loss_ema", "train/loss_max_rank")
 """Functions of another metric: as witnesses they would count it twice."""
 
