@@ -17,13 +17,11 @@ from trainer.data.loader import RankPlan, build_step
 from trainer.metrics import METRICS, is_signal
 from trainer.metrics import find as lookup
 from trainer.metrics.table import ALIASES, PHASES
-from trainer.monitor.clock import PhaseClock
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.packet import Totals
 from trainer.monitor.roll_detail import RollDetail
 from trainer.monitor.system import GpuSampler
-from trainer.monitor.trace import TraceFile
 from trainer.runtime.distributed import World
 
 CPU = torch.device("cpu")
@@ -68,69 +66,6 @@ def row_of(meter: Meter, *, step: int = 1, **changes: Any) -> dict[str, float]:
         meter.clock.mark(phase)
     found, one = totals(**changes), batch(step)
     return meter.row(one, meter.signals(one, found, lr=2e-3), found)
-
-
-# phases ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.covers("S0.6", "S0.23", "S0.24")
-def test_phases_add_up_to_the_step_and_pauses_belong_to_none() -> None:
-    clock = PhaseClock(CPU)
-    for phase, seconds in (("data", 0.02), ("forward", 0.03), ("backward", 0.04), ("forward", 0.01)):
-        time.sleep(seconds)
-        clock.mark(phase)
-    time.sleep(0.05)
-    assert clock.exclude() >= 0.05
-    time.sleep(0.02)
-    lap = clock.lap()
-    assert lap["forward"] >= 0.04 and lap["data"] >= 0.02 and lap["backward"] >= 0.04 and lap["other"] >= 0.02
-    assert sum(seconds for phase, seconds in lap.items() if phase != "step") == pytest.approx(lap["step"], rel=1e-9)
-    time.sleep(0.01)
-    assert clock.lap()["step"] < 0.05, "the next step begins where this one ended"
-
-
-class FakeEvent:
-    """A device that is done with everything 1 s after the last."""
-
-    count = 0.0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        FakeEvent.count += 1.0
-        self.at_s = FakeEvent.count
-
-    def elapsed_time(self, end: "FakeEvent") -> float:
-        return (end.at_s - self.at_s) * 1e3
-
-
-def test_phases_of_a_device_are_measured_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    clock = PhaseClock(torch.device("cuda"))
-    for phase in ("data", "shard", "forward", "backward", "forward", "backward", "optimizer", "guard"):
-        clock.mark(phase)
-    lap = clock.lap()
-    assert (lap["shard"], lap["forward"], lap["backward"], lap["optimizer"]) == (1.0, 2.0, 2.0, 1.0)
-    assert lap["data"] < 0.1 and lap["guard"] < 0.1, "the host's own phases are on its own clock"
-
-
-@pytest.mark.covers("S0.33")
-def test_spans_of_all_phases_can_be_opened_in_perfetto(tmp_path: Any) -> None:
-    import json
-
-    trace = TraceFile(tmp_path, rank=3)
-    clock = PhaseClock(CPU, observe=trace.span)
-    before = time.time()
-    for phase in ("data", "forward"):
-        clock.mark(phase)
-    clock.lap()
-    trace._file.flush()
-    text = (tmp_path / "trace" / "rank_3.json").read_text()
-    spans = json.loads(text.rstrip().rstrip(",") + "]")
-    assert [span["name"] for span in spans] == ["data", "forward", "other"]
-    assert all(span["ph"] == "X" and span["pid"] == 3 for span in spans)
-    assert abs(spans[0]["ts"] / 1e6 - before) < 5
 
 
 # rows -----------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import ast
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 from acceptance.table import all_lines
 
 from trainer import metrics
-from trainer.cli import metrics as command
 from trainer.config import known_keys
 from trainer.metrics import METRICS
 from trainer.metrics.table import ALIASES
@@ -220,6 +217,7 @@ def test_an_unknown_key_is_unknown(key: str) -> None:
 
 
 def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it() -> None:
+    metrics.take()
     for name in ("train/los", "rewards/Format/mean"):
         with pytest.warns(metrics.UnknownMetricWarning, match=f"'{name}' is not in the table: add its entry"):
             metrics.put(name, 1.5)
@@ -229,6 +227,7 @@ def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it(
 
 
 def test_a_pattern_has_no_slot_to_travel_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics.take()
     by_source = replace(METRICS["train/loss_max_rank"], key="test/loss_by/<source>", over_ranks="sum")
     monkeypatch.setitem(METRICS, by_source.key, by_source)
     with pytest.warns(metrics.UnknownMetricWarning, match="on every rank"):
@@ -296,60 +295,6 @@ def test_a_logged_key_is_recognised() -> None:
     assert keys_logged_in("x = {'train/lr(1e-3)': 1, 'a b/c': 2, f'val/{n}': 3}; y = 'see val/loss'") == {
         "train/lr(1e-3)"
     }
-
-
-@pytest.mark.covers("S0.34", "S4.40")
-def test_the_page_of_metrics_is_up_to_date(repository: Path) -> None:
-    page = (repository / "docs/metrics.md").read_text(encoding="utf-8")
-    assert page == command.page(), "run: python -m trainer.cli.metrics --write docs/metrics.md"
-    for metric in METRICS.values():
-        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{metric.key}` |")]
-        assert all(f"`{key}`" in row for key in metric.config)
-        assert f"| {metric.every} |" in row and f"| {metric.over_ranks} |" in row
-    assert all(f"| `{key}` |" in page for key in (*ALIASES, *(foreign.key for foreign in FOREIGN)))
-
-
-def test_the_page_is_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--write", str(tmp_path / "m.md")]) == 0
-    assert (tmp_path / "m.md").read_text(encoding="utf-8") == command.page()
-    assert command.main(["--write", str(tmp_path / "none" / "m.md")]) == 73
-    assert "cannot write" in capsys.readouterr().err
-
-
-@pytest.mark.covers("S4.40")
-def test_the_command_lists_all_and_starts_without_torch(repository: Path) -> None:
-    script = "import sys; from trainer.cli.metrics import main; main([]); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    first_words = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
-    assert {metric.key for metric in KNOWN} | set(ALIASES) <= first_words
-
-
-def test_the_command_tells_what_is_known_of_a_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["val/loss", "memory/cpu/sft/eval/end/rss@max"]) == 0
-    loss, rss = capsys.readouterr().out.split("\n\n")
-    assert "logged      every validation, configured by trainer.test_freq" in loss
-    assert "configured  data.val_files, data.val_ratio" in loss
-    assert "good        lower is better" in loss
-    assert "largest of all ranks" in rss
-    assert "<infix>" in rss
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train/los"], "unknown metric 'train/los': did you mean 'train/loss'"),
-        (["trian/grad_norm@max"], "did you mean 'train/grad_norm'"),
-        (["?"], "without a key this command lists all"),
-        (["--writ", "x"], "--writ"),
-    ],
-)
-def test_a_typo_is_answered_with_the_nearest_key(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(words) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, message in captured.err) == ("", True)
 
 
 @pytest.mark.covers("S1.6")
