@@ -93,6 +93,6 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path: Path) -
     for row in (second, third):
         assert row["time/train/slowest_rank"] == 1 and row["time/train/rank_skew"] > 1.2
         assert row["time/train/data_s_max"] > STALL_S, "rank 0 itself does not wait for data"
-        assert row["time/train/data_s"] == pytest.approx(row["time/train/data_s_max"] / 2, rel=0.2)
+        assert row["time/train/data_s_max"] / 2 <= row["time/train/data_s"] < row["time/train/data_s_max"]
         total = sum(row[f"time/train/{phase}_s"] for phase in PHASES)
         assert total == pytest.approx(row["time/train/step_s"], rel=0.02)
