@@ -22,8 +22,6 @@ class Foreign:
 # fmt: off
 FOREIGN: tuple[Foreign, ...] = (
     # optimisation
-    Foreign("train/loss_by/<source>", "nat/token", "optimisation", "down",
-            "train/loss over the tokens of one data source alone."),
     Foreign("train/token_accuracy", "share", "optimisation", "up",
             "Share of supervised tokens to which the model gives the highest probability of all."),
     Foreign("train/entropy", "nat/token", "optimisation", "middle",
@@ -101,8 +99,6 @@ FOREIGN: tuple[Foreign, ...] = (
     # validation
     Foreign("val/entropy", "nat/token", "validation", "middle",
             "Mean entropy of the predictions on the validation set."),
-    Foreign("val/loss_by/<source>", "nat/token", "validation", "down",
-            "val/loss over the tokens of one data source alone."),
     # reward
     Foreign("reward", "1", "reward", "up",
             "Total reward of a generated answer, mean: the goal; its trend counts, not its sign."),
