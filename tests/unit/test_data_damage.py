@@ -67,7 +67,7 @@ def test_damage_is_found_told_and_mended(
 
 
 def test_whole_tokens_are_not_prepared_again(prepared: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_cache, "_prepare_directory", None)
+    monkeypatch.setattr(token_cache, "_make", None)
     assert len(run(prepared[0], cache=prepared[1])) == 300
 
 

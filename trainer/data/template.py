@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jinja2
@@ -88,7 +88,7 @@ class ChatTemplate:
         """
         objects, text = (self._try(_tool_probe(arguments)) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)))
         is_refused = objects is None or repr(ARGUMENTS) in objects
-        return _with_text_arguments if is_refused and text is not None else _with_object_arguments
+        return partial(_with_arguments, _as_text if is_refused and text is not None else _as_object)
 
     @cached_property
     def structural_tokens(self) -> frozenset[str]:
@@ -120,25 +120,19 @@ class ChatTemplate:
         return token.startswith("<") and partner != token and partner in self._added
 
 
-def _with_object_arguments(message: Message) -> Message:
-    def as_object(arguments: object) -> object:
-        try:
-            found = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
-            return arguments
-        return found if isinstance(found, dict) else arguments
-
-    return _with_changed_arguments(message, as_object)
+def _as_object(arguments: object) -> object:
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
-def _with_text_arguments(message: Message) -> Message:
-    def as_text(arguments: object) -> object:
-        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-
-    return _with_changed_arguments(message, as_text)
+def _as_text(arguments: object) -> object:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def _with_changed_arguments(message: Message, change: Callable[[object], object]) -> Message:
+def _with_arguments(change: Callable[[object], object], message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [with_function(call, "arguments", change) for call in message["tool_calls"]]}

@@ -14,7 +14,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
@@ -56,7 +56,7 @@ def prepare(
         _wait_for(directory, progress)
     else:
         try:
-            _make_whole(directory, files, tokenizer, options, progress)
+            _make_whole(directory, partial(_fill, files, tokenizer, options, progress), progress)
         except OSError as error:
             fix = "free space or point data.cache_dir to a writable directory"
             raise CannotWriteError(f"cannot write prepared tokens to '{directory}': {error}; {fix}") from error
@@ -95,14 +95,8 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
-def _make_whole(
-    directory: Path,
-    files: list[Path],
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    options: PrepareOptions,
-    progress: Callable[[], None],
-) -> None:
-    """Prepare what is not there or no longer what was written, and tell those who wait."""
+def _make_whole(directory: Path, fill: Callable[[Path], None], progress: Callable[[], None]) -> None:
+    """Let `fill` make what is not there or no longer what was written, and tell those who wait."""
     try:
         if not directory.is_dir() or find_damage(directory):
             with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_locked:
@@ -110,7 +104,7 @@ def _make_whole(
                 if damage:
                     logger.warning("prepared tokens in %s are damaged (%s): preparing them again", directory, damage)
                 if damage or not directory.is_dir():
-                    _prepare_directory(directory, files, tokenizer, options, is_alone=is_locked, progress=progress)
+                    _make(directory, fill, is_alone=is_locked)
     except DataError as error:
         _tell(directory, error=str(error))
         raise
@@ -151,41 +145,42 @@ def _launch() -> str:
         return f"{socket.gethostname()} {os.getppid()}"
 
 
-def _prepare_directory(
-    directory: Path,
-    files: list[Path],
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    options: PrepareOptions,
-    *,
-    is_alone: bool,
-    progress: Callable[[], None],
-) -> None:
+def _make(directory: Path, fill: Callable[[Path], None], *, is_alone: bool) -> None:
     """Where the file system has no locks (not `is_alone`) the rename keeps readers safe, and the work is done twice."""
     for leftover in directory.parent.glob(f"{directory.name}.tmp-*") if is_alone else ():
         shutil.rmtree(leftover, ignore_errors=True)
     staging = directory.with_name(f"{directory.name}.tmp-{socket.gethostname()}-{os.getpid()}")
     staging.mkdir()
     try:
-        encoder = ChatEncoder(
-            tokenizer, template_kwargs=options.template_kwargs, special_in_content=options.special_in_content
-        )
-        with SampleWriter(staging, options) as writer:
-            write_samples(writer, encoder, files, progress)
-        summary = writer.summary(encoder)
-        _check_usable(summary, writer.bad_rows, options, staging)
-        (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        fill(staging)
         write_checksums(staging)
         _publish(staging, directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _fill(
+    files: list[Path],
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    options: PrepareOptions,
+    progress: Callable[[], None],
+    staging: Path,
+) -> None:
+    encoder = ChatEncoder(
+        tokenizer, template_kwargs=options.template_kwargs, special_in_content=options.special_in_content
+    )
+    with SampleWriter(staging, options) as writer:
+        write_samples(writer, encoder, files, progress)
+    summary = writer.summary(encoder)
+    _check_usable(summary, writer.bad_rows, options, staging)
+    (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+
+
 def _check_usable(summary: Summary, bad_rows: BadRows, options: PrepareOptions, staging: Path) -> None:
     """Raise `DataError` with the first bad rows, their counts and the way out, unless enough rows can be trained on."""
     num_bad, num_rows = summary.num_bad_rows, summary.num_rows
-    if options.on_bad_row == "skip" and num_bad <= options.max_bad_fraction * num_rows and summary.num_samples:
-        return
-    if num_bad == 0 and summary.num_samples:
+    allowed = options.max_bad_fraction * num_rows if options.on_bad_row == "skip" else 0
+    if summary.num_samples and num_bad <= allowed:
         return
     if num_bad == 0:
         raise DataError(
