@@ -15,13 +15,9 @@ from report_examples import examples
 from trainer.cli import compare, diagnose, report
 from trainer.cli.report_options import EXIT_UNREADABLE
 from trainer.report.result import Report
-from trainer.report.run_log import RunLog
+from trainer.report.run_log import RunLog, UnreadableLogError
 
 Patch = pytest.MonkeyPatch
-
-
-class UnreadableLogError(ValueError):
-    """Stands for the readers' own."""
 
 
 class Analysis:
@@ -47,7 +43,7 @@ class Analysis:
 def analysis(monkeypatch: Patch) -> Analysis:
     fake = Analysis()
     for name, content in {
-        "readers": {"read_run": fake.read_run, "UnreadableLogError": UnreadableLogError},
+        "readers": {"read_run": fake.read_run},
         "analyse": {"analyse": fake.analyse},
         "thresholds": {"read_thresholds": _read_thresholds},
     }.items():

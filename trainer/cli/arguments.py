@@ -2,9 +2,12 @@
 
 import argparse
 import signal
+import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.config import ConfigError
+from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -14,3 +17,22 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+Codes = dict[type[Exception], int]
+
+
+def answer(command: Callable[[], int], codes: Codes | None = None, *, interrupted: str = "interrupted") -> int:
+    """The exit code of `command`; an error that has one goes to stderr as one message.
+
+    `codes` beside, or in place of, 2 for `ConfigError` and 73 for `CannotWriteError`.
+    """
+    known: Codes = {ConfigError: EXIT_USAGE, CannotWriteError: EXIT_CANNOT_WRITE, **(codes or {})}
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except tuple(known) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return next(code for kind, code in known.items() if isinstance(error, kind))

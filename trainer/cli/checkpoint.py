@@ -31,9 +31,9 @@ from trainer.checkpoint_tools.listing import (
     tree_bytes,
 )
 from trainer.checkpoint_tools.prune import plan_pruning, prune
-from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
-from trainer.config import DTYPES, ConfigError
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE, CannotWriteError
+from trainer.cli.arguments import Parser, answer
+from trainer.config import DTYPES
+from trainer.errors import EXIT_CRASH, EXIT_DONE
 
 VERIFY_RESUME = "verify-resume"
 AT_ONCE = ("ls", "verify", "prune")
@@ -41,19 +41,16 @@ AT_ONCE = ("ls", "verify", "prune")
 
 
 def main(argv: list[str]) -> int:
-    try:
-        if argv[:1] == [VERIFY_RESUME]:  # argparse would read the options as its own
-            return _verify_resume(argv[1:])
-        arguments = _parser().parse_args(argv)
-        return int(arguments.run(arguments))
-    except (ConfigError, OSError) as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        if isinstance(error, ConfigError):
-            return EXIT_USAGE
-        return EXIT_CANNOT_WRITE if isinstance(error, CannotWriteError) else EXIT_CRASH
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return answer(lambda: _command(argv), {OSError: EXIT_CRASH})
+
+
+def _command(argv: list[str]) -> int:
+    if argv[:1] == [VERIFY_RESUME]:  # argparse would read the options as its own
+        from trainer.cli.verify_resume import main as verify_resume
+
+        return verify_resume(argv[1:])
+    arguments = _parser().parse_args(argv)
+    return int(arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,12 +168,6 @@ def _export(arguments: argparse.Namespace) -> int:
     export_from_shards(checkpoint, target, dtype=arguments.dtype)
     print(printable(f"wrote {target}  {readable(tree_bytes(target))}, {time.perf_counter() - started:.1f} s"))
     return EXIT_DONE
-
-
-def _verify_resume(argv: list[str]) -> int:
-    from trainer.cli.verify_resume import main as verify_resume
-
-    return verify_resume(argv)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ configuration. torch is imported only once the configuration is known to be righ
 import sys
 from collections.abc import Callable, Iterator
 
-from trainer.cli.arguments import Parser
+from trainer.cli.arguments import Parser, answer
 from trainer.config import QUICKSTART, Config, ConfigError
-from trainer.errors import EXIT_USAGE
 from trainer.launch.ranks import choose_num_ranks, count_gpus, parse_arguments
 from trainer.model.source import find_architecture
 from trainer.planner.forecast import (
@@ -28,25 +27,25 @@ NAME_WIDTH = 44
 
 
 def main(argv: list[str]) -> int:
-    try:
-        words, memory_gib = _parse(argv)
-        asked = parse_arguments(words)
-        config = load_config(asked.overrides)
-        if config.model.partial_pretrain != QUICKSTART:
-            find_architecture(config.model.partial_pretrain)
-        num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
-        num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
-        memory_gib = memory_gib or default_memory_gib(config, num_ranks)
-        forecast = forecaster(asked.overrides, memory_gib)
-        found = forecast(Change(num_ranks))
-        print("\n".join(table(found, config)))
-        if found.fits:
-            print(f"fits: {found.needed_gib:.1f} of {memory_gib:.1f} GiB")
-            return EXIT_FITS
-        change = smallest_change(config, found.plan, forecast)
-    except ConfigError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    return answer(lambda: _plan(argv))
+
+
+def _plan(argv: list[str]) -> int:
+    words, memory_gib = _parse(argv)
+    asked = parse_arguments(words)
+    config = load_config(asked.overrides)
+    if config.model.partial_pretrain != QUICKSTART:
+        find_architecture(config.model.partial_pretrain)
+    num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+    num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
+    memory_gib = memory_gib or default_memory_gib(config, num_ranks)
+    forecast = forecaster(asked.overrides, memory_gib)
+    found = forecast(Change(num_ranks))
+    print("\n".join(table(found, config)))
+    if found.fits:
+        print(f"fits: {found.needed_gib:.1f} of {memory_gib:.1f} GiB")
+        return EXIT_FITS
+    change = smallest_change(config, found.plan, forecast)
     print(f"does not fit: {found.needed_gib:.1f} of {memory_gib:.1f} GiB; {_advice(change, num_ranks, forecast)}")
     return EXIT_DOES_NOT_FIT
 

@@ -4,15 +4,14 @@ Exit code 4: a log cannot be read. The readers are imported when they are needed
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.cli.arguments import EXIT_INTERRUPTED
+from trainer.cli import arguments
 from trainer.config import ConfigError
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
+from trainer.errors import EXIT_USAGE
 from trainer.report.result import Report
-from trainer.report.run_log import RunLog
+from trainer.report.run_log import RunLog, UnreadableLogError
 
 EXIT_UNREADABLE = 4
 PROFILES = ("auto", "sft", "grpo", "controller", "generic")
@@ -52,22 +51,8 @@ def load_log(path: Path) -> RunLog:
 
 def answer(command: Callable[[], int], *, usage_code: int = EXIT_USAGE) -> int:
     """The exit code of `command`; what it raises goes to stderr as one message."""
-    try:
-        return command()
-    except ConfigError as error:
-        code, message = usage_code, str(error)
-    except CannotWriteError as error:
-        code, message = EXIT_CANNOT_WRITE, str(error)
-    except KeyboardInterrupt:
-        code, message = EXIT_INTERRUPTED, "interrupted"
-    except (ValueError, OSError) as error:
-        from trainer.report.readers import UnreadableLogError
-
-        if not isinstance(error, UnreadableLogError | OSError):
-            raise
-        code, message = EXIT_UNREADABLE, str(error)
-    print(f"ERROR: {message}", file=sys.stderr)
-    return code
+    codes: arguments.Codes = {ConfigError: usage_code, UnreadableLogError: EXIT_UNREADABLE, OSError: EXIT_UNREADABLE}
+    return arguments.answer(command, codes)
 
 
 def _external(text: str) -> tuple[int, float]:

@@ -10,25 +10,21 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.cli.arguments import EXIT_INTERRUPTED, Parser
+from trainer.cli.arguments import Parser, answer
 from trainer.config import ConfigError
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
 from trainer.launch.ranks import choose_num_ranks, count_gpus, node_layout, parse_arguments
 from trainer.resume_proof.proof import MIN_STEPS, Trial, interruptible, verify
 from trainer.run.compose import load_config
 
 
 def main(argv: list[str]) -> int:
-    try:
-        trial = parse_trial(argv)
-        with interruptible():
-            return verify(trial)
-    except (ConfigError, CannotWriteError) as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return EXIT_CANNOT_WRITE if isinstance(error, CannotWriteError) else EXIT_USAGE
-    except KeyboardInterrupt:
-        print("interrupted: no verdict", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return answer(lambda: _verify(argv), interrupted="interrupted: no verdict")
+
+
+def _verify(argv: list[str]) -> int:
+    trial = parse_trial(argv)
+    with interruptible():
+        return verify(trial)
 
 
 def _parser() -> Parser:

@@ -20,8 +20,9 @@ from pathlib import Path
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
 from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.environment import die_with_parent, uncollected
+from trainer.runtime.environment import uncollected
 from trainer.runtime.file_lock import try_lock
+from trainer.runtime.processes import die_with_parent
 from trainer.runtime.signals import AGENT_PID, heeded_signals
 
 POLL_S = 1.0

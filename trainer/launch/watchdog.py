@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from trainer.runtime.heartbeat import Beat, unpack_beat
+from trainer.runtime.processes import STOPPED, status_of
 
 MAX_GAP_S = 5.0
 """Longest silence counted between two polls: when the launcher itself was suspended, the ranks had no chance either."""
@@ -28,7 +29,6 @@ COPY_S = 10.0
 PEERS_S = 10.0
 """How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and not yet broken."""
 GONE_S = 5.0
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 CONDITIONS = {
     psutil.STATUS_STOPPED: "stopped by a signal",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
@@ -49,7 +49,7 @@ class Rank:
     @property
     def is_hung(self) -> bool:
         is_over = self.beat is not None and self.beat.limit_s is not None and self.silent_s > self.beat.limit_s
-        return is_over and _status(self.process) != ""
+        return is_over and status_of(self.process) != ""
 
 
 class Watchdog:
@@ -97,7 +97,7 @@ class Watchdog:
 
     def wake_agent(self, agent: subprocess.Popen) -> None:
         """Continue an agent that somebody stopped once its ranks have ended: it alone can tell how they did."""
-        ranks = [_status(rank.process) for rank in self._ranks.values()]
+        ranks = [status_of(rank.process) for rank in self._ranks.values()]
         if ranks and not any(ranks):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if psutil.Process(agent.pid).status() in STOPPED:
@@ -114,12 +114,12 @@ class Watchdog:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(GONE_S)
         deadline = time.monotonic() + GONE_S
-        while any(_status(process) for process in processes) and time.monotonic() < deadline:
+        while any(status_of(process) for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _report(self) -> None:
         """The stacks into the run directory, one error with the state of every rank on stderr. Raises `OSError`."""
-        ranks = sorted((rank for rank in self._ranks.values() if _status(rank.process)), key=_suspicion)
+        ranks = sorted((rank for rank in self._ranks.values() if status_of(rank.process)), key=_suspicion)
         lines = {rank.number: _describe(rank) for rank in ranks}  # before a signal changes what they do
         stacks = self._collect_stacks(ranks)
         files = {f"rank_{number}.txt": f"{line}\n\n{stacks[number]}" for number, line in lines.items()}
@@ -140,7 +140,7 @@ class Watchdog:
         """Stacks of all threads by number of the rank, or why there are none. Takes up to `STACKS_S`."""
         paths = {rank.number: self.status_dir / f"rank_{rank.number}.stacks" for rank in ranks}
         earlier = {number: _content(path) for number, path in paths.items()}  # a user may have asked before
-        awaited = [rank.number for rank in ranks if _status(rank.process) not in STOPPED]
+        awaited = [rank.number for rank in ranks if status_of(rank.process) not in STOPPED]
         for rank in ranks:
             _send(rank.process, signal.SIGUSR2)
         stacks, changed_at, deadline = earlier, time.monotonic(), time.monotonic() + STACKS_S
@@ -158,7 +158,7 @@ class Watchdog:
 
 def _suspicion(rank: Rank) -> tuple[bool, float]:
     """Sorts the likely cause to the front: a stopped rank, then the one whose last beat is the oldest."""
-    return _status(rank.process) not in STOPPED, rank.beat.at_s if rank.beat else float("inf")
+    return status_of(rank.process) not in STOPPED, rank.beat.at_s if rank.beat else float("inf")
 
 
 def _describe(rank: Rank) -> str:
@@ -170,7 +170,7 @@ def _describe(rank: Rank) -> str:
 
 
 def _condition(process: psutil.Process) -> str:
-    status = _status(process)
+    status = status_of(process)
     return CONDITIONS.get(status, status or "ended")
 
 
@@ -211,15 +211,6 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-def _status(process: psutil.Process) -> str:
-    """What the process does in psutil's words; empty when it has ended, reaped or not, or is another by now."""
-    try:
-        status = str(process.status()) if process.is_running() else ""
-    except psutil.Error:
-        return ""
-    return "" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else status
 
 
 def _send(process: psutil.Process, number: int) -> None:

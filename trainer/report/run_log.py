@@ -9,6 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+class UnreadableLogError(ValueError):
+    """No reader understands the path; the message names it, what was tried, and the fix."""
+
+
 @dataclass(frozen=True)
 class Series:
     """One metric over the optimizer steps it was logged at: `steps` int64, strictly rising; `values` float64.

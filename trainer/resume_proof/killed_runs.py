@@ -20,7 +20,7 @@ import psutil
 
 from trainer.checkpoint import layout
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.runtime.environment import die_with_parent
+from trainer.runtime.processes import die_with_parent, status_of
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 LAUNCHER = ("-m", "trainer.launch")
@@ -28,7 +28,7 @@ POLL_S = 0.05
 SIGNAL_POLL_S = 0.002
 STOPPED_S = 1.0
 GONE_S = 30.0
-GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+GONE = ("",)
 NUM_LOG_LINES = 20
 
 
@@ -210,12 +210,5 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 def _wait_for(process: psutil.Process, statuses: tuple[str, ...], *, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while _status(process) not in statuses and time.monotonic() < deadline:
+    while status_of(process) not in statuses and time.monotonic() < deadline:
         time.sleep(SIGNAL_POLL_S)
-
-
-def _status(process: psutil.Process) -> str:
-    try:
-        return str(process.status()) if process.is_running() else psutil.STATUS_DEAD
-    except psutil.Error:
-        return psutil.STATUS_DEAD

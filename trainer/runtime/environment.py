@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,15 +31,6 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def die_with_parent(parent_pid: int, *, code: int) -> None:
-    """Have this process killed when its parent ends, however that ends; leave with `code` if it has ended already."""
-    pr_set_pdeathsig = 1
-    with contextlib.suppress(OSError, AttributeError):  # no Linux
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(code)
 
 
 def let_waiting_threads_sleep() -> None:

@@ -18,11 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import psutil
-
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
-from trainer.runtime.environment import die_with_parent, local_rank
+from trainer.runtime.environment import local_rank
 from trainer.runtime.log import say
+from trainer.runtime.processes import die_with_parent, is_alive
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGENT_PID = "SFT_AGENT_PID"
@@ -122,18 +121,11 @@ def lost_ranks() -> list[int]:
     deadline = time.monotonic() + PEER_GONE_S
     while directory is not None:
         pids = {int(path.stem.removeprefix("rank_")): path.read_text() for path in Path(directory).glob("rank_*.pid")}
-        lost = sorted(rank for rank, pid in pids.items() if pid and not _is_running(int(pid)))
+        lost = sorted(rank for rank, pid in pids.items() if pid and not is_alive(int(pid)))
         if lost or time.monotonic() > deadline:
             return lost
         time.sleep(0.02)
     return []
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def report_exit_code(code: int) -> bool:

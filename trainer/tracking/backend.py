@@ -34,7 +34,7 @@ class Held:
     def __init__(self, metrics: Mapping[str, int], kinds: Mapping[str, int] | None = None) -> None:
         self._metrics, self._kinds = dict(metrics), dict(kinds or {})
 
-    def lacking(self, row: MetricsRow) -> dict[str, float]:
+    def missing(self, row: MetricsRow) -> dict[str, float]:
         """The part of the row that the tracker does not have."""
         if row.step <= self._kinds.get(row.kind, -1):
             return {}

@@ -97,7 +97,7 @@ class MlflowBackend(Backend):
 
         metrics: list[Metric] = []
         for row in rows:
-            for key, value in self._held.lacking(row).items():
+            for key, value in self._held.missing(row).items():
                 name, is_first = self._names.convert(key)
                 if is_first:
                     self._client.log_batch(self._run_id, tags=[RunTag(NAME_TAG + name, key)])

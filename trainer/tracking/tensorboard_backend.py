@@ -51,5 +51,5 @@ class TensorboardBackend(Backend):
 
     def _write(self, row: MetricsRow) -> None:
         assert self._writer is not None
-        for key, value in self._held.lacking(row).items():
+        for key, value in self._held.missing(row).items():
             self._writer.add_scalar(key, value, row.step, walltime=row.ts)

@@ -79,7 +79,7 @@ class WandbBackend(Backend):
             self.log(row)
 
     def log(self, row: MetricsRow) -> None:
-        if data := self._held.lacking(row):
+        if data := self._held.missing(row):
             self._run.log({**data, STEP: row.step, "_timestamp": row.ts}, step=self._next_step, commit=True)
             self._next_step += 1
             if not self._run.offline:

@@ -1,6 +1,6 @@
 """Readers of training logs: one `RunLog` from whatever a trainer wrote."""
 
 from trainer.report.readers.detect import read_run
-from trainer.report.readers.parsing import UnreadableLogError
+from trainer.report.run_log import UnreadableLogError
 
 __all__ = ["UnreadableLogError", "read_run"]

@@ -8,8 +8,8 @@ from typing import Any
 from trainer.report.readers.aliases import canonical
 from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import MAX_LINE_BYTES, Faults, UnreadableLogError, as_step
-from trainer.report.run_log import RunLog
+from trainer.report.readers.parsing import MAX_LINE_BYTES, Faults, as_step
+from trainer.report.run_log import RunLog, UnreadableLogError
 
 ROLL_MARK = "metrics_tag: {"
 _VERL_ROW = re.compile(r"(?:^|[\s\r])step:(\d{1,15}) - (\S.*)")

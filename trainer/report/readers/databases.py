@@ -11,8 +11,8 @@ from typing import Any
 from trainer.report.readers.aliases import canonical
 from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import Faults, UnreadableLogError, as_number, as_step, parse_number
-from trainer.report.run_log import RunLog
+from trainer.report.readers.parsing import Faults, as_number, as_step, parse_number
+from trainer.report.run_log import RunLog, UnreadableLogError
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 NAME_TAG = "metric_name/"

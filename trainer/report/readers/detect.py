@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainer.report.readers import databases, json_logs, own, tables, tensorboard, transformers_state
 from trainer.report.readers.console import read_console
-from trainer.report.readers.parsing import Faults, UnreadableLogError, as_step, json_rows
-from trainer.report.run_log import RunLog
+from trainer.report.readers.parsing import Faults, as_step, json_rows
+from trainer.report.run_log import RunLog, UnreadableLogError
 
 Reader = Callable[[Path], RunLog]
 

@@ -12,7 +12,6 @@ from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.parsing import (
     Faults,
-    UnreadableLogError,
     as_number,
     as_step,
     flat,
@@ -20,7 +19,7 @@ from trainer.report.readers.parsing import (
     json_rows,
 )
 from trainer.report.readers.transformers_state import MEAN_NOTE, NAN_NOTE, read_transformers, state_files
-from trainer.report.run_log import RunLog, Series
+from trainer.report.run_log import RunLog, Series, UnreadableLogError
 from trainer.runtime.json_lines import read_object
 
 STEP_KEYS = (

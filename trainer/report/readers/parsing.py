@@ -19,10 +19,6 @@ _CLOCK = re.compile(r"(?:(\d+) days?, )?(\d+):(\d{2}):(\d{2}(?:\.\d+)?)")
 _FRACTION = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 
 
-class UnreadableLogError(ValueError):
-    """No reader understands the path; the message names it, what was tried, and the fix."""
-
-
 @dataclass
 class Faults:
     """What a reader had to pass over."""

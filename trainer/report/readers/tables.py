@@ -8,8 +8,8 @@ from trainer.report.readers.aliases import canonical
 from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.json_logs import step_key
-from trainer.report.readers.parsing import Faults, UnreadableLogError, as_step
-from trainer.report.run_log import RunLog
+from trainer.report.readers.parsing import Faults, as_step
+from trainer.report.run_log import RunLog, UnreadableLogError
 
 PAIR = {"training_history.csv": "train/", "validation_history.csv": "val/"}
 SUFFIXES = (".csv", ".tsv")

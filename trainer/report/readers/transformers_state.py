@@ -9,8 +9,8 @@ from typing import Any
 from trainer.report.readers.aliases import canonical
 from trainer.report.readers.checkpoints import find_checkpoints
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import Faults, UnreadableLogError, as_step, flat
-from trainer.report.run_log import RunLog
+from trainer.report.readers.parsing import Faults, as_step, flat
+from trainer.report.run_log import RunLog, UnreadableLogError
 from trainer.runtime.json_lines import read_object
 
 FILE_NAME = "trainer_state.json"
