@@ -90,40 +90,13 @@ def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) ->
 
 
 def model_config(**changes: Any) -> ModelConfig:
-    fsdp = FsdpConfig(
-        param_dtype=changes.pop("param_dtype", "float32"),
-        reduce_dtype="float32",
-        cpu_offload=False,
-        reshard_after_forward=changes.pop("reshard_after_forward", "auto"),
-        fsdp_size=-1,
-    )
-    settings = {
-        "partial_pretrain": "toy",
-        "random_weights": True,
-        "trust_remote_code": False,
-        "enable_gradient_checkpointing": False,
-        "compile": False,
-        "attention": "auto",
-        "loss": "cross_entropy",
-        "fsdp_config": fsdp,
-    }
-    return ModelConfig(**{**settings, **changes})
+    own = {name: changes.pop(name) for name in FsdpConfig.__dataclass_fields__ if name in changes}
+    fsdp = FsdpConfig(**({"param_dtype": "float32"} | own))
+    return ModelConfig(**({"partial_pretrain": "toy", "random_weights": True, "fsdp_config": fsdp} | changes))
 
 
 def optim_config(**changes: Any) -> OptimConfig:
-    settings = {
-        "name": "adamw",
-        "lr": 3e-3,
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-        "clip_grad": 1.0,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps_ratio": 0.2,
-        "min_lr_ratio": 0.0,
-        "stable_ratio": 0.9,
-    }
-    return OptimConfig(**{**settings, **changes})
+    return OptimConfig(**({"lr": 3e-3, "lr_warmup_steps_ratio": 0.2} | changes))
 
 
 def build_toy_model(world: World, source: packed_lm.ModelSource, *, is_packed: bool = True, **changes: Any) -> Any:

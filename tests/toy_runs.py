@@ -19,7 +19,7 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.start import RunShape, decide_start
 from trainer.checkpoint.state import Stateful
-from trainer.config import CheckpointConfig, GuardConfig, TrainerConfig
+from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.batch_plan import Schedule, Share
 from trainer.loop import step
 from trainer.loop.fit import fit
@@ -70,25 +70,16 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
         experiment_name="toy",
         default_local_dir=str(run_dir),
         logger=[],
-        total_epochs=2,
         total_training_steps=recipe.total_steps,
         save_freq=recipe.save_freq,
         test_freq=-1,
         max_ckpt_to_keep=recipe.keep,
-        resume_mode="auto",
-        resume_from_path=None,
         resume_allow=list(recipe.resume_allow),
-        max_time=None,
         seed=3,
         device="cpu",
         max_nonfinite_steps=3,
         dist_timeout_s=60,
         hang_timeout_s=60,
-        early_stop_patience=None,
-        early_stop_min_delta=0.002,
-        roll_detail="off",
-        trace=False,
-        guard=GuardConfig(on_nonfinite="stop", on_severe="warn", on_diverging="warn", rules=[]),
         checkpoint=CheckpointConfig(CONTENTS, CONTENTS[:3], "float32", recipe.async_save, recipe.save_timeout_s),
     )
 

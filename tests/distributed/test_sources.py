@@ -11,13 +11,13 @@ from test_seams import StopsAfter
 from toy import build_toy_model, write_model_config
 from toy_runs import Recipe, Result, run
 
-from trainer.__main__ import load_config
 from trainer.batch import document_sums
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan, ValidationBatches, pack
 from trainer.data.samples import Samples
 from trainer.errors import EXIT_RESUMABLE
 from trainer.loop.run import Cadence
+from trainer.run.compose import load_config
 from trainer.run.inputs import Inputs, prepare_inputs
 
 STEPS, LOSS_BY = 4, ("train/loss_by/chats", "train/loss_by/answers")

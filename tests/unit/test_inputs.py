@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_sources
 
-from trainer.__main__ import load_config
 from trainer.data.chat import ChatEncoder
 from trainer.errors import DataError
+from trainer.run.compose import load_config
 from trainer.run.inputs import Inputs, prepare_inputs
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.detection.window import MAD_TO_SIGMA
 from trainer.report.raised_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import NORMAL_MAD, UsualRange, finite, runs, spearman, usual_range
+from trainer.report.statistics import UsualRange, finite, runs, spearman, usual_range
 from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_group
 
 Ints = NDArray[np.int64]
@@ -170,7 +171,7 @@ def _judge_rises_that_stay(
     at = np.flatnonzero(rise > LEAST_RISE) + NUM_EARLIER
     past = np.sort(values[at[:, None] - np.arange(1, NUM_EARLIER + 1)], axis=1)
     centre = np.median(past, axis=1)
-    mad = NORMAL_MAD * np.median(np.abs(past - centre[:, None]), axis=1)
+    mad = MAD_TO_SIGMA * np.median(np.abs(past - centre[:, None]), axis=1)
     tail = (past[:, int(0.9 * NUM_EARLIER)] - centre) / 1.282
     just_before = np.median(values[at[:, None] - np.arange(1, NUM_BEFORE + 1)], axis=1)
     expected = np.maximum(centre, just_before)

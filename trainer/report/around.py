@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from trainer.detection.window import MAD_TO_SIGMA
 from trainer.report.curves import finite, within
 from trainer.report.formatting import clean, number
 from trainer.report.formatting import step as step_words
@@ -14,7 +15,6 @@ ALWAYS = "train/loss"
 MIN_SCORE = 6.0
 MAX_METRICS = 6
 MAX_ROWS = 200
-MAD_TO_SIGMA = 1.4826
 
 
 def around(log: RunLog, *, step: int, window: int) -> Section:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.detection.window import MAD_TO_SIGMA
 from trainer.report.run_log import Series
 
 Floats = NDArray[np.float64]
-NORMAL_MAD = 1.4826
-"""Standard deviation over the median absolute deviation, for a normal distribution."""
 NUM_BINS = 50
 
 
@@ -104,7 +103,7 @@ def noise(series: Series) -> float:
     """Spread of a series around its own slow course, from differences of neighbours: a standard deviation."""
     if len(series) < 3:
         return 0.0
-    return float(NORMAL_MAD * np.median(np.abs(np.diff(series.values))) / math.sqrt(2))
+    return float(MAD_TO_SIGMA * np.median(np.abs(np.diff(series.values))) / math.sqrt(2))
 
 
 def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
@@ -174,7 +173,7 @@ def usual_range(
     ordered = np.sort(_gathered(rest, windows), axis=1)
     width = ordered.shape[1]
     tail = int(0.05 * (width - 1))
-    mad = NORMAL_MAD * np.median(np.abs(ordered), axis=1)
+    mad = MAD_TO_SIGMA * np.median(np.abs(ordered), axis=1)
     levels = np.median(np.abs(_gathered(centres[centre_of], windows)), axis=1) if relative_floor else 0.0
     least = np.maximum(np.maximum(mad, floor), relative_floor * levels)
     up = np.maximum(least, _capped(ordered[:, width - 1 - tail] / 1.645))

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.report.statistics import NORMAL_MAD, Floats
+from trainer.detection.window import MAD_TO_SIGMA
+from trainer.report.statistics import Floats
 
 
 @dataclass(frozen=True)
@@ -49,4 +50,4 @@ def relative_noise(losses: Floats) -> float:
     if len(losses) < 5:
         return 0.0
     second = np.diff(losses, n=2) / np.sqrt(6)
-    return float(NORMAL_MAD * np.median(np.abs(second)) / np.median(losses))
+    return float(MAD_TO_SIGMA * np.median(np.abs(second)) / np.median(losses))
