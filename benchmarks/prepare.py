@@ -83,7 +83,7 @@ def work(model: Path, train_file: Path, cache_dir: Path, output: Path) -> None:
         "prepare_s": time.perf_counter() - started,
         "num_rows": len(dataset),
         "num_tokens": len(dataset.input_ids),
-        "fingerprint": dataset.fingerprint,
+        "fingerprint": dataset.summary.fingerprint,
         "directory": str(dataset.directory),
         "peak_bytes": peak_bytes(),
     }

@@ -184,7 +184,7 @@ def train_on_documents(world: World, source: ModelSource, length: int, steps: in
     parts = toy_run(world, model, Documents(length, steps), total_steps=steps, batch_size=1)
     before = peak_bytes()
     fit(parts)
-    times: Any = parts.tracker
+    times: Any = parts.tracking
     return {"step_s": min(times.column("train/time(s)")[1:]), "peak_bytes": peak_bytes() - before, "before": before}
 
 
