@@ -1,12 +1,12 @@
 """Whether a run directory is being trained in right now, from the record in its lock file."""
 
-import os
 import socket
 import time
 from pathlib import Path
 
 from trainer.runtime.heartbeat import REPORT_DIRECTORY, REPORT_EVERY_S
 from trainer.runtime.json_lines import read_object
+from trainer.runtime.processes import is_alive
 
 LOCK = ".train.lock"
 """Its holder's record; empty once the run has given it back, left as it is by one that was killed."""
@@ -28,10 +28,4 @@ def trainer_pid(run_dir: Path) -> int | None:
     pid = record.get("pid")
     if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
         return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:  # of another user, and alive
-        pass
-    return pid
+    return pid if is_alive(pid) else None
