@@ -118,6 +118,9 @@ def test_a_rank_that_did_not_measure_is_left_out_and_a_nan_is_shown() -> None:
     row = row_of(new_meter(), by_rank=by_rank)
     assert row["system/gpu_util"] == row["system/gpu_util_min"] == 60.0 and math.isnan(row["train/loss_max_rank"])
     assert "system/gpu_temp_c" not in row
+    later = new_meter()
+    row_of(later)
+    assert "system/gpu_util" not in row_of(later, step=2, by_rank=by_rank), "logged now and then"
 
 
 @pytest.mark.covers("S4.21", "S4.23:C", "S4.24", "S4.25")

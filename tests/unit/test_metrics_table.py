@@ -256,8 +256,8 @@ def test_a_pattern_has_no_slot_to_travel_in(monkeypatch: pytest.MonkeyPatch) -> 
 def test_values_of_ranks_become_one(way: Any, values: tuple[float, ...], expected: float) -> None:
     METRICS["test/x"] = replace(METRICS["train/nonfinite"], key="test/x", over_ranks=way)
     try:
-        assert metrics.combined({"test/x": values}, ("step",))["test/x"] == pytest.approx(expected, nan_ok=True)
-        assert metrics.combined({"test/x": (metrics.ABSENT,)}, ("step",)) == {}
+        assert metrics.combined({"test/x": values})["test/x"] == pytest.approx(expected, nan_ok=True)
+        assert metrics.combined({"test/x": (metrics.ABSENT,)}) == {}
     finally:
         del METRICS["test/x"]
 

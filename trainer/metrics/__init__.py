@@ -33,7 +33,7 @@ def put(key: str, value: SupportsFloat) -> None:
     What is combined over ranks may be a tensor of a device and travels with the next step's packet; the rest is a
     number of the host and only needs a row. A name that is not in the table is logged as rank 0 has it, with a warning.
     """
-    if key not in METRICS and ((metric := find(key)) is None or metric.over_ranks in COMBINED):
+    if _way(key) is None:
         cause = f"metric '{key}' is not in the table: add its entry (trainer/metrics/table.py) on every rank"
         warnings.warn(cause, UnknownMetricWarning, stacklevel=2)
     _values[key] = value
@@ -41,10 +41,7 @@ def put(key: str, value: SupportsFloat) -> None:
 
 def take(over_ranks: Collection[str] = OVER_RANKS) -> dict[str, SupportsFloat]:
     """Remove and return what was put of the metrics that are combined in these ways."""
-    taken = {key: value for key, value in _values.items() if _way(key) in over_ranks}
-    for key in taken:
-        del _values[key]
-    return taken
+    return {key: _values.pop(key) for key in list(_values) if (_way(key) or "main") in over_ranks}
 
 
 def take_numbers(over_ranks: Collection[str] = ("global", "main")) -> dict[str, float]:
@@ -52,11 +49,10 @@ def take_numbers(over_ranks: Collection[str] = ("global", "main")) -> dict[str, 
     return {key: value if isinstance(value, int) else float(value) for key, value in take(over_ranks).items()}
 
 
-def _way(key: str) -> str:
-    """How the values of a key are combined; without an entry of its own one cannot travel."""
-    metric = METRICS.get(key) or find(key)
-    is_lost = metric is None or (metric.over_ranks in COMBINED and key not in METRICS)
-    return "main" if metric is None or is_lost else metric.over_ranks
+def _way(key: str) -> str | None:
+    """How its values are combined; None for what has no entry, or none of its own with which it could travel."""
+    metric = find(key)
+    return None if metric is None or (metric.over_ranks in COMBINED and key not in METRICS) else metric.over_ranks
 
 
 def find(key: str) -> Metric | None:
@@ -64,15 +60,8 @@ def find(key: str) -> Metric | None:
     if (metric := METRICS.get(key)) is not None:
         return metric
     if (alias := ALIASES.get(key)) is not None:
-        return replace(
-            METRICS[alias.of],
-            key=key,
-            unit=alias.unit,
-            every="asked",
-            meaning=f"{alias.of} {alias.note}.",
-            console=None,
-            csv="",
-        )
+        meaning = f"{alias.of} {alias.note}."
+        return replace(METRICS[alias.of], key=key, unit=alias.unit, every="asked", meaning=meaning)
     return next((metric for name, metric in METRICS.items() if "<" in name and pattern(name).fullmatch(key)), None)
 
 
@@ -98,14 +87,17 @@ def travelling() -> tuple[str, ...]:
     return tuple(sorted(set(found)))
 
 
-def combined(by_rank: Mapping[str, tuple[float, ...]], every: Collection[str]) -> dict[str, float]:
-    """The metrics so often logged that all ranks' values of the slots give, for those that any rank measured."""
+def combined(by_rank: Mapping[str, tuple[float, ...]], *, is_rare: bool = True) -> dict[str, float]:
+    """The metrics that all ranks' values of the slots give, for those that any rank measured; without `is_rare` none
+    that are logged but now and then.
+    """
     found = {}
     for metric in METRICS.values():
-        if metric.every in every and metric.over_ranks in COMBINED and metric.source in by_rank:
-            values = {rank: value for rank, value in enumerate(by_rank[metric.source]) if value != ABSENT}
-            if values:
-                found[metric.key] = combine(metric.over_ranks, values)
+        if metric.over_ranks not in COMBINED or metric.source not in by_rank:
+            continue
+        values = {rank: value for rank, value in enumerate(by_rank[metric.source]) if value != ABSENT}
+        if values and (is_rare or metric.every not in ("rare", "timer")):
+            found[metric.key] = combine(metric.over_ranks, values)
     return found
 
 

@@ -68,7 +68,6 @@ class Meter:
         self._device_gib = memory.device_total_gib
         self._gpu = GpuSampler(world.device)
         self._started = time.monotonic()
-        metrics.take()  # what an earlier run of this process left
         self._window, self._clipped = Window(), deque[bool](maxlen=100)
         self._durations: dict[str, float] = {}
         self._update_squares: dict[str, Tensor] = {}
@@ -106,7 +105,6 @@ class Meter:
             raise RuntimeError(f"the guards of the ranks disagree; numbers of decisions: {totals.by_rank['decisions']}")
         clip_coef = min(1.0, self._plan.max_norm / grad_norm) if grad_norm > 0 else 1.0
         self._count(batch, loss, clip_coef)
-        shown = ("step", "rare", "timer") if self._is_rare_row(batch.step) else ("step",)
         return {
             "train/loss": loss,
             "train/loss_ema": self.loss_ema,
@@ -121,7 +119,7 @@ class Meter:
             "optim/clip_coef": clip_coef,
             "optim/clipped_frac": sum(self._clipped) / len(self._clipped),
             **self._progress(batch),
-            **metrics.combined(totals.by_rank, shown),
+            **metrics.combined(totals.by_rank, is_rare=self._is_rare_row(batch.step)),
             **metrics.take_numbers(("global",)),
         }
 
