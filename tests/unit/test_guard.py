@@ -146,6 +146,12 @@ def test_user_rules_ask_for_what_they_name() -> None:
 
 
 @pytest.mark.covers("S2.38")
+def test_a_rule_may_use_another_systems_name_of_a_metric() -> None:
+    guard = new_guard(rules=["train/lr > 1e-3: stop"])
+    assert not guard.observe(1, signals(**{"train/lr(1e-3)": 0.5}), is_skipped=False).is_stop
+    assert guard.observe(2, signals(**{"train/lr(1e-3)": 2.0}), is_skipped=False).is_stop
+
+
 def test_a_rule_can_leave_updates_out_before_they_are_made() -> None:
     guard = new_guard(rules=["train/grad_norm > 0.5: skip", "train/loss > 9: skip, warn"])
     assert guard.limits().is_severe(loss=1.0, grad_norm=0.6) and guard.limits().is_severe(loss=9.1, grad_norm=0.1)
