@@ -1,4 +1,7 @@
-"""From the plan to batches: one item per optimizer step. The position of a run is one integer, the step."""
+"""From the plan to batches: one item per optimizer step, built by torchdata's `StatefulDataLoader`.
+
+The position of a run is one integer, the step; torchdata's own state is stored beside it for its readers.
+"""
 
 import dataclasses
 import signal
@@ -10,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, split_batch
@@ -93,6 +96,17 @@ class _StepDataset(Dataset[StepBatch]):
         return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
 
 
+class _StepSampler(Sampler[int]):
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
 class _WorkerHandle(popen_fork.Popen):
     def terminate(self) -> None:
         self.kill()  # a worker ignores SIGTERM, and a process that is about to exit waits for those it has terminated
@@ -136,20 +150,21 @@ class TrainLoader:
         self.last_step = total_steps
         self.step = schedule.start.step
         """The last step that was handed out; after it has been trained the number of finished steps."""
+        self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
         """Its workers are gone when the generator is closed."""
         steps = [step for step in range(self.step + 1, self.last_step + 1) if step not in self._skipped_steps]
-        loader = DataLoader(
+        self._loader = StatefulDataLoader(
             _StepDataset(self._samples, self.plan, self.schedule),
-            sampler=steps,
+            sampler=_StepSampler(steps),
             batch_size=None,
             num_workers=self._num_workers,
             pin_memory=self.plan.pin_memory,
             worker_init_fn=_ignore_signals,
             multiprocessing_context=_WorkerContext() if self._num_workers else None,
         )
-        batches = iter(loader)
+        batches = iter(self._loader)
         try:
             for step, batch in zip(steps, batches, strict=True):
                 if batch.step != step:
@@ -157,8 +172,7 @@ class TrainLoader:
                 self.step = step
                 yield batch
         finally:
-            if isinstance(batches, _MultiProcessingDataLoaderIter):
-                # the frames of an error may keep the iterator, which would stop them when it goes
+            if self._num_workers:  # the frames of an error may keep the iterator, which would stop them when it goes
                 batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
@@ -171,12 +185,13 @@ class TrainLoader:
         return self.schedule.position(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """`data.pt`: the position, and what it counts in. Nothing in it depends on ranks."""
+        """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it depends on ranks."""
         return {
             **dataclasses.asdict(self.position),
             "train_batch_size": self.schedule.batch_size,
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
+            "loader": self._loader.state_dict() if self._loader is not None else {},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

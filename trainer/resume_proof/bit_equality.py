@@ -21,7 +21,7 @@ from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
 LOADER = "loader"
-"""In `data.pt` of checkpoints of the first versions: torchdata's own counters, which began anew with every start."""
+"""In `data.pt`: torchdata's own counters, which begin anew with every start."""
 TIMED = "seconds"
 """The column of the histories that no two runs share."""
 UNREADABLE = ""

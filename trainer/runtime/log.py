@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from typing import IO, Any, TextIO
 
 
@@ -99,5 +100,7 @@ def configure(rank: int) -> None:
         root.addHandler(handler)
     root.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     root.propagate = False
+    # torchdata 0.11 calls this on every start; nobody can act on it
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
