@@ -13,7 +13,7 @@ from toy_runs import Recipe, Result, run
 from trainer.config import OptimConfig
 from trainer.errors import EXIT_RESUMABLE
 from trainer.loop.run import Run
-from trainer.losses import LOSSES
+from trainer.losses import LOSSES, Loss
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
 from trainer.runtime.signals import StopRequest
@@ -22,12 +22,11 @@ SMOOTHING = 0.1
 CHOICES = ({"loss": "smoothed"}, {"optimizer_name": "heavy_ball"}, {"loss": "dft"}, {"optimizer_name": "muon"})
 
 
-def smoothed(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+def smoothed(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """Cross-entropy against the label with weight 0.9 and all tokens with 0.1 together."""
-    log_probs_CV = logits_CV.float().log_softmax(dim=-1)
-    target_CV = torch.full_like(log_probs_CV, SMOOTHING / logits_CV.shape[1])
-    target_CV.scatter_add_(1, labels_C[:, None], torch.full_like(target_CV[:, :1], 1 - SMOOTHING))
-    return -(target_CV * log_probs_CV).sum(dim=-1), (log_probs_CV.exp() - target_CV).to(logits_CV.dtype)
+    log_probs_CV = logits_CV.log_softmax(dim=-1)
+    of_labels_C = log_probs_CV.gather(1, labels_C[:, None])[:, 0]
+    return -(1 - SMOOTHING) * of_labels_C - SMOOTHING * log_probs_CV.mean(dim=-1)
 
 
 class HeavyBall(Optimizer):
@@ -65,7 +64,7 @@ class StopsAfter(StopRequest):
 
 
 def train(world: Any, run_dir: Path, source: Any, choice: dict[str, str], num_steps: int = 99) -> Result:
-    LOSSES["smoothed"], OPTIMIZERS["heavy_ball"] = smoothed, HeavyBall
+    LOSSES["smoothed"], OPTIMIZERS["heavy_ball"] = Loss(smoothed), HeavyBall
     return run(world, run_dir, source, Recipe(total_steps=4, save_freq=-1), stop=StopsAfter(num_steps), **choice)
 
 

@@ -12,7 +12,8 @@ from ranks import run_ranks
 from toy import build_toy_model, write_model_config
 from transformers import PretrainedConfig
 
-from trainer.model import attention, norm, packed_lm, rope, selfcheck
+from trainer.losses import LOSSES, Loss, cross_entropy, dft
+from trainer.model import attention, head, norm, packed_lm, rope, selfcheck
 from trainer.model.attention import DocumentLengths
 from trainer.model.norm import rms_norm
 
@@ -68,7 +69,7 @@ def errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, f
             is_packed = name not in ("longest before", "no fault, one by one")
             model = build_toy_model(world, source, is_packed=is_packed, param_dtype=param_dtype)
             forwards = {module: vars(module).get("forward") for module in model.modules()}
-            found[name] = selfcheck.packing_error(model, world.device, max_length=64)
+            found[name] = selfcheck.compare(model, world.device, max_length=64, formula=cross_entropy).loss
             assert forwards == {module: vars(module).get("forward") for module in model.modules()}
             assert model.config._attn_implementation == ("packed" if is_packed else "sdpa")
     return found
@@ -107,6 +108,103 @@ def test_faults_exceed_the_tolerance(tmp_path: Path, param_dtype: str) -> None:
             del found[0][name]
     assert max(right.values()) < tolerance / 2, right
     assert min(found[0].values()) > 2 * tolerance, found[0]
+
+
+def _detached(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: (original(*args, **kwargs)[0].detach(), None)
+
+
+def _leaking_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The values of each document by itself, the gradients of one long document."""
+    leaking = _leaking(original)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        (right, _), (wrong, _) = original(*args, **kwargs), leaking(*args, **kwargs)
+        return right.detach() + wrong - wrong.detach(), None
+
+    return attend
+
+
+def _doubled(original: Callable[..., Any]) -> staticmethod:
+    def backward(*args: Any) -> Any:
+        return tuple(None if grad is None else 2 * grad for grad in original(*args))
+
+    return staticmethod(backward)
+
+
+def _without_mean(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """The gradient of a norm whose scale is a constant."""
+    normed_TH, scale_T1, weight_H = ctx.saved_tensors
+    grad_hidden_TH = (grad_TH * weight_H).float() * scale_T1
+    return grad_hidden_TH.to(grad_TH.dtype), (grad_TH * normed_TH).flatten(0, -2).sum(0), None
+
+
+def _unweighted(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, right: Loss = LOSSES["dft"]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of DFT with the gradient of cross-entropy."""
+    return right(logits_CV, labels_C)[0], LOSSES["cross_entropy"](logits_CV, labels_C)[1]
+
+
+def _backward_fault(name: str) -> AbstractContextManager[Any]:
+    if name == "scale in the head":
+        return patch.object(head._ChunkedLoss, "backward", _doubled(head._ChunkedLoss.backward))
+    if name == "scale beside the head":
+        return patch.object(head._LossOfLogits, "backward", _doubled(head._LossOfLogits.backward))
+    if name == "detached branch":
+        return patch.object(attention, "packed_attention", _detached(attention.packed_attention))
+    if name == "leak":
+        return patch.object(attention, "packed_attention", _leaking_backward(attention.packed_attention))
+    if name == "norm":
+        return patch.object(norm._RmsNorm, "backward", staticmethod(_without_mean))
+    if name == "unweighted dft":
+        return patch.dict(LOSSES, {"dft": Loss(dft, _unweighted)})
+    return nullcontext()
+
+
+def backward_errors(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, tuple[float, float]]:
+    """{fault: (error of the loss, largest error of a gradient)}; no gradient may be left behind."""
+    found = {}
+    for name, source in sources.items():
+        loss = "dft" if "dft" in name else "cross_entropy"
+        formula, is_packed = LOSSES[loss].formula, "one by one" not in name
+        with _backward_fault(name):
+            model = build_toy_model(world, source, loss=loss, param_dtype=param_dtype, is_packed=is_packed)
+            error, gradients = selfcheck.compare(model, world.device, max_length=64, formula=formula)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        found[name] = error, max(gradients.values())
+    return found
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path: Path, param_dtype: str) -> None:
+    """The loss itself shows none of these faults. Tied weights, biases with no gradient but rounding, scaled logits."""
+    untied = {"tie_word_embeddings": False}
+    opt = {"ffn_dim": 48, "word_embed_proj_dim": 64}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "no fault": ("qwen2", untied),
+        "no fault, tied": ("qwen2", {}),
+        "no fault, dft": ("qwen2", untied),
+        "no fault, one by one": ("llama", untied),
+        "no fault, key bias": ("opt", opt),
+        "no fault, scaled logits": ("granite", {"logits_scaling": 4.0}),
+        "scale in the head": ("qwen2", untied),
+        "scale beside the head": ("granite", {"logits_scaling": 4.0}),
+        "detached branch": ("qwen2", {}),
+        "leak": ("qwen2", {}),
+        "norm": ("qwen2", untied),
+        "unweighted dft": ("qwen2", untied),
+    }
+    sources = {
+        name: write_model_config(tmp_path / name, model_type, **{"initializer_range": 0.1, **changes})
+        for name, (model_type, changes) in kinds.items()
+    }
+    found = run_ranks(backward_errors, 2, sources, param_dtype)[0]
+    dtype = getattr(torch, param_dtype)
+    assert max(loss for loss, _ in found.values()) < selfcheck.TOLERANCE[dtype] / 2, found
+    tolerance = selfcheck.GRADIENT_TOLERANCE[dtype]
+    for name, (_, gradient) in found.items():
+        assert gradient < tolerance / 4 if name.startswith("no fault") else gradient > 1.5 * tolerance, (name, found)
 
 
 @pytest.mark.parametrize(

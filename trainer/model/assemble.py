@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 
 import torch
 import torch.distributed as dist
@@ -72,19 +73,26 @@ def _build(config: ModelConfig, source: ModelSource, *, world: World, seed: int,
 
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_length: int) -> str | None:
     """What the self-check of any rank finds, told to all: another try must be everyone's. Collective."""
-    tolerance = selfcheck.TOLERANCE[distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)]
-    name, fault, error = type(model).__name__.removeprefix("FSDP"), None, 0.0
+    dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
+    formula, name = LOSSES[config.loss].formula, type(model).__name__.removeprefix("FSDP")
+    loss, gradient, fault = 0.0, 0.0, None
     try:
-        error = selfcheck.packing_error(model, world.device, max_length=max_length)
+        loss, gradients = selfcheck.compare(model, world.device, max_length=max_length, formula=formula)
+        kind, gradient = max(gradients.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     except ConfigError as refusal:  # by the packed attention
         fault = f"{name}: {refusal}"
-    if not error <= tolerance:
-        fault = (
-            f"the loss of {name} differs by {error:.1e} from transformers' own forward pass (allowed: {tolerance:.0e})"
-        )
+    theirs = "from transformers' own forward pass (allowed:"
+    if not gradient <= selfcheck.GRADIENT_TOLERANCE[dtype]:
+        allowed = selfcheck.GRADIENT_TOLERANCE[dtype]
+        fault = f"the gradient of {kind} of {name} differs by {gradient:.1e} {theirs} {allowed:.0e})"
+    if not loss <= selfcheck.TOLERANCE[dtype]:
+        fault = f"the loss of {name} differs by {loss:.1e} {theirs} {selfcheck.TOLERANCE[dtype]:.0e})"
     faults: list[str | None] = [None] * world.size
     dist.all_gather_object(faults, fault)
     found = next(filter(None, faults), None)
     if found is None:
-        logger.info("self-check: loss equals transformers' own forward pass within %.0e (relative)", max(error, 1e-9))
+        within = (max(loss, 1e-9), max(gradient, 1e-9))
+        logger.info(
+            "self-check: equal to transformers' own: loss within %.0e, gradients within %.0e (relative)", *within
+        )
     return found

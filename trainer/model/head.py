@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.batch import LossOutput
-from trainer.losses import Loss
+from trainer.losses import Loss, LossAndGradient
 
 CHUNK_TOKENS = 1024
 """Positions per chunk: a chunk's logits in fp32 are `CHUNK_TOKENS * V * 4` bytes, 0.6 GB for V = 152k."""
@@ -22,7 +22,7 @@ class LossHead(nn.Linear):
     Being one module call, it is one all-gather and one reduce-scatter under FSDP however many chunks it takes.
     """
 
-    loss: Loss
+    loss: LossAndGradient
     """What is trained, or its compiled form: one pass over the logits instead of several."""
 
     @classmethod
@@ -58,14 +58,14 @@ def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
     return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, log_probs_SV.argmax(dim=-1) == labels_S)
 
 
-def train(logits_SV: Tensor, labels_S: Tensor, loss: Loss) -> LossOutput:
+def train(logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> LossOutput:
     """`loss` of logits that exist as a whole, with its own gradient."""
     return LossOutput(*_LossOfLogits.apply(logits_SV, labels_S, loss))
 
 
 class _LossOfLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> tuple[Tensor, Tensor]:
         losses_S, grad_logits_SV = loss(logits_SV, labels_S)
         ctx.save_for_backward(grad_logits_SV)
         ctx.mark_non_differentiable(losses_S)
@@ -88,7 +88,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         labels_S: Tensor,
-        loss: Loss,
+        loss: LossAndGradient,
     ) -> tuple[Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)

@@ -70,7 +70,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
     head: Any = model.get_output_embeddings()
-    head.loss = torch.compile(head.loss, dynamic=True)
+    head.loss = torch.compile(head.loss.__call__, dynamic=True)
 
 
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:

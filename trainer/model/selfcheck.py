@@ -1,20 +1,26 @@
-"""Before training: our forward must agree with transformers' own, and no document may feel its neighbour.
+"""Before training: our loss and its gradient must agree with transformers' own, and no document may feel its neighbour.
 
-A wrong mask, norm or rotary position, a leak between documents or a missed transform of the logits shows here, for any
-architecture.
+A wrong mask, norm or rotary position, a leak between documents, a missed transform of the logits, or a backward pass of
+ours that is not that of its forward pass shows here, for any architecture.
 """
 
+import re
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.batch import PackedBatch
+from trainer.losses import Formula
 from trainer.model import rope
 from trainer.model.packed_lm import forward_arguments
 
@@ -25,7 +31,15 @@ MAX_LIMIT = 1024
 """Tokens of the longest limit that is crossed, so that the check stays cheap; above it, rules alone decide."""
 _LIMITS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative difference: rounding of fp32, and of bf16 where kernels round in another order."""
+"""Relative difference of losses: rounding of fp32, and of bf16 where kernels round in another order."""
+GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+"""Relative difference of a kind of parameter's gradient. Rounding gives up to 7e-6 and 0.1 in 32 layers, and 0.2 where
+it changes which experts a token goes to; half a gradient, or one of another document beside it, is more.
+"""
+MAX_GRADIENT_LENGTH = 256
+"""Tokens of the longest document whose gradient is compared: eager attention keeps their square, per head and layer."""
+LEAST_SHARE = 1e-3
+"""Of the whole gradient's norm, added to that of each kind: some gradients are rounding alone, as a key's bias."""
 
 
 def document_lengths(config: PretrainedConfig, *, max_length: int) -> tuple[int, ...]:
@@ -40,27 +54,124 @@ def document_lengths(config: PretrainedConfig, *, max_length: int) -> tuple[int,
     return tuple(min(length, max(max_length, 2)) for length in lengths)
 
 
-@torch.no_grad()
-def packing_error(model: PreTrainedModel, device: torch.device, *, max_length: int) -> float:
-    """The larger of two relative differences. Collective.
+class Errors(NamedTuple):
+    """Relative differences; those of the gradients are equal on all ranks."""
 
-    The summed loss of our forward against transformers' plain one shows what is computed wrongly; the logits of a
-    document beside different neighbours show a leak far below what the rounding of bf16 lets the loss show.
-    """
+    loss: float
+    gradients: dict[str, float]
+    """By kind of parameter: its name without the numbers of layers."""
+
+
+def compare(model: PreTrainedModel, device: torch.device, *, max_length: int, formula: Formula) -> Errors:
+    """What is measured, with documents up to each length that matters, then what is trained. Collective."""
     model.eval()
     generator = torch.Generator().manual_seed(0)
     lengths = document_lengths(model.config, max_length=max_length)
     documents = [torch.randint(0, model.config.vocab_size, (n,), generator=generator) for n in (*lengths, lengths[0])]
     *documents, other = documents
+    with _forgotten(model):
+        packing = packing_error(model, documents, other, device)
+    short = [document for document in documents if len(document) <= MAX_GRADIENT_LENGTH]
+    training, gradients = training_errors(model, short, device, formula)
+    return Errors(max(packing, training), gradients)
+
+
+@torch.no_grad()
+def packing_error(model: PreTrainedModel, documents: list[Tensor], other: Tensor, device: torch.device) -> float:
+    """The larger of two relative differences. Collective.
+
+    The summed loss of our forward against transformers' plain one shows what is computed wrongly; the logits of a
+    document beside different neighbours show a leak far below what the rounding of bf16 lets the loss show.
+    """
     expected = _reference(model, documents, device)
-    batches = [_packed(documents)] if model.is_packed else [_packed([document]) for document in documents]
-    ours = sum(model(batch.to(device)).loss_sum.item() for batch in batches)
+    ours = sum(model(batch.to(device)).loss_sum.item() for batch in _batches(model, documents))
     error = abs(ours - expected) / abs(expected)
     if not model.is_packed:
         return error
     first, second, *longer = documents
     neighbours = (first, other, *longer[-1:])
     return max(error, _neighbour_influence(model, second, neighbours=neighbours, device=device))
+
+
+def training_errors(
+    model: PreTrainedModel, documents: list[Tensor], device: torch.device, formula: Formula
+) -> tuple[float, dict[str, float]]:
+    """Relative differences of the trained loss and of its gradient from autograd of `formula` over transformers' own
+    forward pass, with eager attention and one document at a time. Collective.
+
+    No gradient is kept: of each, sharded as it is, one product with a fixed random vector, as soon as it is there.
+    """
+    expected, ours = torch.zeros((), dtype=torch.float64, device=device), 0.0
+    with _plain(model), _gradient_sketches(model, device) as expected_sketches, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is changed in place here
+        for document in documents:
+            with _forgotten(model):
+                logits_TV = model(input_ids=document[None].to(device), use_cache=False).logits[0]
+            loss = formula(logits_TV[:-1].float(), document[1:].to(device)).sum()
+            loss.backward()
+            expected += loss.detach()
+    with _gradient_sketches(model, device) as sketches:
+        for batch in _batches(model, documents):
+            loss = model(batch.to(device)).loss_sum
+            loss.backward()
+            ours += loss.item()
+    error = abs(ours - expected.item()) / abs(expected.item())
+    return error, _gradient_errors(model, sketches, expected_sketches, device)
+
+
+@contextmanager
+def _gradient_sketches(model: PreTrainedModel, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """{parameter: what is kept of this rank's part of its gradient}, added up over backward passes."""
+    sketches: dict[str, Tensor] = {}
+
+    def keep(name: str, parameter: Tensor) -> None:
+        sketch = _sketch(parameter.grad).to(device)
+        sketches[name] = sketches[name] + sketch if name in sketches else sketch
+        parameter.grad = None
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(keep, name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield sketches
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _sketch(gradient: Any) -> Tensor:
+    """A vector as it is; of anything larger the products of its rows with one random vector, which differ by as much
+    as the rows do, on average.
+    """
+    local: Tensor = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().float()
+    if local.ndim == 1:
+        return local.clone()
+    size = local.shape[-1]
+    return local @ torch.randn(size, generator=torch.Generator().manual_seed(size)).to(local.device)
+
+
+def _gradient_errors(
+    model: PreTrainedModel, ours: dict[str, Tensor], expected: dict[str, Tensor], device: torch.device
+) -> dict[str, float]:
+    """{kind of parameter: norm of the difference over norm of what is expected}, all ranks' parts together."""
+    kinds = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
+    columns = {kind: column for column, kind in enumerate(dict.fromkeys(kinds.values()))}
+    squares_2K = torch.zeros(2, len(columns), dtype=torch.float64, device=device)
+    nothing = torch.zeros((), device=device)
+    for name, kind in kinds.items():
+        theirs = expected.get(name, nothing)
+        for row, values in enumerate((ours.get(name, nothing) - theirs, theirs)):
+            squares_2K[row, columns[kind]] += values.double().square().sum()
+    dist.all_reduce(squares_2K)
+    differences_K, norms_K = squares_2K.sqrt()
+    errors_K = differences_K / (norms_K + LEAST_SHARE * norms_K.norm())
+    return dict(zip(columns, errors_K.tolist(), strict=True))
+
+
+def _batches(model: PreTrainedModel, documents: list[Tensor]) -> list[PackedBatch]:
+    return [_packed(documents)] if model.is_packed else [_packed([document]) for document in documents]
 
 
 def _reference(model: PreTrainedModel, documents: list[Tensor], device: torch.device) -> float:
