@@ -142,3 +142,21 @@ class StepBatch:
 
     def pin_memory(self) -> "StepBatch":
         return replace(self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches))
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and attention. The head
+    computes the supervised positions only.
+
+    Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two products forward, four
+    backward, no credit for causality or recomputation. Source: PaLM (2022), appendix B.
+    """
+
+    per_token: float
+    per_loss_token: float
+    per_squared_length: float
+
+    def of(self, batch: StepBatch) -> float:
+        matrices = self.per_token * batch.num_tokens + self.per_loss_token * batch.num_loss_tokens
+        return matrices + self.per_squared_length * batch.sum_squared_lengths

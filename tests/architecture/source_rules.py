@@ -31,7 +31,7 @@ def place_of(module: str) -> Place:
     if len(parts) == 1:
         return Place(0, "trainer")
     head = parts[1]
-    floors = {"config": 0, "errors": 0, "progress": 0, "protocols": 0, "metrics": 0}
+    floors = {"config": 0, "errors": 0, "progress": 0, "metrics": 0}
     floors |= {"batch": 1, "losses": 1, "runtime": 1, "detection": 1}
     floors |= {"loop": 3, "run": 4}
     if head in floors:

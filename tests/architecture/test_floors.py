@@ -77,7 +77,7 @@ def test_no_file_imports_upward(sources: rules.Sources) -> None:
     ("module", "source"),
     [
         ("trainer.runtime.log", "from trainer.data import rows"),
-        ("trainer.config", "import trainer.protocols"),
+        ("trainer.config", "import trainer.metrics"),
         ("trainer.batch", "from trainer.runtime import seeding"),
         ("trainer.data.rows", "def read():\n    from trainer.checkpoint import fsio"),
         ("trainer.data.rows", "from ..checkpoint import fsio"),

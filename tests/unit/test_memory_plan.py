@@ -13,7 +13,7 @@ from toy import build_toy_model, optim_config, write_model_config
 from transformers import AttentionInterface
 
 from trainer.cli import plan
-from trainer.model import attention, grouped_attention
+from trainer.model import attention, cpu_attention
 from trainer.optim import OPTIMIZERS
 from trainer.planner import fake_step, forecast, live_storage, memory_plan
 from trainer.planner.forecast import Change, Forecast, change_series, smallest_change
@@ -153,7 +153,7 @@ def real_step(world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batch
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     batches = [fake_step.full_batch(seqlens)] * num_micro_batches
     fake_step.run_step(model, optimizer, batches)
-    grouped_attention._mask.cache_clear()  # so that the second step makes them, as the one that is planned
+    cpu_attention._mask.cache_clear()  # so that the second step makes them, as the one that is planned
     live = LiveStorages()
     with live:
         fake_step.follow(model, optimizer, live)
@@ -179,7 +179,7 @@ def test_a_plan_leaves_nothing_behind(tmp_path: Path, device: str) -> None:
     planned(tmp_path, 4, *tokens(64, 32), f"trainer.device={device}")
     assert not dist.is_initialized()
     assert AttentionInterface()[attention.PACKED] is attention.packed_attention
-    assert grouped_attention._mask.cache_info().currsize == 0
+    assert cpu_attention._mask.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize(

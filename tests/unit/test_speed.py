@@ -11,8 +11,8 @@ from test_meter import batch, new_meter, row_of
 from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, write_model_config
 
+from trainer.batch import StepBatch, StepFlops
 from trainer.model import flops
-from trainer.model.flops import StepFlops
 from trainer.monitor.throughput import NUM_WARMUP_STEPS, Window, peak_tflops
 from trainer.planner.fake_step import full_batch
 from trainer.runtime.distributed import World
@@ -73,7 +73,9 @@ def counted_flops(world: World, source: Any) -> tuple[list[float], list[float], 
         with FlopCounterMode(display=False) as counter:
             model(documents).loss_sum.backward()
         found.append(float(counter.get_total_flops()))
-        expected.append(cost.of(num_tokens=64, num_loss_tokens=num_loss_tokens, sum_squared_lengths=2 * 32**2))
+        counts = {"num_loss_tokens": num_loss_tokens, "num_tokens": 64, "num_samples": 2}
+        step = StepBatch(step=1, epoch=0, micro_batches=(documents,), sum_squared_lengths=2 * 32**2, **counts)
+        expected.append(cost.of(step))
     return found, expected, flops.quadratic_cost(model)
 
 

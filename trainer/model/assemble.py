@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,24 +76,27 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
     """What the self-check of any rank finds, told to all: another try must be everyone's. Collective."""
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
     formula, name = LOSSES[config.loss].formula, type(model).__name__.removeprefix("FSDP")
-    loss, gradient, fault = 0.0, 0.0, None
+    errors, refusal = selfcheck.Errors(0.0, {"": 0.0}), None
     try:
-        loss, gradients = selfcheck.compare(model, world.device, max_length=max_length, formula=formula)
-        kind, gradient = max(gradients.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
-    except ConfigError as refusal:  # by the packed attention
-        fault = f"{name}: {refusal}"
-    theirs = "from transformers' own forward pass (allowed:"
-    if not gradient <= selfcheck.GRADIENT_TOLERANCE[dtype]:
-        allowed = selfcheck.GRADIENT_TOLERANCE[dtype]
-        fault = f"the gradient of {kind} of {name} differs by {gradient:.1e} {theirs} {allowed:.0e})"
-    if not loss <= selfcheck.TOLERANCE[dtype]:
-        fault = f"the loss of {name} differs by {loss:.1e} {theirs} {selfcheck.TOLERANCE[dtype]:.0e})"
-    faults: list[str | None] = [None] * world.size
-    dist.all_gather_object(faults, fault)
-    found = next(filter(None, faults), None)
-    if found is None:
-        within = (max(loss, 1e-9), max(gradient, 1e-9))
-        logger.info(
-            "self-check: equal to transformers' own: loss within %.0e, gradients within %.0e (relative)", *within
-        )
-    return found
+        errors = selfcheck.compare(model, world.device, max_length=max_length, formula=formula)
+    except ConfigError as error:  # by the packed attention
+        refusal = f"{name}: {error}"
+    reports: list[Any] = [None] * world.size
+    dist.all_gather_object(reports, (errors.loss, refusal))
+    loss = max((loss for loss, _ in reports), key=_or_infinity)
+    kind, gradient = max(errors.gradients.items(), key=lambda item: _or_infinity(item[1]))
+    if refusals := [refusal for _, refusal in reports if refusal]:
+        return str(refusals[0])
+    for what, found, allowed in (
+        (f"the loss of {name}", loss, selfcheck.TOLERANCE[dtype]),
+        (f"the gradient of {kind} of {name}", gradient, selfcheck.GRADIENT_TOLERANCE[dtype]),
+    ):
+        if not found <= allowed:
+            return f"{what} differs by {found:.1e} from transformers' own forward pass (allowed: {allowed:.0e})"
+    within = f"{max(loss, 1e-9):.0e}, its gradient within {max(gradient, 1e-9):.0e} (relative)"
+    logger.info("self-check: loss equals transformers' own forward pass within %s", within)
+    return None
+
+
+def _or_infinity(error: float) -> float:
+    return math.inf if math.isnan(error) else error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from trainer.config import ConfigError
-from trainer.model.grouped_attention import DocumentGroups, grouped_attention
+from trainer.model.cpu_attention import DocumentGroups, grouped_attention
 
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)

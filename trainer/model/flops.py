@@ -1,27 +1,10 @@
 """What samples cost, from the shapes of a model."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and attention. The head
-    computes the supervised positions only.
-
-    Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two products forward, four
-    backward, no credit for causality or recomputation. Source: PaLM (2022), appendix B.
-    """
-
-    per_token: float
-    per_loss_token: float
-    per_squared_length: float
-
-    def of(self, *, num_tokens: int, num_loss_tokens: int, sum_squared_lengths: int) -> float:
-        matrices = self.per_token * num_tokens + self.per_loss_token * num_loss_tokens
-        return matrices + self.per_squared_length * sum_squared_lengths
+from trainer.batch import StepFlops
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer import metrics
-from trainer.batch import StepBatch
+from trainer.batch import StepBatch, StepFlops
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import COMBINED
 from trainer.monitor.clock import PhaseClock, Span
@@ -22,7 +22,6 @@ from trainer.monitor.memory import DEVICE_FIELDS, GIB, Memory
 from trainer.monitor.packet import Totals, losses_by_source
 from trainer.monitor.system import GpuSampler
 from trainer.monitor.throughput import Window, peak_tflops
-from trainer.protocols import StepCost
 from trainer.runtime.distributed import World
 
 RARE_EVERY = 50
@@ -59,7 +58,13 @@ class Meter:
     """One per rank; rows differ between ranks only where the table says that rank 0's counts. Survives restarts."""
 
     def __init__(
-        self, world: World, *, plan: Plan, cost: StepCost | None, memory: Memory, observe: Callable[[Span], None] | None
+        self,
+        world: World,
+        *,
+        plan: Plan,
+        cost: StepFlops | None,
+        memory: Memory,
+        observe: Callable[[Span], None] | None,
     ) -> None:
         self.clock = PhaseClock(world.device, observe=observe)
         self._world, self._plan, self._cost, self._memory = world, plan, cost, memory
@@ -192,12 +197,7 @@ class Meter:
             "throughput/train/tokens_per_s_avg": self._window.tokens_per_s,
         }
         if self._cost is not None:
-            flops = self._cost.of(
-                num_tokens=batch.num_tokens,
-                num_loss_tokens=batch.num_loss_tokens,
-                sum_squared_lengths=batch.sum_squared_lengths,
-            )
-            tflops = flops / step_s / self._world.size / 1e12
+            tflops = self._cost.of(batch) / step_s / self._world.size / 1e12
             found["throughput/train/tflops_per_gpu"] = tflops
             if self._peak_tflops is not None:
                 found["throughput/train/mfu"] = tflops / self._peak_tflops

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
 from trainer.config import Config, ConfigError
-from trainer.model import attention, grouped_attention, load, packed_lm, parallelize
+from trainer.model import attention, cpu_attention, load, packed_lm, parallelize
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.optim import OPTIMIZERS, clip
 from trainer.planner.live_storage import (
@@ -88,7 +88,7 @@ def measure(job: Job, num_layers: int) -> Measured:
     """One step of the model with only its first layers, on fake tensors."""
     live = LiveStorages()
     num_run = min(job.workload.num_micro_batches, MAX_RUN_MICRO_BATCHES)
-    grouped_attention._mask.cache_clear()  # kept for the whole process: no real masks in the plan, no fake ones later
+    cpu_attention._mask.cache_clear()  # kept for the whole process: no real masks in the plan, no fake ones later
     try:
         with _fake_world(job) as world:
             model = on_meta(job)
@@ -109,7 +109,7 @@ def measure(job: Job, num_layers: int) -> Measured:
         ) from error
     finally:
         attention.register()
-        grouped_attention._mask.cache_clear()
+        cpu_attention._mask.cache_clear()
     return Measured(
         num_layers=num_layers,
         everything=live.peaks(),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+from trainer.batch import StepFlops
 from trainer.config import Config, TrainerConfig
 from trainer.detection.detector import MAX_FIRST_LOSS
 from trainer.guard.guard import Guard
@@ -11,7 +12,6 @@ from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.trace import TraceFile
 from trainer.progress import Rollbacks
-from trainer.protocols import StepCost
 from trainer.run.inputs import Inputs
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking
@@ -23,7 +23,7 @@ def make_meter(
     memory: Memory,
     *,
     world: World,
-    cost: StepCost | None,
+    cost: StepFlops | None,
     total_steps: int,
     tracking: Tracking | None,
 ) -> Meter:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model import grouped_attention as grouped
-from trainer.model.grouped_attention import DocumentGroups, grouped_attention
+from trainer.model import cpu_attention as grouped
+from trainer.model.cpu_attention import DocumentGroups, grouped_attention
 
 SEQLENS = (1, 30, 28, 7, 64, 29, 1, 17)
 N, M, K = 4, 2, 16
