@@ -249,6 +249,7 @@ def test_a_pattern_has_no_slot_to_travel_in(monkeypatch: pytest.MonkeyPatch) -> 
         ("slowest", (1.0, 3.0, 2.0), 1),
         ("skew", (1.0, 3.0, 2.0), 1.5),
         ("mean", (metrics.ABSENT, 4.0), 4.0),
+        ("slowest", (metrics.ABSENT, 4.0, metrics.ABSENT), 1),
         ("max", (math.nan, 1.0), math.nan),
         ("max", (1.0, math.nan), math.nan),
     ],
@@ -263,7 +264,7 @@ def test_values_of_ranks_become_one(way: Any, values: tuple[float, ...], expecte
 
 
 def test_every_way_to_combine_is_one_that_can_be_computed() -> None:
-    assert [way for way in COMBINED if not math.isfinite(metrics.combine(way, {0: 1.0, 1: 2.0}))] == []
+    assert [way for way in COMBINED if not math.isfinite(metrics.combine(way, (1.0, 2.0)))] == []
     assert {metric.over_ranks for metric in METRICS.values()} == set(OVER_RANKS)
     assert set(COMBINED) | {"global", "main"} == set(OVER_RANKS)
 

@@ -5,7 +5,7 @@ the value travels to the other ranks, and its row, the guard's rules, console, h
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import isnan, nan
 from statistics import fmean, median
@@ -93,20 +93,19 @@ def combined(by_rank: Mapping[str, tuple[float, ...]], *, is_rare: bool = True) 
     """
     found = {}
     for metric in METRICS.values():
-        if metric.over_ranks not in COMBINED or metric.source not in by_rank:
-            continue
-        values = {rank: value for rank, value in enumerate(by_rank[metric.source]) if value != ABSENT}
-        if values and (is_rare or metric.every not in ("rare", "timer")):
-            found[metric.key] = combine(metric.over_ranks, values)
+        if metric.over_ranks in COMBINED and (is_rare or metric.every not in ("rare", "timer")):
+            values = by_rank.get(metric.source, ())
+            if any(value != ABSENT for value in values):
+                found[metric.key] = combine(metric.over_ranks, values)
     return found
 
 
-def combine(over_ranks: str, values: Mapping[int, float]) -> float:
-    """One number of the values of ranks; NaN where any is one, whichever rank's."""
-    numbers = list(values.values())
+def combine(over_ranks: str, by_rank: Sequence[float]) -> float:
+    """One number of the values of all ranks, without those that are absent; NaN where any is one, whichever rank's."""
     if over_ranks == "slowest":
-        return max(values, key=lambda rank: values[rank])
-    if any(isnan(number) for number in numbers):
+        return by_rank.index(max(by_rank))
+    numbers = [number for number in by_rank if number != ABSENT]
+    if any(map(isnan, numbers)):
         return nan
     if over_ranks == "skew":
         return max(numbers) / max(median(numbers), 1e-9)
