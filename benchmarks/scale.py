@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import CONTENTS, saved_parts
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice
 from trainer.checkpoint.export import ExportSource, export_from_shards
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify_files
@@ -341,7 +341,7 @@ def save_and_resume(world: World, root: Path, source: ModelSource, rounds: int) 
     run_dir = root / "run"
     run_dir.mkdir()
     num_parameters, saves = train_and_save(world, run_dir, source, rounds + 1)
-    checkpoint = layout.select(run_dir).chosen
+    checkpoint = choice.select(run_dir).chosen
     assert checkpoint is not None and checkpoint.manifest is not None
     manifest, proofs, loads, exports = checkpoint.manifest, [], [], []
     parts = make_parts(world, source, rounds + 1, start=manifest.position)

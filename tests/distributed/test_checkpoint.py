@@ -14,7 +14,7 @@ from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_
 from toy_runs import Recipe, checkpoint_manager, run, save_now
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
 from trainer.loop.state import RateState
@@ -75,7 +75,7 @@ def test_resume_on_other_ranks(straight, source, tmp_path: Path, world_size: int
 
 def test_hsdp_checkpoint_loads_on_plain_shards(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     first = run_ranks(run, 4, tmp_path / "run", source, Recipe(total_steps=2), fsdp_size=2)[0]
-    info = layout.select(tmp_path / "run").chosen
+    info = choice.select(tmp_path / "run").chosen
     assert info is not None and info.manifest is not None and info.manifest.mesh == {"ddp": 2, "fsdp": 2}
     again = run_ranks(run, 3, tmp_path / "run", source, Recipe(total_steps=3))[0]
     assert again.start_step == 2

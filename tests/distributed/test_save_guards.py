@@ -86,7 +86,7 @@ def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> No
 @pytest.mark.covers("S3.53")
 def test_a_file_shorter_than_its_rank_reported_is_not_committed(source: Any, tmp_path: Path) -> None:
     for _, error in run_ranks(save_watched_impatiently, 2, tmp_path / "run", source, truncate_after_report):
-        assert "optim_world_size_2_rank_1.pt: has 1000 bytes" in error
+        assert "optim_world_size_2_rank_1.pt has 1000 bytes" in error
     assert layout.checkpoints(tmp_path / "run") == []
 
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from toy import ToySamples, write_model_config
 from toy_runs import Recipe, run, trainer_config
 
-from trainer.checkpoint import fsio, layout, start
+from trainer.checkpoint import choice, fsio, layout, start
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.start import RunShape
 from trainer.config import ConfigError
@@ -154,5 +154,5 @@ def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:
 def test_a_time_limit_of_one_rank_stops_all_at_the_same_step(tmp_path: Path, source: Any) -> None:
     for result in run_ranks(run_for_no_time, 2, tmp_path / "run", source):
         assert (result.exit_code, set(result.losses)) == (EXIT_RESUMABLE, {1})
-    chosen = layout.select(tmp_path / "run").chosen
+    chosen = choice.select(tmp_path / "run").chosen
     assert chosen is not None and chosen.step == 1

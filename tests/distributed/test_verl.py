@@ -11,7 +11,7 @@ from ranks import run_ranks
 from toy import write_model_config
 from toy_runs import Recipe, run
 
-from trainer.checkpoint import verl
+from trainer.checkpoint import layout, verl
 from trainer.progress import Position
 
 
@@ -45,7 +45,7 @@ def test_everything_comes_back_bit_equal(source: Any, run_dir: Path, world_size:
 @pytest.mark.parametrize("fsdp_size", [1, 2])
 def test_replicas_are_read_once(source: Any, tmp_path: Path, fsdp_size: int) -> None:
     run_ranks(write_run, 4, tmp_path / "run", Path(source.path), Settings((3,)), fsdp_size=fsdp_size)
-    checkpoint = verl.open_checkpoint(tmp_path / "run" / "global_step_3")
+    checkpoint = layout.inspect(tmp_path / "run" / "global_step_3").verl
     assert (checkpoint.world_size, verl.count_shards(checkpoint)) == (4, fsdp_size)
     whole, _, position = run_ranks(load_checkpoint, 3, checkpoint.path, source)[0]
     require_equal(whole, expected_tensors(tmp_path / "run"))
@@ -70,7 +70,7 @@ def test_shards_written_on_gpus_load_without_one(source: Any, tmp_path: Path) ->
 
 def test_the_moments_have_the_form_of_our_own(source: Any, run_dir: Path) -> None:
     names = [name for name in expected_tensors(run_dir) if not name.endswith(("exp_avg", "exp_avg_sq"))]
-    checkpoint = verl.open_checkpoint(run_dir / "global_step_7")
+    checkpoint = layout.inspect(run_dir / "global_step_7").verl
     parts = verl.optimizer_parts(checkpoint, num_shards=2, param_names=sorted(names))
     for part in parts:
         assert set(part) == {"state", "param_groups"}
@@ -99,4 +99,4 @@ def test_a_run_of_verl_goes_on_and_ends_as_ours(source: Any, tmp_path: Path) -> 
     again = run_ranks(run, 2, tmp_path / "run", source, Recipe(total_steps=7))[0]
     assert again.start_step == 6, "continued from our own checkpoint by now"
     require_equal(again.loaded, result.parameters)
-    assert verl.open_checkpoint(tmp_path / "run" / "global_step_4").step == 4, "verl's is left as it was"
+    assert layout.inspect(tmp_path / "run" / "global_step_4").verl.step == 4, "verl's is left as it was"

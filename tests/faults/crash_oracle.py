@@ -9,7 +9,7 @@ from pathlib import Path
 
 from crash_states import ACKNOWLEDGED, MOVED_BACK, WITHOUT_EFFECT, Disk, Tree, marked_step
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice, layout
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
 
@@ -80,8 +80,8 @@ class Outcome:
 def start_from(run_dir: Path, *, is_whole: Callable[[Path], bool]) -> Outcome:
     """What a resuming run does before it loads. `is_whole` knows the bytes without the code under test."""
     try:
-        selection = layout.select(run_dir)
-    except layout.NoUsableCheckpointError:
+        selection = choice.select(run_dir)
+    except choice.NoUsableCheckpointError:
         return Outcome(None, "refuses to start")
     torn = [note for note in selection.notes if "passed over" in note]
     for info in selection.candidates:

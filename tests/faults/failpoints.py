@@ -32,7 +32,7 @@ from ranks import run_ranks, started_ranks
 from toy import write_model_config
 from toy_runs import TRACE, Recipe, read_trace, run
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import choice, fsio, layout
 from trainer.runtime.distributed import World
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "failpoints.json"
@@ -120,7 +120,7 @@ class Matrix:
         """Where the directory breaks a promise after a kill at `point`."""
         try:
             survey = Survey.of(run_dir)
-        except layout.NoUsableCheckpointError as error:
+        except choice.NoUsableCheckpointError as error:
             return [str(error)]
         found = [f"{name} is not whole" for name in survey.broken]
         announced = max(int(line) for line in (run_dir / ACKS).read_text().split())

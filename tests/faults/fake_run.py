@@ -3,7 +3,7 @@
 from checkpoint_fakes import commit
 from test_checkpoint_rotation import Run
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice, layout
 from trainer.checkpoint.manifest import verify_files
 
 
@@ -21,8 +21,8 @@ class FakeRun(Run):
         """The step continued from; None = nothing usable."""
         layout.clean_leftovers(self.run_dir)
         try:
-            candidates = layout.select(self.run_dir).candidates
-        except layout.NoUsableCheckpointError:
+            candidates = choice.select(self.run_dir).candidates
+        except choice.NoUsableCheckpointError:
             return None
         for info in candidates:
             assert info.manifest is not None

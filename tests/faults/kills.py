@@ -29,7 +29,7 @@ import torch
 import whole_runs
 from whole_runs import Attempt, tiny_model
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice, layout
 from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.manifest import verify_files
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -168,7 +168,7 @@ class Campaign:
         found = list(_different_rows(current))
         saved = [int(step) for step in re.findall(r"saved \S+/global_step_(\d+)\b", current.log.read_text())]
         try:
-            chosen = layout.select(run_dir).chosen
+            chosen = choice.select(run_dir).chosen
         except Exception as error:
             return [*found, f"selection failed: {error}"]
         for info in layout.checkpoints(run_dir):

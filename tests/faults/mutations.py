@@ -33,7 +33,8 @@ class Mutation:
 
 FSIO, LAYOUT, MANIFEST = "checkpoint/fsio.py", "checkpoint/layout.py", "checkpoint/manifest.py"
 SAVE, BOARD, MANAGER = "checkpoint/save.py", "checkpoint/board.py", "checkpoint/manager.py"
-START, LOCK, SHARDS = "checkpoint/start.py", "checkpoint/lock.py", "checkpoint/shards.py"
+START, CHOICE = "checkpoint/start.py", "checkpoint/choice.py"
+LOCK, SHARDS = "checkpoint/lock.py", "checkpoint/shards.py"
 CRASH, SYNCED = "faults/test_crash_states.py", "unit/test_checkpoint_fsio.py"
 
 MUTATIONS = (
@@ -160,9 +161,9 @@ MUTATIONS = (
     ),
     Mutation(
         "sizes are not compared",
-        LAYOUT,
-        "        if size_bytes != record.size_bytes:\n",
-        "        if False:\n",
+        FSIO,
+        "    if size_bytes == record.size_bytes:\n",
+        "    if True:\n",
         ("unit/test_checkpoint_layout.py",),
     ),
     Mutation(
@@ -202,14 +203,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a damaged checkpoint means step 0",
-        LAYOUT,
+        CHOICE,
         "        _require_new(run_dir, found, pointer)\n",
         "",
         ("unit/test_checkpoint_layout.py",),
     ),
     Mutation(
         "a newer unpublished checkpoint is passed over",
-        LAYOUT,
+        CHOICE,
         "    if pointed is None or unpublished:\n",
         "    if pointed is None:\n",
         ("unit/test_checkpoint_layout.py", CRASH),
@@ -217,7 +218,7 @@ MUTATIONS = (
     Mutation(
         "a poisoned state is saved",
         MANAGER,
-        "if not self._is_finite():",
+        "if not self._is_finite(snapshot):",
         "if False:",
         ("distributed/test_checkpoint.py",),
     ),

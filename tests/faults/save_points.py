@@ -10,7 +10,7 @@ from pathlib import Path
 from faults.announced import ACKS
 from toy_runs import TRACE
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST, verify_files
@@ -138,7 +138,7 @@ class Survey:
                 broken.append(f"{info.path.name} ({info.status} {info.reason})")
             else:
                 steps.append(info.step)
-        chosen = layout.select(run_dir).chosen
+        chosen = choice.select(run_dir).chosen
         visible = (TRACE, ACKS, layout.POINTER, LOCK)
         leftovers = [n for n in fsio.list_dir(run_dir) if n not in visible and layout.parse_step(n) is None]
         return cls(chosen.step if chosen else None, tuple(steps), tuple(broken), tuple(leftovers))

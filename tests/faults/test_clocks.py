@@ -18,7 +18,7 @@ import test_checkpoint_rotation as rotation
 from checkpoint_fakes import save
 from fake_run import FakeRun
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice, layout
 from trainer.checkpoint.lock import RunLock
 from trainer.config import ConfigError
 
@@ -114,8 +114,10 @@ def test_the_date_in_a_manifest_is_for_people(
     for _ in range(20):
         clocks(memory_dir)
         (memory_dir / layout.POINTER).unlink(missing_ok=True)
-        assert [info.step for info in layout.select(memory_dir).candidates] == [30, 20, 10]
-        assert [path.name for path in layout.rotation_victims(memory_dir, keep=2, protect=set())] == ["global_step_10"]
+        assert [info.step for info in choice.select(memory_dir).candidates] == [30, 20, 10]
+        assert [path.name for path in layout.checkpoints_to_delete(memory_dir, keep=2, protect=set())] == [
+            "global_step_10"
+        ]
 
 
 def test_a_lock_does_not_age(memory_dir: Path, clocks: Callable[[Path], None]) -> None:

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from toy import write_model_config
 from toy_runs import Recipe, run
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 
 OLD, NEW = 2, 4
@@ -66,7 +66,7 @@ class Start:
 
 def start_of(run_dir: Path, *touched: str) -> Start:
     """What a start does; of the newest checkpoint only the `touched` files are read, no other has changed."""
-    selection = layout.select(run_dir)
+    selection = choice.select(run_dir)
     said = [note for note in selection.notes if "passed over" in note]
     for info in selection.candidates:
         assert info.manifest is not None
@@ -296,7 +296,7 @@ def test_a_damaged_pointer_or_mark_never_means_step_0(memory_dir: Path, marks: s
             (run_dir / layout.POINTER).write_bytes(text)
         expected = expected_step(pointer, marks, other)
         if expected is None:
-            assert [i.status for i in layout.select(run_dir).candidates] == ["foreign", "committed", "committed"]
+            assert [i.status for i in choice.select(run_dir).candidates] == ["foreign", "committed", "committed"]
             continue
         trainer = FakeRun(run_dir, keep=3)
         assert trainer.restart() == expected, f"pointer: {pointer}"
@@ -313,7 +313,7 @@ def test_a_pointer_that_is_no_file(memory_dir: Path, kind: str) -> None:
         pointer.mkdir()
     else:
         pointer.symlink_to(memory_dir / ("global_step_10/data.pt" if kind == "a link" else "nothing"))
-    selection = layout.select(memory_dir)
+    selection = choice.select(memory_dir)
     assert selection.chosen is not None and selection.chosen.step == 30
     assert selection.notes[0].startswith("WARNING")
 

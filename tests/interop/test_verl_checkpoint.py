@@ -16,7 +16,7 @@ from interop.verl_run import Settings
 from ranks import run_ranks
 from toy import write_model_config
 
-from trainer.checkpoint import verl
+from trainer.checkpoint import layout, verl
 from trainer.progress import Position
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_verls_own_files_come_back_bit_equal(source: Any, run_dir: Path, world_s
 
 
 def test_the_end_of_an_epoch_is_the_start_of_the_next(run_dir: Path) -> None:
-    checkpoint = verl.open_checkpoint(run_dir / "global_step_5")
+    checkpoint = layout.inspect(run_dir / "global_step_5").verl
     assert verl.read_position(checkpoint, num_samples=22, train_batch_size=4) == Position(5, 1, 0)
     assert verl.schedule_note(checkpoint) == ""
 
@@ -68,7 +68,7 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(run_dir: Path) -> None:
 def test_replicas_of_verl_are_read_once(source: Any, tmp_path: Path) -> None:
     save_with_verl(tmp_path / "run", Path(source.path), 4, Settings((3,), fsdp_size=2))
     path = tmp_path / "run" / "global_step_3"
-    assert verl.count_shards(verl.open_checkpoint(path)) == 2
+    assert verl.count_shards(layout.inspect(path).verl) == 2
     whole, _, position = run_ranks(load_checkpoint, 2, path, source)[0]
     expected = expected_tensors(tmp_path / "run")
     assert all(torch.equal(whole[name], value) for name, value in expected.items())
@@ -79,7 +79,7 @@ def test_our_imitation_has_the_form_of_verls_files(source: Any, tmp_path: Path) 
     settings = Settings((3,))
     save_with_verl(tmp_path / "theirs", Path(source.path), 2, settings)
     run_ranks(write_run, 2, tmp_path / "ours", Path(source.path), settings)
-    theirs, ours = (verl.open_checkpoint(tmp_path / name / "global_step_3") for name in ("theirs", "ours"))
+    theirs, ours = (layout.inspect(tmp_path / name / "global_step_3").verl for name in ("theirs", "ours"))
     assert theirs.torch_files == ours.torch_files
     config = "fsdp_config.json"
     assert (theirs.path / config).read_text() == (ours.path / config).read_text()

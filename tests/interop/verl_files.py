@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from toy import build_toy_model, optim_config
 
-from trainer.checkpoint import shards, verl
+from trainer.checkpoint import layout, shards, verl
 from trainer.optim import OPTIMIZERS
 from trainer.progress import Position
 
@@ -110,7 +110,7 @@ def expected_tensors(run_dir: Path) -> dict[str, Tensor]:
 
 def load_checkpoint(world: Any, path: Path, source: Any) -> tuple[dict[str, Tensor], dict[str, float], Any]:
     """Resume on this rank: (whole tensors as `expected_tensors` names them, step by parameter, position)."""
-    checkpoint = verl.open_checkpoint(path)
+    checkpoint = layout.inspect(path).verl
     assert verl.damaged_files(checkpoint) == []
     verl.require_safe(checkpoint)
     model = build_toy_model(world, source)
@@ -189,5 +189,5 @@ def write_directory(run_dir: Path, *, step: int = 3, world_size: int = 2, data: 
 
 
 def position(path: Path, *, num_samples: int = 22, train_batch_size: int = 4) -> Position:
-    checkpoint = verl.open_checkpoint(path)
+    checkpoint = layout.inspect(path).verl
     return verl.read_position(checkpoint, num_samples=num_samples, train_batch_size=train_batch_size)

@@ -65,7 +65,9 @@ def write_foreign(run_dir: Path, step: int, *, world_size: int = 2) -> Path:
     path.mkdir(parents=True)
     (path / "fsdp_config.json").write_text(f'{{"FSDP_version": 2, "world_size": {world_size}}}')
     for rank in range(world_size):
-        (path / layout.model_file(world_size, rank)).write_bytes(b"weights")
+        for file in (layout.model_file, layout.optim_file, layout.extra_file):
+            (path / file(world_size, rank)).write_bytes(b"weights")
+        (path / f"data_{rank}.pt").write_bytes(b"position")
     return path
 
 

@@ -11,7 +11,8 @@ import pytest
 from checkpoint_fakes import commit, content_of, is_whole, save, stage, write_foreign
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.layout import POINTER, NoUsableCheckpointError, inspect, publish, read_pointer, select
+from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
+from trainer.checkpoint.layout import POINTER, inspect, publish, read_pointer
 from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, verify_files
 
 
@@ -65,7 +66,7 @@ def test_pointer_that_is_no_text_file(tmp_path: Path) -> None:
 
 
 def test_a_new_run_directory_has_nothing_to_continue(tmp_path: Path) -> None:
-    assert select(tmp_path / "missing") == select(tmp_path) == layout.Selection((), ())
+    assert select(tmp_path / "missing") == select(tmp_path) == Selection()
     stage(tmp_path, 10)
     (tmp_path / ".trash_global_step_5.ab").mkdir()
     (tmp_path / "metrics.jsonl").touch()
@@ -213,7 +214,7 @@ def test_an_incomplete_foreign_directory_is_not_used(tmp_path: Path, text: str) 
     assert inspect(path).status == "foreign"
     (path / "fsdp_config.json").write_text(text)
     assert "fsdp_config.json" in inspect(path).reason
-    (path / "fsdp_config.json").write_text('{"world_size": 3}')
+    (path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 3}')
     assert inspect(path).reason == "model_world_size_3_rank_0.pt: No such file or directory"
 
 
@@ -277,7 +278,7 @@ def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(t
     point(tmp_path, "9")
 
     def victims(keep: int | None, protect: frozenset[int] = frozenset()) -> list[str]:
-        return [path.name for path in layout.rotation_victims(tmp_path, keep=keep, protect=protect)]
+        return [path.name for path in layout.checkpoints_to_delete(tmp_path, keep=keep, protect=protect)]
 
     assert victims(2) == ["global_step_5", "global_step_6", "global_step_10"]
     assert victims(2, frozenset({6})) == ["global_step_5", "global_step_10"]
@@ -317,7 +318,7 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
         os.utime(tmp_path / f"global_step_{step}", (age, age))
     (tmp_path / POINTER).unlink()
     assert steps(tmp_path) == [30, 20, 10]
-    assert [p.name for p in layout.rotation_victims(tmp_path, keep=2, protect=frozenset())] == ["global_step_10"]
+    assert [p.name for p in layout.checkpoints_to_delete(tmp_path, keep=2, protect=frozenset())] == ["global_step_10"]
     assert set(content_of(30)) < {
         str(p.relative_to(tmp_path / "global_step_30")) for p in (tmp_path / "global_step_30").rglob("*")
     }
@@ -339,7 +340,7 @@ def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
     info = inspect(tmp_path / "global_step_20")
     assert info.status == "committed" and steps(tmp_path) == [20, 10]
     assert info.manifest is not None
-    assert [problem.split()[0] for problem in verify_files(info.path, info.manifest)] == ["huggingface/config.json"]
+    assert verify_files(info.path, info.manifest) == ["huggingface/config.json: No such file or directory"]
 
 
 def test_rotation_spares_what_a_person_pointed_back_to(tmp_path: Path) -> None:

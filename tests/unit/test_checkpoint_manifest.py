@@ -183,10 +183,10 @@ def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
             (problem,) = verify_files(path, manifest)
             assert name in problem
         (path / name).unlink()
-        assert verify_files(path, manifest) == [f"{name} cannot be read: No such file or directory"]
+        assert verify_files(path, manifest) == [f"{name}: No such file or directory"]
         (path / name).symlink_to(tmp_path / "elsewhere")
         (tmp_path / "elsewhere").write_bytes(data)
-        assert verify_files(path, manifest) == [f"{name} cannot be read: {name} is a symbolic link"]
+        assert verify_files(path, manifest) == [f"{name}: {name} is a symbolic link"]
         (path / name).unlink()
         (path / name).write_bytes(data)
     assert verify_files(path, manifest) == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from checkpoint_fakes import commit, content_of, is_whole
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import choice, layout
 from trainer.checkpoint.manifest import verify_files
 
 NUM_HISTORIES = int(os.environ.get("CHECKPOINT_HISTORIES", "400"))
@@ -79,8 +79,8 @@ class Run:
         """The step continued from; None = nothing usable."""
         layout.clean_leftovers(self.run_dir)
         try:
-            candidates = layout.select(self.run_dir).candidates
-        except layout.NoUsableCheckpointError:
+            candidates = choice.select(self.run_dir).candidates
+        except choice.NoUsableCheckpointError:
             return None
         for info in candidates:
             assert info.manifest is not None

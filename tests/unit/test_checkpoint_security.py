@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_fakes import commit, save
 
-from trainer.checkpoint import export, layout, shards
+from trainer.checkpoint import choice, export, layout, shards
 from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, parse_manifest, verify_files
 from trainer.checkpoint.shards import CorruptShardError, read_torch
 
@@ -60,7 +60,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path, where: str)
     rewrite_manifest(tmp_path / "global_step_2", lambda tree: tree["files"][0].update(path=where))
     info = layout.inspect(tmp_path / "global_step_2")
     assert info.status == "incomplete" and "plain relative path" in info.reason
-    chosen = layout.select(tmp_path).chosen
+    chosen = choice.select(tmp_path).chosen
     assert chosen is not None and chosen.step == 1
 
 

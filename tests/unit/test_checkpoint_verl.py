@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from interop.verl_files import NAMES, extra_state, moments, optimizer_state, position, write_directory
 
-from trainer.checkpoint import verl
+from trainer.checkpoint import choice, layout, verl
 from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
 from trainer.progress import Position
@@ -46,14 +47,14 @@ def link(path: Path) -> None:
         (edit_config(world_size=True), "names world_size True"),
         (edit_config(world_size=None), "does not name FSDP_version and world_size"),
         (lambda path: (path / "fsdp_config.json").write_text("[" * 10**5), "does not name FSDP_version"),
-        (drop("fsdp_config.json"), r"fsdp_config\.json: No such file"),
+        (drop("fsdp_config.json"), r"neither manifest\.json nor fsdp_config\.json: its save did not finish"),
         (drop("model_world_size_2_rank_1.pt"), r"model_world_size_2_rank_1\.pt: No such file"),
         (drop("optim_world_size_2_rank_0.pt"), r"optim_world_size_2_rank_0\.pt: No such file"),
         (drop("extra_state_world_size_2_rank_1.pt"), r"extra_state_world_size_2_rank_1\.pt: No such file"),
         (drop("data_0.pt"), r"data ranks \[1\], of 2 ranks: some are missing"),
         (lambda path: [drop(f"data_{rank}.pt")(path) for rank in (0, 1)], r"no data_0\.pt"),
         (lambda path: (path / "data.pt").touch(), r"both data\.pt and data_0\.pt"),
-        (link, r"data_1\.pt: data_1\.pt is a symbolic link"),
+        (link, r"data_1\.pt is a symbolic link"),
         (lambda path: (path / "lora_train_meta.json").touch(), "LoRA adapters"),
     ],
 )
@@ -61,22 +62,23 @@ def test_what_cannot_be_continued_is_refused_by_name(
     tmp_path: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
     path = write_directory(tmp_path)
-    verl.open_checkpoint(path)
+    assert layout.inspect(path).verl is not None
     damage(path)
-    with pytest.raises(ConfigError, match=message):
-        verl.open_checkpoint(path)
+    found = layout.inspect(path)
+    assert (found.status, found.verl) == ("incomplete", None) and re.search(message, found.reason), found.reason
 
 
 def test_a_number_of_data_files_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     path = write_directory(tmp_path, world_size=4, data={f"data_{rank}.pt": {} for rank in range(3)})
-    with pytest.raises(ConfigError, match=r"data ranks \[0, 1, 2\], of 4 ranks: some are missing"):
-        verl.open_checkpoint(path)
+    assert "data ranks [0, 1, 2], of 4 ranks: some are missing" in layout.inspect(path).reason
 
 
-def test_another_directory_is_no_checkpoint(tmp_path: Path) -> None:
-    path = write_directory(tmp_path).rename(tmp_path / "step_3")
-    with pytest.raises(ConfigError, match="step_3' is not a checkpoint: give a directory called global_step_<step>"):
-        verl.open_checkpoint(path)
+def test_what_verl_can_continue_is_said(tmp_path: Path) -> None:
+    path = write_directory(tmp_path)
+    (path / "lora_train_meta.json").touch()
+    (tmp_path / layout.POINTER).write_text("3")
+    with pytest.raises(ConfigError, match=r"global_step_3: it holds LoRA adapters .*continue it in verl, or merge it"):
+        choice.select(tmp_path)
 
 
 class Harmful:
@@ -89,7 +91,7 @@ def test_code_in_a_file_is_named_and_not_run(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     path = write_directory(tmp_path)
     torch.save({"state": Harmful()}, path / name)
-    checkpoint = verl.open_checkpoint(path)
+    checkpoint = layout.inspect(path).verl
     assert verl.damaged_files(checkpoint) == []
     with pytest.raises(ConfigError, match=rf"loading {name} would run posix\.mkdir"):
         verl.require_safe(checkpoint)
@@ -98,7 +100,7 @@ def test_code_in_a_file_is_named_and_not_run(tmp_path: Path, monkeypatch: pytest
 
 def test_numpy_is_trusted_in_the_extra_state_alone(tmp_path: Path) -> None:
     path = write_directory(tmp_path)
-    checkpoint = verl.open_checkpoint(path)
+    checkpoint = layout.inspect(path).verl
     verl.require_safe(checkpoint)
     assert verl.schedule_note(checkpoint) == ""
     with pytest.raises(Exception, match="numpy"):
@@ -113,7 +115,7 @@ def test_the_generator_state_of_numpy_1_is_known(tmp_path: Path) -> None:
     file = path / "extra_state_world_size_2_rank_0.pt"
     rewrite(file, lambda pickled: pickled.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
     assert torch.serialization.get_unsafe_globals_in_checkpoint(file).count("numpy.core.multiarray._reconstruct") == 1
-    checkpoint = verl.open_checkpoint(path)
+    checkpoint = layout.inspect(path).verl
     verl.require_safe(checkpoint)
     assert verl.schedule_note(checkpoint) == ""
 
@@ -130,17 +132,17 @@ def rewrite(file: Path, change: Callable[[bytes], bytes]) -> None:
 def test_another_step_of_the_schedule_is_said(tmp_path: Path) -> None:
     path = write_directory(tmp_path, step=3)
     torch.save(extra_state(2), path / "extra_state_world_size_2_rank_0.pt")
-    note = verl.schedule_note(verl.open_checkpoint(path))
+    note = verl.schedule_note(layout.inspect(path).verl)
     assert note.startswith("verl's learning rate schedule stood at step 2, the run at step 3:")
     torch.save({"lr_scheduler": None}, path / "extra_state_world_size_2_rank_0.pt")
     with pytest.raises(ConfigError, match="has no position of a learning rate schedule"):
-        verl.schedule_note(verl.open_checkpoint(path))
+        verl.schedule_note(layout.inspect(path).verl)
 
 
 def test_every_damaged_byte_that_matters_is_found(tmp_path: Path) -> None:
     """A changed bit, a cut or zeros anywhere: the file is named, or loads as it was."""
     path = write_directory(tmp_path)
-    checkpoint = verl.open_checkpoint(path)
+    checkpoint = layout.inspect(path).verl
     intact = verl.schedule_note(checkpoint)
     draw = random.Random(7)
     num_found = 0
@@ -163,7 +165,7 @@ def test_a_record_called_a_directory_is_damage(tmp_path: Path) -> None:
     """No checksum covers this bit, and torch then reads zeros."""
     path = write_directory(tmp_path)
     change_index(path / "optim_world_size_2_rank_1.pt", lambda index: flip(index, 38, 0x10))
-    (problem,) = verl.damaged_files(verl.open_checkpoint(path))
+    (problem,) = verl.damaged_files(layout.inspect(path).verl)
     assert problem.startswith("optim_world_size_2_rank_1.pt is damaged: its record ")
 
 
@@ -171,7 +173,7 @@ def test_a_record_under_the_name_of_another_is_damage(tmp_path: Path) -> None:
     """Each opens by its name, but one name stands for two."""
     path = write_directory(tmp_path)
     change_index(path / "optim_world_size_2_rank_1.pt", lambda index: index.replace(b"/data/2PK", b"/data/3PK"))
-    (problem,) = verl.damaged_files(verl.open_checkpoint(path))
+    (problem,) = verl.damaged_files(layout.inspect(path).verl)
     assert problem.startswith("optim_world_size_2_rank_1.pt is damaged: File name in directory ")
 
 
@@ -190,7 +192,7 @@ def flip(data: bytes, offset: int, bits: int) -> bytes:
 
 def test_ranks_share_the_search_for_damage(tmp_path: Path) -> None:
     path = write_directory(tmp_path)
-    checkpoint = verl.open_checkpoint(path)
+    checkpoint = layout.inspect(path).verl
     for name in checkpoint.torch_files:
         (path / name).write_bytes(b"no archive")
     shares = [verl.damaged_files(checkpoint, share=(rank, 3)) for rank in range(3)]
@@ -202,7 +204,7 @@ def test_ranks_share_the_search_for_damage(tmp_path: Path) -> None:
 
 def parts(path: Path, saved: Any, names: list[str] = NAMES) -> list[dict[str, Any]]:
     torch.save(saved, path / "optim_world_size_2_rank_1.pt")
-    return verl.optimizer_parts(verl.open_checkpoint(path), num_shards=2, param_names=names)
+    return verl.optimizer_parts(layout.inspect(path).verl, num_shards=2, param_names=names)
 
 
 def test_numbers_become_names_in_the_order_of_the_model_file(tmp_path: Path) -> None:
@@ -241,9 +243,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "global_step_3"
     torch.save([torch.ones(3)], path / "model_world_size_2_rank_0.pt")
     with pytest.raises(ConfigError, match="holds no tensors by name"):
-        verl.count_shards(verl.open_checkpoint(path))
+        verl.count_shards(layout.inspect(path).verl)
 
 
 def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its tensors are placed as on one rank, not cut along dim 0"):
-        verl.count_shards(verl.open_checkpoint(write_directory(tmp_path)))
+        verl.count_shards(layout.inspect(write_directory(tmp_path)).verl)

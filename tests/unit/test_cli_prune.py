@@ -8,7 +8,7 @@ import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save, write_foreign
 from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST
@@ -142,8 +142,8 @@ def resumes(path: Path) -> bool:
 def resumed_step(run_dir: Path) -> int | None:
     """The step a start would load: the first candidate that is whole."""
     try:
-        return next((info.step for info in layout.select(run_dir).candidates if resumes(info.path)), None)
-    except layout.NoUsableCheckpointError:
+        return next((info.step for info in choice.select(run_dir).candidates if resumes(info.path)), None)
+    except choice.NoUsableCheckpointError:
         return None
 
 

@@ -1,14 +1,87 @@
-"""What a run may continue from, as configured; judged by names and sizes, before anything is built. No torch."""
+"""Which checkpoint a run continues from; judged by names and sizes, before anything is built. No torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint import layout
-from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.layout import POINTER, CheckpointInfo, Pointer
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError
 
 
-def candidates_of(config: TrainerConfig) -> tuple[tuple[CheckpointInfo, ...], tuple[str, ...]]:
+class NoUsableCheckpointError(ConfigError):
+    """The run has checkpoints, and none can be continued from: never an excuse to begin at step 0. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """`candidates`: the one to continue from, then older ones for the case that its contents do not verify.
+
+    `notes` are for the log: why this one, and what was passed over; a note to worry about begins with `WARNING`.
+    """
+
+    candidates: tuple[CheckpointInfo, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> CheckpointInfo | None:
+        return self.candidates[0] if self.candidates else None
+
+
+def select(run_dir: Path) -> Selection:
+    """Which checkpoint an interrupted run continues from; none in a new run directory.
+
+    The pointer is followed. A newer committed checkpoint goes before it if no pointer ever named it: the run died
+    between commit and publish. One that was named before says that a person moved the pointer back. Raises
+    `NoUsableCheckpointError` if there are checkpoints or a pointer, and nothing to continue from.
+    """
+    found, pointer = layout.checkpoints(run_dir), layout.read_pointer(run_dir)
+    pointed = next((info for info in found if info.step == pointer.step and info.status != "incomplete"), None)
+    usable = [info for info in reversed(found) if info.status == "committed" or info is pointed]
+    if not usable:
+        _require_new(run_dir, found, pointer)
+        return Selection()
+    chosen, note = _choose(usable, pointed, pointer)
+    notes = [note] if note else []
+    if chosen.status == "foreign":
+        notes.append(f"WARNING: {chosen.path.name} has no {MANIFEST} (written by verl?): its contents cannot be proven")
+    notes += [f"WARNING: passed over {i.path.name}: {i.reason}" for i in found if i.status == "incomplete"]
+    return Selection(tuple(info for info in usable if info.step <= chosen.step), tuple(notes))
+
+
+def _choose(
+    usable: list[CheckpointInfo], pointed: CheckpointInfo | None, pointer: Pointer
+) -> tuple[CheckpointInfo, str | None]:
+    """The first choice among `usable` (newest first), and the reason unless the pointer simply names the newest."""
+    newest = usable[0]
+    unpublished = [info for info in usable if not info.published and (pointed is None or info.step > pointed.step)]
+    if pointed is None and (pointer.raw is not None or len(unpublished) < len(usable)):
+        said = "is missing" if pointer.raw is None else f"says {pointer.raw!r}, which is no usable checkpoint"
+        return newest, f"WARNING: {POINTER} {said}: continuing from the newest committed one, {newest.path.name}"
+    if pointed is None or unpublished:
+        name = unpublished[0].path.name
+        return unpublished[0], f"{name} was committed just before the run died, {POINTER} not yet moved: taking {name}"
+    if newest is not pointed:
+        return pointed, f"{POINTER} was moved back to {pointed.path.name}: honoured, newer ones are kept"
+    return pointed, None
+
+
+def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -> None:
+    corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(layout.CORRUPT_PREFIX)]
+    if not found and not corrupt and pointer.raw is None:
+        return
+    lines = [f"  {info.path.name}: {info.reason or 'written by verl, not named by the pointer'}" for info in found]
+    lines += [f"  {name}: set aside as corrupt" for name in corrupt]
+    lines += [f"  {POINTER}: {'missing' if pointer.raw is None else repr(pointer.raw)}"]
+    raise NoUsableCheckpointError(
+        f"no checkpoint in '{run_dir}' can be continued from:\n" + "\n".join(lines) + "\nRestore one of them (to use "
+        f"one of verl's, write its step into {POINTER}), or begin anew in another directory: "
+        "trainer.experiment_name=<new name>"
+    )
+
+
+def candidates_of(config: TrainerConfig) -> Selection:
     """What the run may continue from, the first choice first, with notes on the choice. Raises `ConfigError`."""
     run_dir = Path(config.default_local_dir)
     if config.resume_mode == "disable":
@@ -17,20 +90,19 @@ def candidates_of(config: TrainerConfig) -> tuple[tuple[CheckpointInfo, ...], tu
                 f"trainer.resume_mode=disable, but '{run_dir}' holds checkpoints up to step {found[-1].step}; they are "
                 f"not overwritten: use resume_mode=auto to continue, or another trainer.experiment_name"
             )
-        return (), ()
+        return Selection()
     if config.resume_mode == "resume_path":
         assert config.resume_from_path is not None
         path = Path(config.resume_from_path)
-        own = layout.select(run_dir)
+        own = select(run_dir)
         if own.candidates and path.resolve().parent != run_dir.resolve():
             note = f"this run already has checkpoints of its own: continuing from them, not from {path}"
-            return own.candidates, (*own.notes, note)
+            return Selection(own.candidates, (*own.notes, note))
         info = layout.inspect(path)
         if info.status == "incomplete":
-            raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason or info.status}")
-        return (info,), ()
-    selection = layout.select(run_dir)
-    return selection.candidates, selection.notes
+            raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason}")
+        return Selection((info,))
+    return select(run_dir)
 
 
 def cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:

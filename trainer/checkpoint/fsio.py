@@ -283,18 +283,21 @@ def await_files(root: Path, records: Iterable[FileRecord], *, timeout_s: float) 
     """
     deadline = time.monotonic() + timeout_s
     for record in records:
-        while (problem := _mismatch(root, record)) is not None:
+        while (problem := size_problem(root, record)) is not None:
             if time.monotonic() >= deadline:
-                raise OSError(f"{root / record.path}: {problem} for {timeout_s:.0f} s")
+                raise OSError(f"{root}: what was written is not to be seen here for {timeout_s:.0f} s: {problem}")
             time.sleep(VISIBILITY_POLL_S)
 
 
-def _mismatch(root: Path, record: FileRecord) -> str | None:
+def size_problem(root: Path, record: FileRecord) -> str | None:
+    """What of a file differs from its record as far as its size tells, beginning with its path."""
     try:
         size_bytes = size_within(root, record.path)
     except OSError as error:
-        return f"not to be seen here ({error.strerror or error})"
-    return None if size_bytes == record.size_bytes else f"has {size_bytes} bytes of the {record.size_bytes} written"
+        return f"{record.path}: {error.strerror or error}"
+    if size_bytes == record.size_bytes:
+        return None
+    return f"{record.path} has {size_bytes} bytes, {record.size_bytes} were written"
 
 
 def require_dir(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The run directory: names, which checkpoint to continue from, and which old ones may go. Rank 0 only; no torch.
+"""The run directory: names, what stands in it, and which old checkpoints may go. Rank 0 only; no torch.
 
 A checkpoint appears by one rename (`commit`), becomes the one to continue from by `publish`, and leaves by `rotate`.
 Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification time.
@@ -27,15 +27,18 @@ STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
 
+LORA_META = "lora_train_meta.json"
+USE_VERL = (
+    "continue it in verl, or merge it with verl's model_merger and train from the result: "
+    "model.partial_pretrain=<merged directory>"
+)
+
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
+_VERL_DATA = re.compile(r"data_(0|[1-9][0-9]*)\.pt")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
 _TEMPORARY = re.compile(rf"({re.escape(f'.{POINTER}')}|{re.escape(LOCK)})\.[0-9a-f]+\.tmp")
 
 logger = logging.getLogger(__name__)
-
-
-class NoUsableCheckpointError(ConfigError):
-    """The run has checkpoints, and none can be continued from: never an excuse to begin at step 0. Exit code 2."""
 
 
 def step_dir_name(step: int) -> str:
@@ -89,20 +92,39 @@ def read_pointer(run_dir: Path) -> Pointer:
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
-    """What stands in one `global_step_N`.
-
-    committed: its manifest and the sizes of all files that a resume needs agree (contents are proven by
-    `verify_files`). foreign: a complete directory of verl, which has no manifest. incomplete: neither, for the `reason`
-    given. `published`: the pointer has named it once.
+class VerlCheckpoint:
+    """All that a `global_step_N` of verl 0.9.1 needs. `data_files` are in the order of the data-parallel ranks, or the
+    legacy `data.pt` alone.
     """
+
+    path: Path
+    step: int
+    world_size: int
+    rank_files: tuple[str, ...]
+    data_files: tuple[str, ...]
+
+    @property
+    def torch_files(self) -> tuple[str, ...]:
+        return (*self.rank_files, *self.data_files)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What stands in one `global_step_N`. `published`: the pointer has named it once."""
 
     step: int
     path: Path
-    status: Literal["committed", "foreign", "incomplete"]
     reason: str = ""
     published: bool = False
     manifest: Manifest | None = None
+    verl: VerlCheckpoint | None = None
+
+    @property
+    def status(self) -> Literal["committed", "foreign", "incomplete"]:
+        """committed: its manifest and the sizes of all files that a resume needs agree (contents are proven by
+        `verify_files`). foreign: verl's, which has no manifest. incomplete: neither, for the `reason` given.
+        """
+        return "committed" if self.manifest else "foreign" if self.verl else "incomplete"
 
 
 def inspect(path: Path) -> CheckpointInfo:
@@ -116,47 +138,64 @@ def inspect(path: Path) -> CheckpointInfo:
         if MANIFEST not in names:
             if PUBLISHED in names:
                 raise OSError(f"its {MANIFEST} was removed")
-            _require_complete_foreign(path)
-            return CheckpointInfo(step, path, "foreign")
+            return CheckpointInfo(step, path, verl=_open_verl(path, step, names))
         manifest = parse_manifest(fsio.read_bytes(path / MANIFEST))
         _require_listed_files(path, step, manifest)
     except ManifestError as error:
-        return CheckpointInfo(step, path, "incomplete", f"{MANIFEST}: {error}")
+        return CheckpointInfo(step, path, f"{MANIFEST}: {error}")
     except OSError as error:
-        return CheckpointInfo(step, path, "incomplete", _describe(error))
-    return CheckpointInfo(step, path, "committed", published=PUBLISHED in names, manifest=manifest)
+        file_name = "" if error.filename is None else f"{Path(str(error.filename)).name}: "
+        return CheckpointInfo(step, path, f"{file_name}{error.strerror or error}")
+    return CheckpointInfo(step, path, published=PUBLISHED in names, manifest=manifest)
 
 
 def _require_listed_files(path: Path, step: int, manifest: Manifest) -> None:
     if manifest.step != step:
         raise ManifestError(f"it belongs to step {manifest.step}")
     for record in manifest.files:
-        if is_export(record.path):
-            continue  # a run resumes without it
-        size_bytes = fsio.size_within(path, record.path)
-        if size_bytes != record.size_bytes:
-            raise OSError(f"{record.path} has {size_bytes} bytes, {record.size_bytes} were written")
+        if not is_export(record.path) and (problem := fsio.size_problem(path, record)):
+            raise OSError(problem)
 
 
-def _require_complete_foreign(path: Path) -> None:
-    """verl names the number of files in `fsdp_config.json`, written by its rank 0 after the shards."""
+def _open_verl(path: Path, step: int, names: list[str]) -> VerlCheckpoint:
+    """Raises `OSError` that says what is missing, or why it cannot be continued."""
+    if FSDP_CONFIG not in names:
+        raise OSError(f"it has neither {MANIFEST} nor {FSDP_CONFIG}: its save did not finish")
     try:
-        world_size = json.loads(fsio.read_bytes(path / FSDP_CONFIG))["world_size"]
-    except FileNotFoundError as error:
-        raise OSError(f"it has neither {MANIFEST} nor {FSDP_CONFIG}: its save did not finish") from error
+        config = json.loads(fsio.read_bytes(path / FSDP_CONFIG))
+        version, world_size = config["FSDP_version"], config["world_size"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise OSError(f"it has no {MANIFEST}, and {FSDP_CONFIG} names no world_size") from error
+        raise OSError(f"it has no {MANIFEST}, and {FSDP_CONFIG} does not name FSDP_version and world_size") from error
     if type(world_size) is not int or world_size < 1:
         raise OSError(f"it has no {MANIFEST}, and {FSDP_CONFIG} names world_size {world_size!r:.40}")
-    for rank in range(world_size):
-        if fsio.size_within(path, model_file(world_size, rank)) == 0:
-            raise OSError(f"{model_file(world_size, rank)} is empty")
+    if version != 2:
+        reason = f"FSDP_version is {version!r:.40}: only FSDP2 saves an optimizer state that other ranks can read"
+        raise OSError(f"{reason}; {USE_VERL}")
+    if LORA_META in names:
+        raise OSError(f"it holds LoRA adapters ({LORA_META}), and this trainer trains whole models; {USE_VERL}")
+    kinds = (model_file, optim_file, extra_file)
+    rank_files = tuple(file(world_size, rank) for file in kinds for rank in range(world_size))
+    _require_filled(path, rank_files)
+    data_files = _verl_data_files(names, world_size)
+    _require_filled(path, data_files)
+    return VerlCheckpoint(path, step, world_size, rank_files, data_files)
 
 
-def _describe(error: OSError) -> str:
-    if error.errno is None:
-        return str(error)
-    return f"{Path(str(error.filename)).name}: {error.strerror}"
+def _verl_data_files(names: list[str], world_size: int) -> tuple[str, ...]:
+    """One per data-parallel rank; sequence parallelism lets several ranks share one."""
+    ranks = sorted(int(match[1]) for name in names if (match := _VERL_DATA.fullmatch(name)))
+    if (DATA in names) == bool(ranks):
+        found = f"both {DATA} and data_0.pt" if ranks else "no data_0.pt"
+        raise OSError(f"{found}: the position in the data is unknown; {USE_VERL}")
+    if ranks and (ranks != list(range(len(ranks))) or world_size % len(ranks)):
+        raise OSError(f"its data files are those of data ranks {ranks}, of {world_size} ranks: some are missing")
+    return tuple(f"data_{rank}.pt" for rank in ranks) or (DATA,)
+
+
+def _require_filled(path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if fsio.size_within(path, name) == 0:
+            raise OSError(f"{name} is empty")
 
 
 def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
@@ -165,71 +204,8 @@ def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
     return sorted((inspect(run_dir / name) for name in names), key=lambda info: info.step)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """`candidates`: the one to continue from, then older ones for the case that its contents do not verify.
-
-    `notes` are for the log: why this one, and what was passed over; a note to worry about begins with `WARNING`.
-    """
-
-    candidates: tuple[CheckpointInfo, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def chosen(self) -> CheckpointInfo | None:
-        return self.candidates[0] if self.candidates else None
-
-
-def select(run_dir: Path) -> Selection:
-    """Which checkpoint an interrupted run continues from; none in a new run directory.
-
-    The pointer is followed. A newer committed checkpoint goes before it if no pointer ever named it: the run died
-    between commit and publish. One that was named before says that a person moved the pointer back. Raises
-    `NoUsableCheckpointError` if there are checkpoints or a pointer, and nothing to continue from.
-    """
-    found, pointer = checkpoints(run_dir), read_pointer(run_dir)
-    pointed = next((info for info in found if info.step == pointer.step and info.status != "incomplete"), None)
-    usable = [info for info in reversed(found) if info.status == "committed" or info is pointed]
-    if not usable:
-        _require_new(run_dir, found, pointer)
-        return Selection((), ())
-    chosen, note = _choose(usable, pointed, pointer)
-    notes = [note] if note else []
-    if chosen.status == "foreign":
-        notes.append(f"WARNING: {chosen.path.name} has no {MANIFEST} (written by verl?): its contents cannot be proven")
-    notes += [f"WARNING: passed over {i.path.name}: {i.reason}" for i in found if i.status == "incomplete"]
-    return Selection(tuple(info for info in usable if info.step <= chosen.step), tuple(notes))
-
-
-def _choose(
-    usable: list[CheckpointInfo], pointed: CheckpointInfo | None, pointer: Pointer
-) -> tuple[CheckpointInfo, str | None]:
-    """The first choice among `usable` (newest first), and the reason unless the pointer simply names the newest."""
-    newest = usable[0]
-    unpublished = [info for info in usable if not info.published and (pointed is None or info.step > pointed.step)]
-    if pointed is None and (pointer.raw is not None or len(unpublished) < len(usable)):
-        said = "is missing" if pointer.raw is None else f"says {pointer.raw!r}, which is no usable checkpoint"
-        return newest, f"WARNING: {POINTER} {said}: continuing from the newest committed one, {newest.path.name}"
-    if pointed is None or unpublished:
-        name = unpublished[0].path.name
-        return unpublished[0], f"{name} was committed just before the run died, {POINTER} not yet moved: taking {name}"
-    if newest is not pointed:
-        return pointed, f"{POINTER} was moved back to {pointed.path.name}: honoured, newer ones are kept"
-    return pointed, None
-
-
-def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -> None:
-    corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(CORRUPT_PREFIX)]
-    if not found and not corrupt and pointer.raw is None:
-        return
-    lines = [f"  {info.path.name}: {info.reason or 'written by verl, not named by the pointer'}" for info in found]
-    lines += [f"  {name}: set aside as corrupt" for name in corrupt]
-    lines += [f"  {POINTER}: {'missing' if pointer.raw is None else repr(pointer.raw)}"]
-    raise NoUsableCheckpointError(
-        f"no checkpoint in '{run_dir}' can be continued from:\n" + "\n".join(lines) + "\nRestore one of them (to use "
-        f"one of verl's, write its step into {POINTER}), or begin anew in another directory: "
-        "trainer.experiment_name=<new name>"
-    )
+def committed(run_dir: Path) -> list[CheckpointInfo]:
+    return [info for info in checkpoints(run_dir) if info.status == "committed"]
 
 
 def commit(staging: Path, step: int, *, nonce: str) -> Path:
@@ -290,8 +266,8 @@ def settle(run_dir: Path, step: int, *, keep: int | None, protect: Set[int] = fr
     """
     try:
         publish(run_dir, step)
-        for info in checkpoints(run_dir):
-            if info.status == "committed" and info.step < step and not info.published:
+        for info in committed(run_dir):
+            if info.step < step and not info.published:
                 _mark_published(info.path)  # its own pointing failed: it must not look like the work of a later crash
     except OSError as error:
         logger.warning("%s is committed, but cannot be pointed to yet: %s", run_dir / step_dir_name(step), error)
@@ -308,15 +284,14 @@ def quarantine(path: Path, reason: str) -> Path:
     return path.parent / name
 
 
-def rotation_victims(run_dir: Path, *, keep: int | None, protect: Set[int]) -> list[Path]:
+def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int]) -> list[Path]:
     """Committed checkpoints that may go, oldest first: all but the newest `keep`, the pointer's and the protected."""
     if keep is None:
         return []
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}: the newest checkpoint always stays")
-    committed = [info for info in checkpoints(run_dir) if info.status == "committed"]
     spared = {*protect, read_pointer(run_dir).step}
-    return [info.path for info in committed[:-keep] if info.step not in spared]
+    return [info.path for info in committed(run_dir)[:-keep] if info.step not in spared]
 
 
 def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
@@ -325,13 +300,13 @@ def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) 
     Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do not prove that the
     newest is good. `protect` holds the step this run resumed from, until a newer one is published.
     """
-    for victim in rotation_victims(run_dir, keep=keep, protect=protect):
-        trash = run_dir / f"{TRASH_PREFIX}{victim.name}.{secrets.token_hex(4)}"
+    for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
+        trash = run_dir / f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}"
         try:
-            fsio.rename(victim, trash)
+            fsio.rename(path, trash)
             fsio.remove_tree(trash)
         except OSError as error:
-            logger.warning("cannot delete the old checkpoint %s: %s", victim, error)
+            logger.warning("cannot delete the old checkpoint %s: %s", path, error)
 
 
 def clean_leftovers(run_dir: Path) -> None:

@@ -167,12 +167,10 @@ def deal_by_size(files: tuple[FileRecord, ...], count: int) -> list[list[FileRec
 
 
 def _problem(root: Path, record: FileRecord) -> str | None:
+    problem = fsio.size_problem(root, record)
     try:
-        size_bytes = fsio.size_within(root, record.path)
-        if size_bytes != record.size_bytes:
-            return f"{record.path} has {size_bytes} bytes, {record.size_bytes} were written"
-        if fsio.sha256_of(root / record.path) != record.sha256:
+        if problem is None and fsio.sha256_of(root / record.path) != record.sha256:
             return f"{record.path} changed after it was written (sha256 differs)"
     except OSError as error:
-        return f"{record.path} cannot be read: {error.strerror or error}"
-    return None
+        return f"{record.path}: {error.strerror or error}"
+    return problem

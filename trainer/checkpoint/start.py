@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trainer.checkpoint import fsio, layout, lineage, rollback, verl
-from trainer.checkpoint.choice import candidates_of, cannot_use
+from trainer.checkpoint.choice import NoUsableCheckpointError, candidates_of, cannot_use
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
@@ -64,10 +64,10 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     it goes on with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run that cannot be
     continued as configured, `CannotWriteError`.
     """
-    candidates, notes = _on_main(partial(candidates_of, config), config, world)
-    if candidates and _is_complete(candidates[0], config, shape, world):
-        _say(notes)
-        return Start(candidates[0], _position(candidates[0], config, shape), is_complete=True, lock=None)
+    selection = _on_main(partial(candidates_of, config), config, world)
+    if selection.chosen is not None and _is_complete(selection.chosen, config, shape, world):
+        _say(selection.notes)
+        return Start(selection.chosen, _position(selection.chosen, config, shape), is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir))
     try:
         return _begin(lock, config, shape, world)
@@ -80,9 +80,9 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
     """Under the lock: the main rank takes it first."""
     _on_main(partial(_take_run_dir, config, lock), config, world)
     _require_shared(config, world)
-    candidates, notes = _on_main(partial(candidates_of, config), config, world)
-    _say(notes)
-    checkpoint = _first_proven(candidates, config, world)
+    selection = _on_main(partial(candidates_of, config), config, world)
+    _say(selection.notes)
+    checkpoint = _first_proven(selection.candidates, config, world)
     position = Position()
     if checkpoint is not None:
         _require_same_run(checkpoint, config, shape.lineage)
@@ -105,10 +105,10 @@ def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunSha
     has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
     if not has_ended or verify(candidate, world):
         return False
-    lacking = _on_main(partial(_unfinished, candidate, position, loop, config, shape), config, world)
-    if lacking:
-        logger.info("%s was the last step, but the run did not end: %s", candidate.path, ", ".join(lacking))
-    return not lacking
+    missing = _on_main(partial(_unfinished, candidate, position, loop, config, shape), config, world)
+    if missing:
+        logger.info("%s was the last step, but the run did not end: %s", candidate.path, ", ".join(missing))
+    return not missing
 
 
 def _unfinished(
@@ -118,12 +118,12 @@ def _unfinished(
     run_dir = Path(config.default_local_dir)
     if candidate.path.resolve().parent != run_dir.resolve():
         return []
-    lacking = shape.unfinished(position, loop)
+    missing = shape.unfinished(position, loop)
     if not layout.is_published(run_dir, candidate):
-        lacking.append(f"{layout.POINTER} names another step")
+        missing.append(f"{layout.POINTER} names another step")
     if not is_given_back(run_dir):
-        lacking.append("its lock is not given back")
-    return lacking
+        missing.append("its lock is not given back")
+    return missing
 
 
 def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape) -> Position:
@@ -131,8 +131,8 @@ def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape
         return Position()
     if checkpoint.manifest is not None:
         return checkpoint.manifest.position
-    found = verl.open_checkpoint(checkpoint.path)
-    return verl.read_position(found, num_samples=shape.num_samples, train_batch_size=shape.batch_size)
+    assert checkpoint.verl is not None, "a candidate is whole"
+    return verl.read_position(checkpoint.verl, num_samples=shape.num_samples, train_batch_size=shape.batch_size)
 
 
 def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World) -> CheckpointInfo | None:
@@ -147,7 +147,7 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
             aside = partial(layout.quarantine, candidate.path, "its contents do not verify")
             _on_main(aside, config, world)
     if candidates:
-        raise layout.NoUsableCheckpointError(
+        raise NoUsableCheckpointError(
             f"every checkpoint in {run_dir} is damaged (set aside as .corrupt_*); begin anew in another "
             f"directory: trainer.experiment_name=<new name>"
         )
@@ -156,20 +156,19 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
 
 def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     """What is wrong with the contents of a checkpoint, each rank reading its share. Collective."""
-    share = (world.rank, world.size)
+    share, own = (world.rank, world.size), list[str]()
     if candidate.manifest is not None:
         own = verify_files(candidate.path, candidate.manifest, share=share)
-    else:
-        foreign = verl.open_checkpoint(candidate.path)
-        own = verl.damaged_files(foreign, share=share)
+    elif candidate.verl is not None:
+        own = verl.damaged_files(candidate.verl, share=share)
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, own)
-    problems = [problem for report in reports for problem in report if not layout.is_export(problem)]
-    for problem in (problem for report in reports for problem in report if layout.is_export(problem)):
+    problems = [problem for report in reports for problem in report]
+    for problem in filter(layout.is_export, problems):
         logger.warning("%s cannot be deployed, the run continues from it: %s", candidate.path, problem)
-    if candidate.manifest is None and not problems:
-        verl.require_safe(foreign)
-    return problems
+    if candidate.verl is not None and not problems:
+        verl.require_safe(candidate.verl)
+    return [problem for problem in problems if not layout.is_export(problem)]
 
 
 def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:

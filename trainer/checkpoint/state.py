@@ -115,7 +115,8 @@ def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[s
 
 def _load_foreign(checkpoint: CheckpointInfo, state: State, contents: Sequence[str]) -> None:
     """verl's: parameters, moments and position; the rate follows the step, random numbers are keyed by it."""
-    found = verl.open_checkpoint(checkpoint.path)
+    found = checkpoint.verl
+    assert found is not None, "a checkpoint to load is whole"
     num_shards = verl.count_shards(found)
     files = [found.path / layout.model_file(found.world_size, rank) for rank in range(num_shards)]
     parts = [shards.read_torch(file) for file in files]

@@ -1,6 +1,6 @@
 """Reads what verl 0.9.1 saves with FSDP2, so that a run begun there continues here.
 
-Such a `global_step_N` has no manifest. That it is whole is judged from its names (`open_checkpoint`), that its files
+Such a `global_step_N` has no manifest. That it is whole is judged from its names (`layout.inspect`), that its files
 are undamaged from the checksum of every record in them (`damaged_files`), that they hold data only, and no code, from
 the names in their pickles (`require_safe`). Do these in this order; then parameters load with `shards.load_model`.
 
@@ -9,11 +9,9 @@ deals `DistributedSampler`'s order to ranks, we follow our own, so the epoch und
 many) and the random generators, which we key by the step.
 """
 
-import json
 import pickle
-import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,16 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from trainer.checkpoint import fsio, layout, shards
+from trainer.checkpoint import layout, shards
+from trainer.checkpoint.layout import VerlCheckpoint
 from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
 from trainer.progress import Position
 
-LORA_META = "lora_train_meta.json"
 _CHUNK_BYTES = 4 << 20
 _IS_DIRECTORY = 0x10
 """Torch reads zeros from a record with this attribute; no checksum covers it."""
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
-_DATA_FILE = re.compile(r"data_(0|[1-9][0-9]*)\.pt")
 _RECONSTRUCT = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
 _NUMPY_RNG_STATE = (
     np.ndarray,
@@ -44,83 +41,8 @@ _NUMPY_RNG_STATE = (
 """What the state of numpy's generator is made of, in the extra state alone: an array of 624 numbers."""
 
 
-@dataclass(frozen=True)
-class VerlCheckpoint:
-    """A complete directory. `data_files` are in the order of the data-parallel ranks, or the legacy `data.pt` alone."""
-
-    path: Path
-    step: int
-    world_size: int
-    data_files: tuple[str, ...]
-
-    @property
-    def torch_files(self) -> tuple[str, ...]:
-        return (*_rank_files(self.world_size), *self.data_files)
-
-
-def open_checkpoint(path: Path) -> VerlCheckpoint:
-    """Judge a directory by its names. Raises `ConfigError` that says why it cannot be continued."""
-    step = layout.parse_step(path.name)
-    if step is None:
-        raise ConfigError(f"'{path}' is not a checkpoint: give a directory called global_step_<step>")
-    world_size = _read_world_size(path)
-    names = fsio.list_dir(path)
-    if LORA_META in names:
-        raise _refused(path, f"it holds LoRA adapters ({LORA_META}), and this trainer trains whole models")
-    _require_files(path, _rank_files(world_size))
-    data_files = _find_data_files(path, names, world_size)
-    _require_files(path, data_files)
-    return VerlCheckpoint(path, step, world_size, data_files)
-
-
-def _require_files(path: Path, names: Iterable[str]) -> None:
-    for name in names:
-        try:
-            fsio.size_within(path, name)
-        except OSError as error:
-            raise _refused(path, f"{name}: {error.strerror or error}") from error
-
-
-def _read_world_size(path: Path) -> int:
-    try:
-        config = json.loads(fsio.read_bytes(path / layout.FSDP_CONFIG))
-        version, world_size = config["FSDP_version"], config["world_size"]
-    except OSError as error:
-        raise _refused(path, f"{layout.FSDP_CONFIG}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _refused(path, f"{layout.FSDP_CONFIG} does not name FSDP_version and world_size") from error
-    if version != 2:
-        raise _refused(
-            path, f"FSDP_version is {version!r:.40}: only FSDP2 saves an optimizer state that other ranks can read"
-        )
-    if type(world_size) is not int or world_size < 1:
-        raise _refused(path, f"{layout.FSDP_CONFIG} names world_size {world_size!r:.40}")
-    return world_size
-
-
-def _rank_files(world_size: int) -> list[str]:
-    kinds = (layout.model_file, layout.optim_file, layout.extra_file)
-    return [file(world_size, rank) for file in kinds for rank in range(world_size)]
-
-
-def _find_data_files(path: Path, names: Sequence[str], world_size: int) -> tuple[str, ...]:
-    """One per data-parallel rank; sequence parallelism lets several ranks share one."""
-    ranks = sorted(int(match[1]) for name in names if (match := _DATA_FILE.fullmatch(name)))
-    if (layout.DATA in names) == bool(ranks):
-        found = f"both {layout.DATA} and data_0.pt" if ranks else "no data_0.pt"
-        raise _refused(path, f"{found}: the position in the data is unknown")
-    if not ranks:
-        return (layout.DATA,)
-    if ranks != list(range(len(ranks))) or world_size % len(ranks):
-        raise _refused(path, f"its data files are those of data ranks {ranks}, of {world_size} ranks: some are missing")
-    return tuple(f"data_{rank}.pt" for rank in ranks)
-
-
 def _refused(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{path} was written by verl and cannot be continued: {reason}. Continue it in verl, or merge it with verl's "
-        f"model_merger and train from the result: model.partial_pretrain=<merged directory>"
-    )
+    return ConfigError(f"{path} was written by verl and cannot be continued: {reason}; {layout.USE_VERL}")
 
 
 def damaged_files(checkpoint: VerlCheckpoint, *, share: tuple[int, int] = (0, 1)) -> list[str]:

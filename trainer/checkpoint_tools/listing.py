@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import CORRUPT_PREFIX, STAGING_PREFIX, TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
@@ -74,7 +74,7 @@ def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
         require_dir(path)
         return path, ()
     require_run(path)
-    selection = layout.select(path)
+    selection = choice.select(path)
     if selection.chosen is None:
         raise ConfigError(f"'{path}' holds no checkpoint to export: wait for the first save")
     return selection.chosen.path, selection.notes
@@ -97,9 +97,9 @@ def read_run(run_dir: Path) -> Listing:
     for _ in range(NUM_LOOKS):
         names, pointer = fsio.list_dir(run_dir), layout.read_pointer(run_dir)
         try:
-            selection = layout.select(run_dir)
-        except layout.NoUsableCheckpointError as error:
-            selection = layout.Selection((), (f"WARNING: {error}",))
+            selection = choice.select(run_dir)
+        except choice.NoUsableCheckpointError as error:
+            selection = choice.Selection((), (f"WARNING: {error}",))
         found = layout.checkpoints(run_dir)
         if (names, pointer) == (fsio.list_dir(run_dir), layout.read_pointer(run_dir)):
             break

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import CORRUPT_PREFIX, TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint_tools.listing import LEFTOVERS, prove, require_run
@@ -54,9 +54,9 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 def _plan(run_dir: Path, keep: int, is_corrupt_deleted: bool) -> Pruning:
     """Raises `ConfigError` where a resume would find nothing: what looks left over may be all that is left."""
-    chosen = layout.select(run_dir).chosen
+    chosen = choice.select(run_dir).chosen
     protect = {chosen.step} if chosen else set()
-    victims = layout.rotation_victims(run_dir, keep=keep, protect=protect)
+    victims = layout.checkpoints_to_delete(run_dir, keep=keep, protect=protect)
     kept = [info for info in layout.checkpoints(run_dir) if info.path not in victims]
     committed = [info for info in kept if info.status == "committed"]
     proofs = [info for info in committed if info is committed[-1] or info.step in protect]
