@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import str_to_torch_dtype
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
@@ -33,28 +35,11 @@ from trainer.errors import CannotWriteError
 MAX_FILE_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", _INDEX)
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "spiece.model", "*.tiktoken", "*.py")
+_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")
+_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+"""As the header of a safetensors file calls them."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +54,14 @@ class ExportSource:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """`layout`: exported name -> tensor without memory, in the order written; `files`: names by file.
+    """`layout`: exported name -> tensor without memory, in the order written; `split`: into which files.
 
     `own_names` maps exported names to those of the shards, and is None where transformers stores an architecture in
     other tensors than it computes with (one per expert): these are made from the whole model at once.
     """
 
     layout: dict[str, Tensor]
-    files: dict[str, list[str]]
+    split: StateDictSplit
     own_names: dict[str, str] | None
     architecture: PreTrainedModel | None
     dtype: torch.dtype
@@ -101,13 +86,17 @@ def plan_export(
         own_names = {name: names[id(tensor)] for name, tensor in stored.items()}
         order = list(own)
         stored = dict(sorted(stored.items(), key=lambda item: order.index(own_names[item[0]])))
-    groups = _split_by_size(stored)
-    files = {_file_name(index, len(groups)): group for index, group in enumerate(groups)}
-    return ExportPlan(stored, files, own_names, architecture, target_dtype)
+    split = split_state_dict_into_shards_factory(
+        stored,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_FILE_BYTES,
+    )
+    return ExportPlan(stored, split, own_names, architecture, target_dtype)
 
 
 def num_bytes(plan: ExportPlan) -> int:
-    return sum(tensor.nbytes for tensor in plan.layout.values())
+    return int(plan.split.metadata["total_size"])
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -139,10 +128,12 @@ def write_weights(
     plan: ExportPlan, target: Path, reader: ShardReader, *, share: tuple[int, int] = (0, 1)
 ) -> list[FileRecord]:
     """Write this writer's share `(index, count)` of the files into the existing directory `target`; read them back."""
-    index, count = share if plan.own_names is not None else (0, 1)
-    if plan.own_names is None and share[0] != 0:
-        return []  # the first writer has to make all tensors at once
-    mine = {name: names for i, (name, names) in enumerate(plan.files.items()) if i % count == index}
+    index, count = share
+    if plan.own_names is None:  # the first writer has to make all tensors at once
+        if index != 0:
+            return []
+        count = 1
+    mine = {name: names for i, (name, names) in enumerate(plan.split.filename_to_tensors.items()) if i % count == index}
     tensors = _exported(plan, reader, [name for names in mine.values() for name in names])
     records = []
     for file_name, names in mine.items():
@@ -176,17 +167,13 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
     """Everything beside the weights: config.json, generation_config.json, tokenizer, template, the model's own code."""
     records = [_write_json(target / "config.json", _config(source, plan))]
     records.append(_write_json(target / "generation_config.json", _generation_config(source)))
-    names = [name for name in _TOKENIZER_FILES if (source.model_dir / name).is_file()]
-    names += sorted(path.name for path in source.model_dir.glob("*.tiktoken"))
-    names += sorted(path.name for path in source.model_dir.glob("*.py"))
-    for name in names:
-        if source.chat_template is not None and name in ("chat_template.jinja", "chat_template.json"):
-            continue
-        if source.chat_template is not None and name == "tokenizer_config.json":
-            config = json.loads((source.model_dir / name).read_text()) | {"chat_template": source.chat_template}
-            records.append(_write_json(target / name, config))
+    copied = (*_TOKENIZER_FILES, *_VOCABULARIES, *(_TEMPLATES if source.chat_template is None else ()))
+    for path in sorted({path for pattern in copied for path in source.model_dir.glob(pattern) if path.is_file()}):
+        if source.chat_template is not None and path.name == "tokenizer_config.json":
+            config = json.loads(path.read_text()) | {"chat_template": source.chat_template}
+            records.append(_write_json(target / path.name, config))
         else:
-            records.append(fsio.copy_file(source.model_dir / name, target / name, root=target.parent))
+            records.append(fsio.copy_file(path, target / path.name, root=target.parent))
     if source.chat_template is not None:
         text = source.chat_template.encode()
         records.append(fsio.write_file(target / "chat_template.jinja", text, root=target.parent))
@@ -263,27 +250,10 @@ def _open_shards(checkpoint: Path, manifest: Manifest, *, dtype: str) -> tuple[E
 
 def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
     """Which file holds which tensor, where there are several."""
-    if len(plan.files) == 1:
+    if not plan.split.is_sharded:
         return []
-    weight_map = {name: file for file, names in plan.files.items() for name in names}
-    index = {"metadata": {"total_size": num_bytes(plan)}, "weight_map": weight_map}
+    index: dict[str, object] = {"metadata": plan.split.metadata, "weight_map": plan.split.tensor_to_filename}
     return [_write_json(target / _INDEX, index)]
-
-
-def _file_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _split_by_size(tensors: dict[str, Tensor]) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    size_bytes = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size_bytes + tensor.nbytes > MAX_FILE_BYTES:
-            groups.append([])
-            size_bytes = 0
-        groups[-1].append(name)
-        size_bytes += tensor.nbytes
-    return groups
 
 
 def _header(tensors: dict[str, Tensor]) -> bytes:
@@ -292,7 +262,7 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.nbytes
-        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        dtype = _DTYPE_NAMES[tensor.dtype]
         table[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
