@@ -10,7 +10,6 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from trainer.config import ConfigError
@@ -68,11 +67,10 @@ class RunLock:
                 logger.info("%s: waiting up to %g s for the run %s", self._path, timeout_s, _holder(self._content()))
                 while not self._try_acquire(deadline_s):
                     pass
-        except ConfigError:
+        except (ConfigError, OSError) as error:
             self._let_go()
-            raise
-        except OSError as error:
-            self._let_go()
+            if isinstance(error, ConfigError):
+                raise
             reason = f"cannot lock the run directory: {error.strerror}"
             raise CannotWriteError(error.errno, reason, str(self._path)) from error
 
@@ -107,9 +105,7 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _try_acquire(self, deadline_s: float) -> bool:
@@ -117,7 +113,9 @@ class RunLock:
         descriptor = self._open(self._path, os.O_CREAT)
         is_locked = try_lock(descriptor)
         if is_locked is None:
-            self._wait(deadline_s)
+            if (remaining_s := deadline_s - time.monotonic()) <= 0:
+                raise self._in_use()
+            time.sleep(min(POLL_S, remaining_s))
             return False
         if not is_locked:
             logger.warning("%s: this file system has no locks: holding a lease there instead", self._path)
@@ -126,12 +124,6 @@ class RunLock:
             return self._try_lease(deadline_s)
         self._write_record()
         return self._is_ours()
-
-    def _wait(self, deadline_s: float) -> None:
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            raise self._in_use()
-        time.sleep(min(POLL_S, remaining_s))
 
     def _try_lease(self, deadline_s: float) -> bool:
         self._let_go()
@@ -161,32 +153,22 @@ class RunLock:
         """
         seen, num_still = self._content(), 0
         if seen:
-            logger.info(
-                "%s: waiting up to %g s for a sign of life of its holder (%s)",
-                self._path,
-                self._observe_s,
-                _holder(seen),
-            )
+            waiting = "%s: waiting up to %g s for a sign of life of its holder (%s)"
+            logger.info(waiting, self._path, self._observe_s, _holder(seen))
         while seen and num_still * POLL_S < self._observe_s:
             time.sleep(POLL_S)
-            content = self._content()
-            if content == seen:
-                num_still += 1
-                continue
-            seen, num_still = content, 0
-            if seen and time.monotonic() >= deadline_s:
-                raise self._in_use()
+            num_still += 1
+            if (content := self._content()) != seen:
+                seen, num_still = content, 0
+                if seen and time.monotonic() >= deadline_s:
+                    raise self._in_use()
         if seen:
-            logger.warning(
-                "%s: no sign of life for %g s, taking over from its holder (%s)",
-                self._path,
-                self._observe_s,
-                _holder(seen),
-            )
+            taking_over = "%s: no sign of life for %g s, taking over from its holder (%s)"
+            logger.warning(taking_over, self._path, self._observe_s, _holder(seen))
         return seen
 
     def _renew(self) -> None:
-        num_renewals, num_failures = 0, 0
+        num_renewals, is_failing = 0, False
         while not self._stop_renewing.wait(self._renew_s):
             try:
                 if not self._is_ours():
@@ -195,11 +177,11 @@ class RunLock:
                 num_renewals += 1
                 # Into the file this run created, whatever the path names by now: never over a successor's record.
                 self._write_record(num_renewals=num_renewals)
-                num_failures = 0
+                is_failing = False
             except OSError as error:
-                if num_failures == 0:
+                if not is_failing:
                     logger.warning("cannot renew %s, trying on: %s", self._path, error)
-                num_failures += 1
+                is_failing = True
 
     def _open(self, path: Path, flags: int) -> int:
         self._let_go()
