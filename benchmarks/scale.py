@@ -43,6 +43,7 @@ from trainer.checkpoint import choice
 from trainer.checkpoint.export import ExportSource, export_from_shards
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.save import Saver
 from trainer.config import CheckpointConfig
 from trainer.data.batch_plan import START
 from trainer.loop import step
@@ -300,18 +301,17 @@ def measure_ranks(root: Path, arguments: argparse.Namespace) -> list[dict[str, A
 
 
 def manager_of(world: World, run_dir: Path, source: ModelSource, parts: Any) -> CheckpointManager:
-    return CheckpointManager(
+    saver = Saver(
         run_dir,
+        parts.model,
         world=world,
         config=CheckpointConfig(CONTENTS, CONTENTS[:3], "bfloat16", async_save=False, save_timeout_s=300),
-        state=saved_parts(parts),
-        model=parts.model,
         source=ExportSource(Path(source.path), None, (3,)),
         keep=1,
         lock=None,
         fingerprints={"data": "toy", "train_batch_size": "8", "model_config": "toy"},
-        tell=lambda *event: None,
     )
+    return CheckpointManager(saver, state=saved_parts(parts), tell=lambda *event: None)
 
 
 def seconds_of(action: Callable[[], Any]) -> float:

@@ -17,6 +17,7 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, decide_start
 from trainer.checkpoint.state import Stateful
 from trainer.config import CheckpointConfig, TrainerConfig
@@ -95,19 +96,18 @@ def checkpoint_manager(
     more_state: Mapping[str, Stateful] | None = None,
     **settings: Any,
 ) -> CheckpointManager:
-    return CheckpointManager(
+    saver = Saver(
         run_dir,
+        parts.model,
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
-        state=saved_parts(parts) | dict(more_state or {}),
-        model=parts.model,
         source=ExportSource(Path(source.path), None, (3,)),
         keep=recipe.keep,
         lock=lock,
         fingerprints=fingerprints(recipe),
-        tell=lambda *event: None,
-        **settings,
     )
+    state = saved_parts(parts) | dict(more_state or {})
+    return CheckpointManager(saver, state=state, tell=lambda *event: None, **settings)
 
 
 def saved_parts(parts: Run) -> dict[str, Stateful]:

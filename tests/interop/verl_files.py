@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from toy import build_toy_model, optim_config
 
-from trainer.checkpoint import layout, shards, verl
+from trainer.checkpoint import layout, verl
+from trainer.checkpoint.state import ModelShards, OptimizerShards, load_state
 from trainer.optim import OPTIMIZERS
 from trainer.progress import Position
 
@@ -115,15 +116,13 @@ def load_checkpoint(world: Any, path: Path, source: Any) -> tuple[dict[str, Tens
     verl.require_safe(checkpoint)
     model = build_toy_model(world, source)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
-    num_shards, names = verl.count_shards(checkpoint), [name for name, _ in model.named_parameters()]
-    shards.load_model(model, path, world_size=checkpoint.world_size, num_shards=num_shards)
-    parts = verl.optimizer_parts(checkpoint, num_shards=num_shards, param_names=names)
-    shards.load_optimizer(model, optimizer, parts, path)
+    state = {"model": ModelShards(model), "optimizer": OptimizerShards(model, optimizer)}
+    load_state(layout.inspect(path), state, contents=("model", "optimizer"), world=world)
     whole, steps = {}, {}
     for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        whole[name], steps[name] = parameter.detach().full_tensor(), float(state["step"])
-        whole |= {f"{name}.{key}": state[key].full_tensor() for key in ("exp_avg", "exp_avg_sq")}
+        moments = optimizer.state[parameter]
+        whole[name], steps[name] = parameter.detach().full_tensor(), float(moments["step"])
+        whole |= {f"{name}.{key}": moments[key].full_tensor() for key in ("exp_avg", "exp_avg_sq")}
     settings = verl_run.Settings(())
     sizes = {"num_samples": settings.num_samples, "train_batch_size": settings.batch_size}
     return whole, steps, verl.read_position(checkpoint, **sizes)

@@ -87,7 +87,7 @@ def state(**changes: Any) -> Snapshot:
         "n": 3,
     }
     settings: dict[str, Any] = {"model": model, "optim": optim, "extra": extra} | changes
-    return Snapshot(START, data={}, tensors={}, loss=None, grad_norm=None, history=History(), **settings)
+    return Snapshot(START, data={}, loss=None, grad_norm=None, history=History(), **settings)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -4,28 +4,22 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio, layout, rollback, shards, space, start
 from trainer.checkpoint.board import SaveFailedError, UnresolvedSaveError
-from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import TensorInfo
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, load_state, rank_state
-from trainer.config import CheckpointConfig
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.progress import History, Position, Rollbacks
-from trainer.runtime.distributed import World, on_main
+from trainer.runtime.distributed import on_main
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,40 +37,21 @@ class CheckpointManager:
 
     def __init__(
         self,
-        run_dir: Path,
+        saver: Saver,
         *,
-        world: World,
-        config: CheckpointConfig,
         state: State,
-        model: PreTrainedModel,
-        source: ExportSource,
-        keep: int | None,
-        lock: RunLock | None,
-        fingerprints: Mapping[str, str],
         tell: Tell,
         retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
     ) -> None:
-        """`state` is what is saved, `model` what is exported; `tell` is told what became of each save."""
-        self.run_dir = run_dir
-        self._world, self._config, self._state, self._keep = world, config, state, keep
-        self._parameters, self._tell, self._retry_after_s = dict(model.named_parameters()), tell, retry_after_s
-        device = next(iter(self._parameters.values())).device
-        self._buffers = HostBuffers(device) if config.async_save else None
+        """`state` is what is saved; `tell` is told what became of each save."""
+        self.run_dir, self._world = saver.run_dir, saver.world
+        self._saver, self._state, self._tell, self._retry_after_s = saver, state, tell, retry_after_s
+        self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
         self._pending: _Pending | None = None
         self._num_failed_in_a_row = 0
         self._failed_at, self._last_error = 0.0, ""
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
-        self._saver = Saver(
-            run_dir,
-            model,
-            world=world,
-            config=config,
-            source=source,
-            keep=keep,
-            fingerprints=fingerprints,
-            lock=lock,
-        )
 
     def require_space(self) -> None:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
@@ -84,7 +59,7 @@ class CheckpointManager:
 
         def check() -> None:
             space.require_space(self.run_dir, size_bytes)
-            space.warn_if_tight(self.run_dir, size_bytes, keep=self._keep)
+            space.warn_if_tight(self.run_dir, size_bytes, keep=self._saver.keep)
 
         self._on_main(check)
 
@@ -141,7 +116,6 @@ class CheckpointManager:
         buffers = self._buffers if in_background else None
         if buffers is not None:
             snapshot = buffers.copy(snapshot)
-        if buffers is not None:
             self._pending = _Pending(step, lambda: self._saver.save(snapshot), buffers, self._world.device)
         else:
             outcome = _outcome(lambda: self._saver.save(snapshot))
@@ -185,14 +159,12 @@ class CheckpointManager:
 
     def _snapshot(self, position: Position, *, loss: float, grad_norm: float, history: History) -> Snapshot:
         """The live state of this rank; its tensors change with the next step."""
-        parameters = self._parameters.items()
         return Snapshot(
             position=position,
             model=self._state["model"].state_dict(),
             optim=self._state["optimizer"].state_dict(),
             extra=rank_state(self._state, position.step),
             data=self._state["data"].state_dict(),
-            tensors={n: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parameters},
             loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             history=history,
@@ -233,7 +205,7 @@ class CheckpointManager:
         is_own = (self.run_dir / layout.step_dir_name(step)).is_dir()  # else a run branches from that of another
         if self._world.is_main and is_own:
             worth = rollback.worth_keeping(self.run_dir, history)
-            layout.settle(self.run_dir, step, keep=self._keep, protect={step, *worth})
+            layout.settle(self.run_dir, step, keep=self._saver.keep, protect={step, *worth})
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """However the run ends: give a save in flight a moment to end. After that nothing may be committed."""

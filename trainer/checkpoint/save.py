@@ -19,7 +19,7 @@ from trainer.checkpoint.board import Board, SaveFailedError
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import MANIFEST, Manifest
+from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig
 from trainer.runtime.distributed import World
@@ -46,31 +46,35 @@ class Saver:
         lock: RunLock | None,
     ) -> None:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
-        self._run_dir, self._world, self._config, self._keep = run_dir, world, config, keep
+        self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
         self._source, self._fingerprints, self._lock = source, fingerprints, lock
         self._board, self._number, self._deadline = Board(world), 0, math.inf
         parameters, buffers = dict(model.named_parameters()), shards.weight_buffers(model)
+        self._tensors = {
+            name: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()
+        }
+        self.device = next(model.parameters()).device
         self._plan = export.plan_export(parameters, buffers, export.meta_copy(model), dtype=config.export_dtype)
         self._has_weights = "hf_model" in config.save_contents
 
     def size_bytes(self, state: Any) -> int:
         """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much on the others."""
-        return shards.num_bytes(state) * self._world.num_data_ranks + export.num_bytes(self._plan) * self._has_weights
+        return shards.num_bytes(state) * self.world.num_data_ranks + export.num_bytes(self._plan) * self._has_weights
 
     def save(self, snapshot: Snapshot) -> int:
         """Write and commit; returns the size of the checkpoint in bytes, or raises `SaveFailedError`, on all ranks."""
         self._number += 1
-        self._deadline = time.monotonic() + self._config.save_timeout_s
+        self._deadline = time.monotonic() + self.config.save_timeout_s
         try:
-            staging = self._run_dir / self._together("open", lambda: self._open(snapshot))[0]
+            staging = self.run_dir / self._together("open", lambda: self._open(snapshot))[0]
             self._forget_previous()
             shard_files = self._written("shards", lambda: self._write_shards(staging, snapshot))
             exported = self._written("export", lambda: self._write_export(staging, snapshot, shard_files))
             records = [*shard_files, *exported]
             return int(self._together("commit", lambda: self._commit(staging, snapshot, records))[0])
         except SaveFailedError:
-            if self._world.is_main:
-                layout.clean_leftovers(self._run_dir)  # what cannot be removed now goes before the next save
+            if self.world.is_main:
+                layout.clean_leftovers(self.run_dir)  # what cannot be removed now goes before the next save
             raise
 
     def _together(self, phase: str, action: Callable[[], Any]) -> list[Any]:
@@ -93,33 +97,33 @@ class Saver:
 
     def _open(self, snapshot: Snapshot) -> str | None:
         """Main rank: make room and the directories that all write into; their name."""
-        if not self._world.is_main:
+        if not self.world.is_main:
             return None
         self._require_lock()
-        layout.clean_leftovers(self._run_dir)
-        space.require_space(self._run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
-        staging = layout.staging_dir(self._run_dir, snapshot.position.step)
+        layout.clean_leftovers(self.run_dir)
+        space.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
+        staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
         fsio.make_dir(staging / layout.HUGGINGFACE)
         return staging.name
 
     def _write_shards(self, staging: Path, snapshot: Snapshot) -> list[FileRecord]:
         """One rank of each data rank writes; the others hold the same."""
-        if not self._world.is_data_leader:
+        if not self.world.is_data_leader:
             return []
-        size, rank = self._world.num_data_ranks, self._world.data_rank
+        size, rank = self.world.num_data_ranks, self.world.data_rank
         contents = {
             layout.model_file(size, rank): snapshot.model,
             layout.optim_file(size, rank): snapshot.optim,
             layout.extra_file(size, rank): snapshot.extra,
         }
-        if self._world.is_main:
+        if self.world.is_main:
             contents[layout.DATA] = snapshot.data
         return [shards.write_torch(staging / name, value, root=staging) for name, value in contents.items()]
 
     def _write_export(self, staging: Path, snapshot: Snapshot, written: list[FileRecord]) -> list[FileRecord]:
         """This rank's share of the weights' files, read from all ranks' shards; the main rank adds what is beside."""
-        target, world = staging / layout.HUGGINGFACE, self._world
+        target, world = staging / layout.HUGGINGFACE, self.world
         records = []
         if self._has_weights:
             needed = {layout.model_file(world.num_data_ranks, rank) for rank in range(world.num_shards)}
@@ -128,7 +132,7 @@ class Saver:
                 staging,
                 world_size=world.num_data_ranks,
                 num_shards=world.num_shards,
-                parameters=snapshot.tensors,
+                parameters=self._tensors,
                 buffers=snapshot.extra["buffers"],
             )
             records += export.write_weights(self._plan, target, reader, share=(world.rank, world.size))
@@ -140,9 +144,9 @@ class Saver:
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
         """Main rank: prove that all files are here, write the manifest, and give the directory its name."""
-        if not self._world.is_main:
+        if not self.world.is_main:
             return 0
-        text = f'{{"FSDP_version": 2, "world_size": {self._world.num_data_ranks}}}\n'
+        text = f'{{"FSDP_version": 2, "world_size": {self.world.num_data_ranks}}}\n'
         records = [*records, fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging)]
         self._await_files(staging, records)
         manifest = self._manifest(snapshot, records)
@@ -152,8 +156,8 @@ class Saver:
             raise TimeoutError("the save took longer than trainer.checkpoint.save_timeout_s")
         self._require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
-        worth = rollback.worth_keeping(self._run_dir, snapshot.history)
-        layout.settle(self._run_dir, manifest.step, keep=self._keep, protect=worth)
+        worth = rollback.worth_keeping(self.run_dir, snapshot.history)
+        layout.settle(self.run_dir, manifest.step, keep=self.keep, protect=worth)
         return sum(record.size_bytes for record in records)
 
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
@@ -166,12 +170,12 @@ class Saver:
             step=snapshot.position.step,
             epoch=snapshot.position.epoch,
             samples_consumed=snapshot.position.samples_consumed,
-            world_size=self._world.num_data_ranks,
-            mesh={name: self._world.data_mesh[name].size() for name in self._world.data_mesh.mesh_dim_names or ()},
+            world_size=self.world.num_data_ranks,
+            mesh={name: self.world.data_mesh[name].size() for name in self.world.data_mesh.mesh_dim_names or ()},
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             nonce=secrets.token_hex(8),
             files=tuple(records),
-            tensors=snapshot.tensors,
+            tensors=self._tensors,
             fingerprints=dict(self._fingerprints),
             loss=snapshot.loss,
             grad_norm=snapshot.grad_norm,
@@ -183,6 +187,6 @@ class Saver:
             raise RuntimeError(self._lock.why_lost())
 
     def _forget_previous(self) -> None:
-        if self._world.is_main:
+        if self.world.is_main:
             for phase in PHASES:
                 self._board.forget(f"save {self._number - 1}/{phase}")

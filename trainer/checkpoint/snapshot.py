@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.manifest import TensorInfo
 from trainer.checkpoint.shards import with_local
 from trainer.progress import History, Position
 
@@ -31,8 +30,6 @@ class Snapshot:
     optim: dict[str, Any]
     extra: dict[str, Any]
     data: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-    """Every parameter once, with its global shape, in the order of the optimizer's indices."""
     loss: float | None
     grad_norm: float | None
     history: History

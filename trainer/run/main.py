@@ -13,6 +13,7 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.checkpoint.state import State
 from trainer.config import Config
@@ -220,18 +221,17 @@ def _checkpoints(
         elif level == "warn":
             logger.warning("step %d: %s", step, message)
 
-    return CheckpointManager(
+    saver = Saver(
         Path(config.trainer.default_local_dir),
+        model,
         world=world,
         config=config.trainer.checkpoint,
-        state=state,
-        model=model,
         source=ExportSource(Path(inputs.source.path), inputs.chat_template, inputs.train.end_token_ids),
         keep=config.trainer.max_ckpt_to_keep,
         lock=start.lock,
         fingerprints=_lineage(config, inputs).fingerprints,
-        tell=tell,
     )
+    return CheckpointManager(saver, state=state, tell=tell)
 
 
 def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
