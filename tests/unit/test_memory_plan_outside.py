@@ -50,7 +50,9 @@ def size_of_the_copy(world: Any, source: Any) -> int:
 
     snapshot.mmap.mmap = recorded  # type: ignore[assignment,misc]  # of this process, which ends with this function
     state = {"model": shards.model_state(model), "optim": shards.optimizer_state(model, optimizer), "extra": {}}
-    HostBuffers(torch.device("cpu")).copy(Snapshot(START, data={}, loss=None, grad_norm=None, **state))
+    HostBuffers(torch.device("cpu")).copy(
+        Snapshot(START, data={}, loss=None, grad_norm=None, history=History(), **state)
+    )
     return sum(sizes)
 
 
