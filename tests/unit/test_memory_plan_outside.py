@@ -16,6 +16,7 @@ from trainer.optim import OPTIMIZERS
 from trainer.planner import fake_step
 from trainer.planner.forecast import Forecast
 from trainer.planner.memory_plan import SAVE_COPY
+from trainer.progress import History
 
 CPU = "trainer.device=cpu"
 

@@ -128,12 +128,8 @@ class ShardReader:
         if name in self._buffers:
             return self._buffers[name]
         entries = [_entry(part, name, self._directory) for part in self._parts]
-        if _shard_dim(entries[0], name) is None:
-            return _piece(entries[0])
-        tensor = torch.cat([_piece(entry) for entry in entries])
-        if tensor.shape != entries[0].shape:
-            raise CorruptShardError(f"'{name}': its pieces make {tuple(tensor.shape)}, not {tuple(entries[0].shape)}")
-        return tensor
+        pieces = list(_rows(entries, name))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: Path) -> None:
@@ -196,35 +192,30 @@ def _copy_slice(saved: list[Any], live: Tensor, name: str) -> None:
         live.copy_(saved[0])
         return
     local = live.to_local()
-    _, offset = compute_local_shape_and_global_offset(live.shape, live.device_mesh, live.placements)
-    if _shard_dim(saved[0], name) is None:
-        local.copy_(_piece(saved[0])[offset[0] : offset[0] + local.shape[0]])
-        return
-    rows = live.shape[0]
-    chunk = -(-rows // len(saved))
-    for index, entry in enumerate(saved):
-        first, last = min(index * chunk, rows), min((index + 1) * chunk, rows)
-        piece = _piece(entry)
-        if piece.shape[0] != last - first:
-            raise CorruptShardError(f"'{name}': piece {index} has {piece.shape[0]} rows, expected {last - first}")
-        begin, end = max(first, offset[0]), min(last, offset[0] + local.shape[0])
-        if begin < end:
-            local[begin - offset[0] : end - offset[0]].copy_(piece[begin - first : end - first])
+    _, (first, *_) = compute_local_shape_and_global_offset(live.shape, live.device_mesh, live.placements)
+    for rows in _rows(saved, name, first, first + len(local)):
+        local[: len(rows)].copy_(rows)
+        local = local[len(rows) :]
 
 
-def _piece(entry: DTensor) -> Tensor:
-    # the mesh revived from the file belongs to the run that saved it: only the local tensor is used
-    local = entry._local_tensor
-    assert isinstance(local, Tensor)
-    return local
+def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
+    """Rows `begin` to `end` of a tensor from its pieces in rank order, as views of these.
 
-
-def _shard_dim(entry: Any, name: str) -> int | None:
-    if not isinstance(entry, DTensor):
+    The mesh revived from a file belongs to the run that saved it: only the local tensors are used.
+    """
+    if not isinstance(saved[0], DTensor):
         raise CorruptShardError(f"'{name}' is not a sharded tensor")
-    placement = entry.placements[-1]
+    placement, shape = saved[0].placements[-1], saved[0].shape
     if isinstance(placement, Replicate):
-        return None
-    if type(placement) is Shard and placement.dim == 0:
-        return 0
-    raise CorruptShardError(f"'{name}' has the placement {placement}, only Shard(0) and Replicate() are known")
+        yield saved[0]._local_tensor if end is None else saved[0]._local_tensor[begin:end]
+        return
+    if type(placement) is not Shard or placement.dim != 0:
+        raise CorruptShardError(f"'{name}' has the placement {placement}, only Shard(0) and Replicate() are known")
+    chunk, end = -(-shape[0] // len(saved)), shape[0] if end is None else end
+    for index, entry in enumerate(saved):
+        first, last = min(index * chunk, shape[0]), min((index + 1) * chunk, shape[0])
+        piece, expected = entry._local_tensor, (last - first, *shape[1:])
+        if piece.shape != expected:
+            raise CorruptShardError(f"'{name}': piece {index} is {tuple(piece.shape)}, expected {tuple(expected)}")
+        if max(begin, first) < min(end, last):
+            yield piece[max(begin, first) - first : end - first]
