@@ -36,7 +36,7 @@ class Rollback:
     first_skipped: int
     last_skipped: int
     reason: str
-    condemned: list[str]
+    discarded: list[str]
     """Nonces of the checkpoints that were newer: they are set aside, also by a start after a crash."""
 
     def overlaps(self, other: "Rollback") -> bool:

@@ -29,7 +29,7 @@ def manifest_of(step: int, files: tuple[fsio.FileRecord, ...]) -> Manifest:
         world_size=WORLD_SIZE,
         mesh={"fsdp": WORLD_SIZE},
         created_utc="2026-01-01T00:00:00Z",
-        nonce="a1b2",
+        nonce=f"a1b{step}",
         files=files,
         tensors={"lm_head.weight": TensorInfo((4, 2), "float32")},
         fingerprints={"config": "c0ffee"},
@@ -50,7 +50,7 @@ def stage(run_dir: Path, step: int) -> Path:
 
 
 def commit(run_dir: Path, step: int) -> Path:
-    return layout.commit(stage(run_dir, step), step, nonce="a1b2")
+    return layout.commit(stage(run_dir, step), step, nonce=f"a1b{step}")
 
 
 def save(run_dir: Path, *steps: int) -> None:

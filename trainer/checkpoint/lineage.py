@@ -1,7 +1,9 @@
 """What a run and its continuation must have in common, and what may change with or without a word."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from trainer.config import ConfigError
@@ -43,14 +45,8 @@ class Lineage:
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
     """Fingerprints from the resolved configuration, and from `values` for what the configuration does not say."""
-    keys = [key for key in WARNED if "." in key]
-    return {**{key: str(_lookup(resolved, key)) for key in keys}, **{name: str(v) for name, v in values.items()}}
-
-
-def _lookup(tree: Any, dotted: str) -> Any:
-    for name in dotted.split("."):
-        tree = tree[name]
-    return tree
+    configured: dict[str, Any] = {key: reduce(getitem, key.split("."), resolved) for key in WARNED if "." in key}
+    return {name: str(value) for name, value in (configured | values).items()}
 
 
 def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
@@ -67,10 +63,6 @@ def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
             "the checkpoint belongs to another run; saved -> now:\n"
             + "\n".join(lines)
             + f"\nRestore what is refused, begin anew (trainer.experiment_name=<new name>), or accept it with "
-            f"trainer.resume_allow=[{','.join(refused)}]:\n" + _consequences(refused)
+            f"trainer.resume_allow=[{','.join(refused)}]:\n" + "\n".join(f"  {key}: {REFUSED[key]}" for key in refused)
         )
     return [text + (f" ({REFUSED[key]})" if key in REFUSED else "") for key, text in changed.items()]
-
-
-def _consequences(names: Iterable[str]) -> str:
-    return "\n".join(f"  {name}: {REFUSED[name]}" for name in names)

@@ -30,7 +30,11 @@ def read(run_dir: Path) -> Rollbacks:
     except FileNotFoundError:
         return Rollbacks()
     try:
-        return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
+        entries = json.loads(text)["rollbacks"]
+        for entry in entries:
+            if "condemned" in entry:  # its name in the first versions
+                entry["discarded"] = entry.pop("condemned")
+        return Rollbacks(tuple(Rollback(**entry) for entry in entries))
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them") from error
 
@@ -41,16 +45,14 @@ def candidates(run_dir: Path, *, onset: int, history: History) -> list[Checkpoin
     trouble = [(first, last + STEPS_BEFORE_ONSET) for first, last in history.episodes if first < onset]
     return [
         info
-        for info in reversed(layout.checkpoints(run_dir))
-        if info.status == "committed"
-        and info.step <= latest
-        and not any(first <= info.step <= last for first, last in trouble)
+        for info in reversed(layout.committed(run_dir))
+        if info.step <= latest and not any(first <= info.step <= last for first, last in trouble)
     ]
 
 
 def worth_keeping(run_dir: Path, history: History) -> set[int]:
     """Checkpoints that rotation spares: that of the best validation, and the newest one before the last trouble."""
-    committed = [info.step for info in layout.checkpoints(run_dir) if info.status == "committed"]
+    committed = [info.step for info in layout.committed(run_dir)]
     bounds = [] if history.best_step is None else [history.best_step]
     if history.episodes:
         bounds.append(history.episodes[-1][0] - STEPS_BEFORE_ONSET)
@@ -72,7 +74,7 @@ def decide(
         first_skipped=max(target.step + 1, onset - SKIPPED_AROUND),
         last_skipped=min(last_step - 1, found_step + SKIPPED_AROUND),
         reason=reason,
-        condemned=[nonce for info in newer if (nonce := _nonce(info))],
+        discarded=[nonce for info in newer if (nonce := _nonce(info))],
     )
     rollbacks = Rollbacks((*read(run_dir).entries, entry))
     content = {"rollbacks": [dataclasses.asdict(item) for item in rollbacks.entries]}
@@ -82,16 +84,16 @@ def decide(
 
 
 def complete(run_dir: Path) -> None:
-    """Carry out the newest rollback as far as it is not: point to its checkpoint, set aside what it condemned."""
+    """Carry out the newest rollback as far as it is not: point to its checkpoint, set aside what it discarded."""
     entries = read(run_dir).entries
     if not entries:
         return
     entry = entries[-1]
-    condemned = [info for info in layout.checkpoints(run_dir) if _nonce(info) in entry.condemned]
-    if not condemned:
+    discarded = [info for info in layout.checkpoints(run_dir) if _nonce(info) in entry.discarded]
+    if not discarded:
         return
     layout.publish(run_dir, entry.target_step)
-    for info in condemned:
+    for info in discarded:
         layout.quarantine(info.path, f"the run was rolled back to step {entry.target_step}: {entry.reason}")
 
 

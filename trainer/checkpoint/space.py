@@ -16,30 +16,22 @@ def require_space(run_dir: Path, needed_bytes: int) -> None:
     """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with a little to spare."""
     free_bytes = fsio.free_bytes(run_dir)
     if free_bytes < needed_bytes * SPARE:
-        num_kept = sum(info.status == "committed" for info in layout.checkpoints(run_dir))
+        num_kept = len(layout.committed(run_dir))
         fewer = f", or keep fewer than the {num_kept} here (a lower trainer.max_ckpt_to_keep)" if num_kept > 1 else ""
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space{fewer}",
-            str(run_dir),
-        )
+        reason = f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space"
+        raise OSError(errno.ENOSPC, reason + fewer, str(run_dir))
 
 
 def warn_if_tight(run_dir: Path, needed_bytes: int, *, keep: int | None) -> None:
     """Log it if the disk fills before rotation begins: during a save there is one checkpoint more than are kept."""
     if keep is None:
         return
-    free_bytes = fsio.free_bytes(run_dir)
-    num_to_come = keep + 1 - sum(info.status == "committed" for info in layout.checkpoints(run_dir))
+    free_bytes, num_to_come = fsio.free_bytes(run_dir), keep + 1 - len(layout.committed(run_dir))
     if free_bytes < num_to_come * needed_bytes * SPARE:
         logger.warning(
-            "%s has %s free, but %d more checkpoints of %s come before old ones are deleted: free some space, or lower "
-            "trainer.max_ckpt_to_keep=%d",
-            run_dir,
-            readable(free_bytes),
-            num_to_come,
-            readable(needed_bytes),
-            keep,
+            f"{run_dir} has {readable(free_bytes)} free, but {num_to_come} more checkpoints of "
+            f"{readable(needed_bytes)} come before old ones are deleted: free some space, or lower "
+            f"trainer.max_ckpt_to_keep={keep}"
         )
 
 

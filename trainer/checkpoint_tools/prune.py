@@ -56,8 +56,8 @@ def _plan(run_dir: Path, keep: int, is_corrupt_deleted: bool) -> Pruning:
     """Raises `ConfigError` where a resume would find nothing: what looks left over may be all that is left."""
     chosen = choice.select(run_dir).chosen
     protect = {chosen.step} if chosen else set()
-    victims = layout.checkpoints_to_delete(run_dir, keep=keep, protect=protect)
-    kept = [info for info in layout.checkpoints(run_dir) if info.path not in victims]
+    old = layout.checkpoints_to_delete(run_dir, keep=keep, protect=protect)
+    kept = [info for info in layout.checkpoints(run_dir) if info.path not in old]
     committed = [info for info in kept if info.status == "committed"]
     proofs = [info for info in committed if info is committed[-1] or info.step in protect]
     prefixes = tuple(prefix for prefix in LEFTOVERS if prefix != CORRUPT_PREFIX or is_corrupt_deleted)
@@ -65,7 +65,7 @@ def _plan(run_dir: Path, keep: int, is_corrupt_deleted: bool) -> Pruning:
     if not proofs and any(path.name.startswith(CORRUPT_PREFIX) for path in leftovers):
         raise ConfigError(f"'{run_dir}' has no checkpoint that can be proven: leave out --corrupt")
     names = [info.path.name if info in committed else f"{info.path.name} ({info.status})" for info in kept]
-    return Pruning(run_dir, keep, is_corrupt_deleted, names, proofs, victims + leftovers)
+    return Pruning(run_dir, keep, is_corrupt_deleted, names, proofs, old + leftovers)
 
 
 def prune(pruning: Pruning) -> None:

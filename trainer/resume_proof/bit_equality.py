@@ -138,7 +138,7 @@ def _history(path: Path) -> Any:
 
 _ENDS: dict[str, Callable[[Path], Any]] = {
     "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
-    "checkpoints kept": lambda run_dir: sum(info.status == "committed" for info in layout.checkpoints(run_dir)),
+    "checkpoints kept": lambda run_dir: len(layout.committed(run_dir)),
     "what else the directory holds": lambda run_dir: ", ".join(
         sorted(path.name for path in run_dir.iterdir() if layout.parse_step(path.name) is None)
     ),
