@@ -151,8 +151,7 @@ def _refuse_constant(name: str) -> None:
 def verify_files(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Read share `(index, count)` of the files whole and name each that differs from the manifest; [] = all proven."""
     index, count = share
-    problems = (_problem(path, record) for record in deal_by_size(manifest.files, count)[index])
-    return [problem for problem in problems if problem is not None]
+    return [problem for record in deal_by_size(manifest.files, count)[index] if (problem := _problem(path, record))]
 
 
 def deal_by_size(files: tuple[FileRecord, ...], count: int) -> list[list[FileRecord]]:

@@ -11,8 +11,8 @@ many) and the random generators, which we key by the step.
 
 import pickle
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ def _refused(path: Path, reason: str) -> ConfigError:
 def damaged_files(checkpoint: VerlCheckpoint, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Read share `(index, count)` of the files whole and name each whose checksums do not hold; [] = all are whole."""
     index, count = share
-    problems = (_damage(checkpoint.path / name) for name in checkpoint.torch_files[index::count])
-    return [problem for problem in problems if problem is not None]
+    return [problem for name in checkpoint.torch_files[index::count] if (problem := _damage(checkpoint.path / name))]
 
 
 def _damage(path: Path) -> str | None:
@@ -71,27 +70,28 @@ def _damage(path: Path) -> str | None:
 def require_safe(checkpoint: VerlCheckpoint) -> None:
     """Raise `ConfigError` listing the names of all code that a file would run when loaded. Reads only the pickles."""
     for name in checkpoint.torch_files:
-        _require_safe(checkpoint.path / name)
+        with _only_data(checkpoint.path / name):
+            pass
 
 
-def _require_safe(path: Path) -> None:
-    try:
-        with torch.serialization.safe_globals(_allowed(path)):
+@contextmanager
+def _only_data(path: Path) -> Iterator[None]:
+    """Within, the file may be loaded: it holds nothing but data."""
+    allowed = _NUMPY_RNG_STATE if path.name.startswith("extra_state_") else ()
+    with torch.serialization.safe_globals(list(allowed)):
+        try:
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise CorruptShardError(f"{path}: {error}") from error
-    if unsafe:
-        reason = f"loading {path.name} would run {', '.join(sorted(unsafe))}, which is not data of verl's FSDP2 trainer"
-        raise _refused(path.parent, reason)
-
-
-def _allowed(path: Path) -> list[Any]:
-    return list(_NUMPY_RNG_STATE) if path.name.startswith("extra_state_") else []
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+            raise CorruptShardError(f"{path}: {error}") from error
+        if unsafe:
+            names = ", ".join(sorted(unsafe))
+            reason = f"loading {path.name} would run {names}, which is not data of verl's FSDP2 trainer"
+            raise _refused(path.parent, reason)
+        yield
 
 
 def _read(path: Path) -> Any:
-    _require_safe(path)
-    with torch.serialization.safe_globals(_allowed(path)):
+    with _only_data(path):
         return shards.read_torch(path)
 
 
@@ -195,32 +195,26 @@ def read_position(checkpoint: VerlCheckpoint, *, num_samples: int, train_batch_s
     found = {_read_progress(checkpoint, name) for name in checkpoint.data_files}
     if len(found) > 1:
         raise _refused(checkpoint.path, f"its data ranks stand at different places: {sorted(found, key=repr)}")
-    (progress,) = found
-    if progress.batch_size is None:
-        samples_per_step, per_epoch = 0, progress.num_batches
-    else:
-        num_ranks = _num_data_ranks(checkpoint, progress.batch_size, train_batch_size)
-        samples_per_step, per_epoch = num_ranks * progress.batch_size, num_samples // num_ranks // progress.batch_size
+    ((num_batches, batch_size),) = found
+    samples_per_step, per_epoch = 0, num_batches
+    if batch_size is not None:
+        num_ranks = _num_data_ranks(checkpoint, batch_size, train_batch_size)
+        samples_per_step, per_epoch = num_ranks * batch_size, num_samples // num_ranks // batch_size
     epoch, index = divmod(checkpoint.step, max(per_epoch, 1))
-    if progress.num_batches != (index or per_epoch):
+    if num_batches != (index or per_epoch):
         raise _refused(
             checkpoint.path,
-            f"after step {checkpoint.step} it had taken {progress.num_batches} batches of its epoch, but {num_samples} "
+            f"after step {checkpoint.step} it had taken {num_batches} batches of its epoch, but {num_samples} "
             f"samples make {per_epoch} steps an epoch: it was trained on other data, or other rows are left out here",
         )
     return Position(checkpoint.step, epoch, index * samples_per_step)
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """What one data-parallel rank took of the epoch under way; `batch_size` is None if it took all."""
+def _read_progress(checkpoint: VerlCheckpoint, name: str) -> tuple[int, int | None]:
+    """How many batches one data-parallel rank took of the epoch under way, and their size; None if it took all.
 
-    num_batches: int
-    batch_size: int | None
-
-
-def _read_progress(checkpoint: VerlCheckpoint, name: str) -> _Progress:
-    """From the state of torchdata's StatefulDataLoader, which has another layout with worker processes than without."""
+    From the state of torchdata's StatefulDataLoader, which has another layout with worker processes than without.
+    """
     state = _read(checkpoint.path / name)
     try:
         if "_snapshot" in state:
@@ -229,11 +223,11 @@ def _read_progress(checkpoint: VerlCheckpoint, name: str) -> _Progress:
             sampler, since = state, 0
         num_batches, num_samples = sampler["_sampler_iter_yielded"], sampler["_sampler_iter_state"]["samples_yielded"]
         if state["_iterator_finished"]:  # the sampler has looked at the samples that make no whole batch, too
-            return _Progress(num_batches + since, None)
+            return num_batches + since, None
         batch_size, rest = divmod(num_samples, num_batches)
         if batch_size < 1 or rest or since < 0:
             raise ValueError(f"{num_samples} samples in {num_batches} batches")
-        return _Progress(num_batches + since, batch_size)
+        return num_batches + since, batch_size
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = f"{name} is not the position of a torchdata StatefulDataLoader over a DistributedSampler: {error!r}"
         raise _refused(checkpoint.path, reason) from error
