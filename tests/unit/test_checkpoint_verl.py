@@ -56,6 +56,7 @@ def link(path: Path) -> None:
         (lambda path: (path / "data.pt").touch(), r"both data\.pt and data_0\.pt"),
         (link, r"data_1\.pt is a symbolic link"),
         (lambda path: (path / "lora_train_meta.json").touch(), "LoRA adapters"),
+        (lambda path: os.truncate(path / "data_1.pt", 0), r"data_1\.pt is empty"),
     ],
 )
 def test_what_cannot_be_continued_is_refused_by_name(
