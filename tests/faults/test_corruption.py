@@ -228,6 +228,14 @@ def test_a_file_that_does_not_belong_there_changes_nothing(real: Path) -> None:
         (root / name).unlink()
 
 
+def lose_manifest(path: Path) -> None:
+    """Of a checkpoint with all files of a real one, which the tiny ones here leave out."""
+    for file in (layout.optim_file, layout.extra_file):
+        for rank in range(2):
+            (path / file(2, rank)).write_bytes(b"state")
+    (path / MANIFEST).unlink()
+
+
 STEPS = (10, 20, 30)
 MARKS: dict[str, Callable[[Path], object]] = {
     "as written": lambda run_dir: None,
@@ -239,7 +247,7 @@ FAULTS_OF_OTHERS: dict[str, Callable[[Path], object]] = {
     "no other fault": lambda run_dir: None,
     "newest has a flipped bit": lambda run_dir: (run_dir / "global_step_30" / layout.DATA).write_bytes(b"data 31"),
     "newest is cut short": lambda run_dir: os.truncate(run_dir / "global_step_30" / layout.DATA, 3),
-    "newest has no manifest": lambda run_dir: (run_dir / "global_step_30" / MANIFEST).unlink(),
+    "newest has no manifest": lambda run_dir: lose_manifest(run_dir / "global_step_30"),
     "newest is deleted": lambda run_dir: shutil.rmtree(run_dir / "global_step_30"),
 }
 POINTERS: dict[str, bytes | None] = {
