@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from trainer.runtime.signals import StopRequest
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
+TOLD = logging.getLogger("told")
 TRACE = "trace.jsonl"
 
 
@@ -85,6 +87,11 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
     )
 
 
+def tell(kind: str, step: int, message: str, level: str) -> None:
+    """What became of a save, on every rank: to whoever listens to `TOLD`."""
+    TOLD.info("%s %d: %s", kind, step, message)
+
+
 def checkpoint_manager(
     world: World,
     run_dir: Path,
@@ -107,7 +114,7 @@ def checkpoint_manager(
         fingerprints=fingerprints(recipe),
     )
     state = saved_parts(parts) | dict(more_state or {})
-    return CheckpointManager(saver, state=state, tell=lambda *event: None, **settings)
+    return CheckpointManager(saver, state=state, tell=tell, **settings)
 
 
 def saved_parts(parts: Run) -> dict[str, Stateful]:

@@ -17,7 +17,8 @@ from ranks import _receive, started_ranks
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import Recipe, checkpoint_manager, save_now
 
-from trainer.checkpoint import fsio, manager
+from trainer.checkpoint import fsio
+from trainer.checkpoint import save as saving
 from trainer.checkpoint.board import GRACE_S, Board
 from trainer.errors import ResumableError
 from trainer.runtime.distributed import World
@@ -66,7 +67,7 @@ def save_around_a_stop(
 ) -> Story:
     """Save step 1; in the save of step 2 the rank `victim` stops itself before the operation `label`; save step 3."""
     run_dir.mkdir(exist_ok=True)
-    manager.Board = partial(Board, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
+    saving.Board = partial(Board, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
     outcomes = Outcomes()

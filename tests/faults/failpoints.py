@@ -30,7 +30,7 @@ from faults.announced import ACKS, train
 from faults.save_points import Point, Survey, Watch, plain, thinned
 from ranks import run_ranks, started_ranks
 from toy import write_model_config
-from toy_runs import TRACE, Recipe, read_trace, run
+from toy_runs import TOLD, TRACE, Recipe, read_trace, run
 
 from trainer.checkpoint import choice, fsio, layout
 from trainer.runtime.distributed import World
@@ -183,18 +183,13 @@ class Outcomes(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Outcome] = []
-        logger = logging.getLogger("trainer.checkpoint.manager")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
+        TOLD.setLevel(logging.INFO)
+        TOLD.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if message.startswith("saved "):
-            step = layout.parse_step(Path(str(record.args[0])).name)  # type: ignore[index]
-            assert step is not None
-            self.found.append(Outcome(step, True))
-        elif message.startswith("checkpoint of step "):
-            self.found.append(Outcome(int(record.args[0]), False, message))  # type: ignore[index, call-overload]
+        kind, step, message = record.args  # type: ignore[misc]
+        is_saved = kind == "checkpoint"
+        self.found.append(Outcome(int(step), is_saved, "" if is_saved else str(message)))  # type: ignore[call-overload]
 
 
 def train_with_failures(
