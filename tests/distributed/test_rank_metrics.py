@@ -10,7 +10,7 @@ from torch import Tensor
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 
 from trainer.loop.fit import fit
-from trainer.losses import LOSSES, cross_entropy
+from trainer.losses import LOSSES, Loss, cross_entropy
 from trainer.metrics import METRICS, is_signal, put
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import Metric
@@ -44,9 +44,9 @@ def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
         put("test/rank", world.rank + 1)
         put("test/logit_mean", logits_CV.float().mean())
         put("test/host", 7 + world.rank)
-        return cross_entropy(logits_CV, labels_C)
+        return LOSSES["cross_entropy"](logits_CV, labels_C)
 
-    LOSSES["measuring"] = measuring
+    LOSSES["measuring"] = Loss(cross_entropy, measuring)
     return train(world, run_dir, source, loss="measuring")
 
 
