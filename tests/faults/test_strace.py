@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from checkpoint_fakes import is_whole, save
 from crash_oracle import start_from
@@ -62,7 +63,11 @@ class Program:
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._environment = {"PATH": os.environ["PATH"], "PYTHONPYCACHEPREFIX": str(place / "bytecode")}
+        self._environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(Path(psutil.__file__).parents[1]),  # `-S` leaves out where packages are installed
+            "PYTHONPYCACHEPREFIX": str(place / "bytecode"),
+        }
         self._num_runs = 0
 
     def new_run_dir(self) -> Path:
