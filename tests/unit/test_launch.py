@@ -231,7 +231,7 @@ def test_configuration_errors_end_with_2(monkeypatch: pytest.MonkeyPatch, capsys
     def load_config(overrides: list[str]) -> None:
         raise ConfigError(f"wrong {overrides}")
 
-    monkeypatch.setattr("trainer.__main__.load_config", load_config)
+    monkeypatch.setattr("trainer.run.compose.load_config", load_config)
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
     assert launch.main(["a=1"]) == 2
     assert capsys.readouterr().err == "ERROR: wrong ['a=1']\n"
