@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -66,8 +67,9 @@ class Run:
     """Whether any rank was asked to stop, as of the last time they told each other."""
     is_save_requested: bool = field(default=False, init=False)
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained; to walk the modules anew in every step would hold up the host."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:

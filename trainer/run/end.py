@@ -74,17 +74,17 @@ def _code_of(error: Exception, stop: StopRequest) -> int:
 
 def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
     """What the logs of a run lack whose last step, `step`, is saved; nothing of a run that never logged."""
-    lacking = []
+    missing = []
     metrics_path = run_dir / metrics_file.FILE_NAME
     rows = metrics_file.read_metrics(metrics_path) if owes_validation and metrics_path.exists() else []
     if owes_validation and not any(row["step"] == step and row["kind"] == "val" for row in rows):
-        lacking.append("its last validation was put off")
+        missing.append("its last validation was put off")
     exit_code = events_file.last_exit_code(run_dir / events_file.FILE_NAME)
     if exit_code not in (None, EXIT_DONE):
-        lacking.append("its log has no end")
+        missing.append("its log has no end")
     if exit_code == EXIT_DONE and not (run_dir / REPORT).exists():
-        lacking.append("its report is not written")
-    return lacking
+        missing.append("its report is not written")
+    return missing
 
 
 def write_final_report(run_dir: Path) -> None:
