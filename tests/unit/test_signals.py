@@ -45,6 +45,13 @@ def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, tmp_path: Path) 
     assert (tmp_path / "exit_code").read_text() == "75"
 
 
+def test_a_rank_that_is_ended_after_another_failed_says_nothing_of_its_own(tmp_path: Path) -> None:
+    """Beside an error of the user's data "stopped by SIGTERM" would look like the cause."""
+    (tmp_path / "exit_code").write_text("65")
+    done = run("send('SIGTERM')", status_dir=tmp_path)
+    assert (done.returncode, done.stderr, (tmp_path / "exit_code").read_text()) == (EXIT_RESUMABLE, "", "65")
+
+
 def test_a_signal_leaves_at_once_while_the_main_thread_waits_inside_c_code(tmp_path: Path) -> None:
     """As it does for ranks that have not come yet: Python runs no handler there."""
     program = """

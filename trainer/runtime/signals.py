@@ -97,8 +97,8 @@ class StopRequest:
 
 
 def _leave_unsaved(number: int) -> NoReturn:
-    say(f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n")
-    report_exit_code(EXIT_RESUMABLE)
+    if report_exit_code(EXIT_RESUMABLE):
+        say(f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n")
     os._exit(EXIT_RESUMABLE)
 
 
