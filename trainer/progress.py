@@ -1,7 +1,9 @@
 """Where a run stands (floor 0)."""
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,49 @@ class Rollbacks:
         return float(0.5**repeats)
 
 
+class Remembered:
+    """What of an object survives a restart: the attributes that `KEPT` names, in numbers, lists and mappings, which
+    JSON keeps exactly. A state that lacks one, of an older checkpoint, leaves it as it is.
+    """
+
+    KEPT: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name.lstrip("_"): _plain(getattr(self, name)) for name in self.KEPT}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name in self.KEPT:
+            if (key := name.lstrip("_")) in state_dict:
+                setattr(self, name, _loaded(getattr(self, name), state_dict[key]))
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list | tuple | deque):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else int(value) if isinstance(value, bool) else value
+
+
+def _loaded(now: Any, saved: Any) -> Any:
+    """What was saved, as what is there now: of a mapping the keys there are now."""
+    if hasattr(now, "load_state_dict"):
+        now.load_state_dict(saved)
+        return now
+    if isinstance(now, Mapping):
+        return {key: saved.get(key, value) for key, value in now.items()}
+    if isinstance(now, list | deque):
+        items = [tuple(item) if isinstance(item, list) else item for item in saved]
+        return deque(items, now.maxlen) if isinstance(now, deque) else items
+    return type(now)(saved)
+
+
 @dataclass
-class LoopState:
+class LoopState(Remembered):
     """What the loop itself remembers over a restart."""
 
+    KEPT: ClassVar = ("owes_validation", "has_stopped_early")
     owes_validation: bool = False
     """A stop request cut or put off the validation of the saved step: it is made up for before anything else."""
     has_stopped_early: bool = False
     """The run ended before its last step because the validation loss no longer fell."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"owes_validation": self.owes_validation, "has_stopped_early": self.has_stopped_early}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.owes_validation = bool(state_dict["owes_validation"])
-        self.has_stopped_early = bool(state_dict.get("has_stopped_early", False))

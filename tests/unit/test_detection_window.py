@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.detection.steps import MIN_GRAD_SPREAD, MIN_LOSS_SPREAD
-from trainer.detection.window import RobustWindow, RunningMedian, Usual, median_distance, quantile
+from trainer.detection.window import RobustWindow, Usual
 
 
 def filled(values: np.ndarray, min_log_spread: float = 1e-9, size: int = 128) -> RobustWindow:
@@ -75,7 +75,7 @@ def test_only_rises_are_winsorised() -> None:
     window = filled(np.ones(128), MIN_LOSS_SPREAD)
     window.push(1e-6)
     window.push(1e6)
-    assert min(window.state()) == 1e-6 and max(window.state()) == pytest.approx(math.exp(6 * 0.05))
+    assert min(window.state_dict()) == 1e-6 and max(window.state_dict()) == pytest.approx(math.exp(6 * 0.05))
 
 
 def test_scores_and_values_are_inverse_and_never_overflow() -> None:
@@ -92,25 +92,7 @@ def test_a_restored_window_goes_on_bit_equal(seed: int) -> None:
     window = RobustWindow(MIN_LOSS_SPREAD, size=40)
     for value in (rng.normal(0.3, 0.3, 300) * rng.choice([1, 100], 300, p=[0.95, 0.05])).tolist():
         restored = RobustWindow(MIN_LOSS_SPREAD, size=40)
-        restored.load(json.loads(json.dumps(window.state())))
+        restored.load_state_dict(json.loads(json.dumps(window.state_dict())))
         window.push(value)
         restored.push(value)
-        assert restored.state() == window.state() and restored.usual == window.usual, f"seed {seed}"
-
-
-def test_running_median_is_that_of_the_last_values() -> None:
-    values = np.random.default_rng(0).normal(size=200).round(1)
-    medians = RunningMedian(7)
-    for index, value in enumerate(values.tolist()):
-        medians.push(value)
-        assert medians.median == pytest.approx(np.median(values[max(0, index - 6) : index + 1]))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 32, 127, 128])
-def test_the_median_distance_is_that_of_all_distances(size: int) -> None:
-    """To the last bit, with ties, and from any value among them."""
-    generator = np.random.default_rng(size)
-    for spread in (0.0, 0.3, 3.0):
-        ordered = sorted((generator.integers(-2, 3, size) + spread * generator.normal(size=size)).tolist())
-        for centre in (quantile(ordered, 0.5), *generator.uniform(ordered[0], ordered[-1], 20).tolist()):
-            assert median_distance(ordered, centre) == quantile(sorted(abs(value - centre) for value in ordered), 0.5)
+        assert restored.state_dict() == window.state_dict() and restored.usual == window.usual, f"seed {seed}"

@@ -11,7 +11,7 @@ from report_curves import OUR_CONFIG
 from report_faults import FAULTS, healthy
 
 from trainer.config import known_keys
-from trainer.guard.user_rules import parse_rules
+from trainer.detection import parse_rules
 from trainer.report import remedies
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import AnalysedRun

@@ -5,6 +5,10 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+VALID_TOKENS = "train/total_valid_token_count"
+
 
 class Level(StrEnum):
     """What kind of trouble it is."""

@@ -1,9 +1,10 @@
 """Whether a model overfits, from its validation curve and the training loss at the same steps."""
 
 from statistics import median
-from typing import Any
+from typing import ClassVar
 
 from trainer.detection.window import MAD_TO_SIGMA
+from trainer.progress import Remembered
 
 MIN_NOISE_EVALS = 5
 """Fewer validations say nothing about the noise of their curve."""
@@ -14,8 +15,10 @@ MIN_TRAIN_FALL = 0.01
 """Since the best validation: without it the model got worse at both, which is no overfitting."""
 
 
-class OverfitJudge:
-    """Takes one validation after another. `best_step` and `overfit_step` are None until there is one."""
+class OverfitJudge(Remembered):
+    """Takes one validation after another."""
+
+    KEPT: ClassVar = ("_val_losses", "_best_train", "_was_noted", "_num_unimproved", "_patient_best", "_best_step")
 
     def __init__(self, *, patience: int | None = None, min_delta: float = 0.0) -> None:
         """`patience`: validations in a row without a better one, by `min_delta` nats, that end a run; None: none do."""
@@ -25,8 +28,12 @@ class OverfitJudge:
         self._was_noted = False
         self._num_unimproved = 0
         self._patient_best = 0.0
-        self.best_step: int | None = None
-        self.overfit_step: int | None = None
+        self._best_step = -1
+
+    @property
+    def best_step(self) -> int | None:
+        """None until there is one."""
+        return None if self._best_step < 0 else self._best_step
 
     @property
     def best_loss(self) -> float | None:
@@ -45,7 +52,7 @@ class OverfitJudge:
         best = self.best_loss
         self._val_losses.append(val_loss)
         if best is None or val_loss < best:
-            self.best_step, self._best_train, self._was_noted = step, train_loss, False
+            self._best_step, self._best_train, self._was_noted = step, train_loss, False
             return False
         rise, sigma = val_loss - best, self.noise
         is_noted = rise > max(NOTE_RISE * abs(best), NOTE_SIGMAS * sigma)
@@ -53,8 +60,6 @@ class OverfitJudge:
         has_train_fallen = train_loss < self._best_train - MIN_TRAIN_FALL * abs(self._best_train)
         is_overfit = is_noted and has_train_fallen and (self._was_noted or is_far)
         self._was_noted = is_noted
-        if is_overfit and self.overfit_step is None:
-            self.overfit_step = step
         return is_overfit
 
     @property
@@ -73,23 +78,3 @@ class OverfitJudge:
             self._patient_best, self._num_unimproved = val_loss, 0
         else:
             self._num_unimproved += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "val_losses": list(self._val_losses),
-            "best_train": self._best_train,
-            "was_noted": int(self._was_noted),
-            "num_unimproved": self._num_unimproved,
-            "patient_best": self._patient_best,
-            "best_step": -1 if self.best_step is None else self.best_step,
-            "overfit_step": -1 if self.overfit_step is None else self.overfit_step,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._val_losses = [float(loss) for loss in state_dict["val_losses"]]
-        self._best_train = float(state_dict["best_train"])
-        self._was_noted = bool(state_dict["was_noted"])
-        self._num_unimproved = int(state_dict["num_unimproved"])
-        self._patient_best = float(state_dict["patient_best"])
-        self.best_step = None if state_dict["best_step"] < 0 else int(state_dict["best_step"])
-        self.overfit_step = None if state_dict["overfit_step"] < 0 else int(state_dict["overfit_step"])

@@ -1,21 +1,78 @@
-"""Conditions that must last for some steps: a run in which nothing is learned, and the rules of the user."""
+"""What must last for some steps to count: a rising loss, a run in which nothing is learned, a heavy tail of steps."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Mapping
+from typing import ClassVar
 
-from trainer.detection.anomaly import Level, StepAnomaly
-from trainer.detection.rules import UserRule
+from trainer.detection.anomaly import GRAD_NORM, LOSS, VALID_TOKENS, Level, StepAnomaly
+from trainer.detection.window import quantile
+from trainer.progress import Remembered
 
-LOSS = "train/loss"
-GRAD_NORM = "train/grad_norm"
-VALID_TOKENS = "train/total_valid_token_count"
+NUM_RECENT, NUM_BEST = 32, 64
+"""The median of so many last steps is judged against the lowest median of so many steps in a row."""
+MIN_RATIO, MIN_RISE = 1.25, 0.1
+"""The rise that counts: as a ratio, and in nats."""
+NUM_IN_A_ROW = 32
+"""The excess must last so many steps; as many without it end the episode."""
 MIN_GRAD_NORM = 1e-6
 """A gradient below it moves nothing."""
-NUM_DEAD_STEPS, REST_STEPS = 10, 50
+NUM_DEAD_STEPS = 10
+RATE_STEPS = 1000
+"""Rates are per so many steps."""
+MIN_STEPS_BETWEEN = 50
+"""Between two warnings."""
+MAX_SINGLES = 10
+"""More steps than this per 1000 that stood out alone are a property of the data; half of it ends that."""
 
 
-class DeadWatch:
+class Divergence(Remembered):
+    """Whether the loss has been rising for a while, compared with the best level it ever held; one finite loss per
+    step. An episode is told once, when it has lasted long enough.
+    """
+
+    KEPT: ClassVar = ("_values", "_best", "is_diverging", "_num_in_a_row", "_first_step")
+
+    def __init__(self) -> None:
+        self._values = deque[float](maxlen=NUM_BEST)
+        self._best = 0.0
+        self.is_diverging = False
+        self._num_in_a_row = 0
+        """Steps above the bound outside an episode, steps below it inside one."""
+        self._first_step = 0
+
+    def observe(self, step: int, loss: float) -> StepAnomaly | None:
+        is_first = len(self._values) < NUM_BEST
+        self._values.append(loss)
+        if len(self._values) < NUM_BEST:
+            return None
+        best = quantile(sorted(self._values), 0.5)
+        self._best = best if is_first else min(self._best, best)
+        recent = quantile(sorted(list(self._values)[-NUM_RECENT:]), 0.5)
+        # written as a distance, so that it also works for a best level at or below zero
+        is_above = recent > self._best + max((MIN_RATIO - 1) * abs(self._best), MIN_RISE)
+        if is_above == self.is_diverging:
+            self._num_in_a_row = 0
+            return None
+        if self._num_in_a_row == 0:
+            self._first_step = step
+        self._num_in_a_row += 1
+        if self._num_in_a_row < NUM_IN_A_ROW:
+            return None
+        self._num_in_a_row, self.is_diverging = 0, not self.is_diverging
+        return self._episode(step, recent) if self.is_diverging else None
+
+    def _episode(self, step: int, recent: float) -> StepAnomaly:
+        best = self._best
+        onset = max(0, self._first_step - NUM_RECENT // 2)  # a median crosses when half of its steps are above
+        message = f"{LOSS} has risen from {best:.4g} at best to {recent:.4g}, since about step {onset}"
+        ratio = recent / best if best > 0 else None
+        return StepAnomaly(step, Level.DIVERGING, LOSS, message, value=recent, centre=best, ratio=ratio, onset=onset)
+
+
+class DeadWatch(Remembered):
     """Says once that nothing has been learned for `NUM_DEAD_STEPS` in a row, and again after a live step."""
+
+    KEPT: ClassVar = ("_num_in_a_row", "is_dead")
 
     def __init__(self) -> None:
         self._num_in_a_row = {VALID_TOKENS: 0, LOSS: 0, GRAD_NORM: 0}
@@ -38,53 +95,50 @@ class DeadWatch:
         onset = max(0, step - count + 1)
         return StepAnomaly(step, Level.DEAD, dead[0], message, value=values[dead[0]], onset=onset)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_in_a_row": dict(self._num_in_a_row), "is_dead": int(self.is_dead)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_in_a_row = {signal: int(state_dict["num_in_a_row"][signal]) for signal in self._num_in_a_row}
-        self.is_dead = bool(state_dict["is_dead"])
+class WarnLedger(Remembered):
+    """Counts steps that stood out: warnings of them are rationed, and a heavy tail is told once.
 
-
-class RuleWatch:
-    """Which rules act at a step. After it has acted a rule rests for `REST_STEPS`, except for `skip`: that is about the
-    step itself and is said as long as the rule holds.
+    Steps are numbered by itself: a step that is trained again counts again.
     """
 
-    def __init__(self, rules: Iterable[UserRule]) -> None:
-        self._rules = tuple(dict.fromkeys(rules))  # written twice, it counts once
-        self._num_in_a_row = {rule.text: 0 for rule in self._rules}
-        self._resting = {rule.text: 0 for rule in self._rules}
+    KEPT: ClassVar = ("_num_steps", "_spikes", "_singles", "_num_spikes_in_a_row", "_last_warning", "_is_heavy")
 
-    def observe(self, step: int, values: Mapping[str, float]) -> Iterator[StepAnomaly]:
-        for rule in self._rules:
-            is_resting = self._resting[rule.text] > 0
-            self._resting[rule.text] -= is_resting
-            if not rule.holds(values):
-                self._num_in_a_row[rule.text] = 0
-                continue
-            self._num_in_a_row[rule.text] += 1
-            if self._num_in_a_row[rule.text] < rule.num_steps:
-                continue
-            actions = tuple(action for action in rule.actions if action == "skip" or not is_resting)
-            if not is_resting:
-                self._resting[rule.text] = REST_STEPS
-            if actions:
-                yield self._anomaly(step, rule, values, actions)
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._spikes = deque[int]()
+        self._singles = deque[int]()
+        """Those that stood out while both neighbours did not."""
+        self._num_spikes_in_a_row = 0
+        self._last_warning = -MIN_STEPS_BETWEEN
+        self._is_heavy = False
 
-    def _anomaly(self, step: int, rule: UserRule, values: Mapping[str, float], actions: tuple[str, ...]) -> StepAnomaly:
-        count = self._num_in_a_row[rule.text]
-        found = ", ".join(f"{key} is {values[key]:.4g}" for key in rule.keys if key in values)
-        lasting = f" for {count} steps" if rule.num_steps > 1 else ""
-        message = f"rule '{rule.text}' holds{lasting}: {found}"
-        onset = max(0, step - count + 1)
-        value = values.get(rule.keys[0])
-        return StepAnomaly(step, Level.RULE, rule.text, message, value=value, onset=onset, actions=actions)
+    @property
+    def spike_rate(self) -> float:
+        """Steps that stood out per 1000, over the last 1000."""
+        return len(self._spikes) * RATE_STEPS / max(1, min(self._num_steps, RATE_STEPS))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_in_a_row": dict(self._num_in_a_row), "resting": dict(self._resting)}
+    def count(self, step: int, *, is_spike: bool) -> StepAnomaly | None:
+        """Take note of a step; says so when it has just become clear that batches are heavy-tailed."""
+        self._num_steps += 1
+        if not is_spike and self._num_spikes_in_a_row == 1:
+            self._singles.append(self._num_steps - 1)
+        self._num_spikes_in_a_row = self._num_spikes_in_a_row + 1 if is_spike else 0
+        if is_spike:
+            self._spikes.append(self._num_steps)
+        for steps in (self._spikes, self._singles):
+            while steps and steps[0] <= self._num_steps - RATE_STEPS:
+                steps.popleft()
+        count, was_heavy = len(self._singles), self._is_heavy
+        self._is_heavy = count > (MAX_SINGLES // 2 if was_heavy else MAX_SINGLES)
+        if was_heavy or not self._is_heavy:
+            return None
+        message = f"heavy-tailed batches ({count} single steps stood out lately): look at the samples of one, by a rule"
+        return StepAnomaly(step, Level.ADVISORY, LOSS, message, value=float(count))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A rule that was written since then starts anew."""
-        for mine, saved in ((self._num_in_a_row, "num_in_a_row"), (self._resting, "resting")):
-            mine.update({text: int(count) for text, count in state_dict[saved].items() if text in mine})
+    def may_warn(self) -> bool:
+        """Whether a warning about the step counted last may be given; if so, it counts as given."""
+        if self._is_heavy or self._num_steps - self._last_warning < MIN_STEPS_BETWEEN:
+            return False
+        self._last_warning = self._num_steps
+        return True

@@ -1,11 +1,9 @@
 """The usual level of a signal and its usual spread, from a window that outliers cannot spoil."""
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation -> standard deviation of a Gaussian."""
@@ -14,8 +12,6 @@ NUM_NEWEST, START_Z = 32, 3.0
 """The start of a run is what lies so many spreads above the newest values."""
 WINSOR_Z = 6.0
 """The window takes no value further out: outliers do not hide later ones, yet a lasting shift is learned."""
-
-
 MIN_SPREAD, MIN_SPREAD_SHARE = 1e-3, 0.05
 """The spread of a signal that is not always positive is at least so much, in its unit and as a share of its centre."""
 
@@ -59,52 +55,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[lower] + (place - lower) * (ordered[upper] - ordered[lower])
 
 
-def median_distance(ordered: Sequence[float], centre: float) -> float:
-    """Of sorted values, at least two, from a value among them: the nearer half of them stand side by side."""
-    size = len(ordered) // 2 + 1
-    first, last = 0, len(ordered) - size
-    while first < last:
-        middle = (first + last) // 2
-        if centre - ordered[middle] > ordered[middle + size] - centre:
-            first = middle + 1
-        else:
-            last = middle
-    ends = {first, first + 1, first + size - 2, first + size - 1}
-    *_, second, farthest = sorted(abs(ordered[index] - centre) for index in ends)
-    return farthest if len(ordered) % 2 else quantile((second, farthest), 0.5)
-
-
-class RunningMedian:
-    """Median of the last `size` values, in O(size) moves of memory per value."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._values: deque[float] = deque()
-        self._ordered: list[float] = []
-
-    def push(self, value: float) -> None:
-        if len(self._values) == self.size:
-            oldest = self._values.popleft()
-            del self._ordered[bisect_left(self._ordered, oldest)]
-        self._values.append(value)
-        insort(self._ordered, value)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._values) == self.size
-
-    @property
-    def median(self) -> float:
-        return quantile(self._ordered, 0.5)
-
-    def state(self) -> list[float]:
-        return list(self._values)
-
-    def load(self, values: Sequence[float]) -> None:
-        self._values = deque(float(value) for value in values)
-        self._ordered = sorted(self._values)
-
-
 class RobustWindow:
     """The last `size` finite values, winsorised, with their median and spread; nothing is said below `min_points`.
 
@@ -113,13 +63,8 @@ class RobustWindow:
     """
 
     def __init__(self, min_log_spread: float, *, size: int = 128, min_points: int = 32) -> None:
-        self._min_log_spread = min_log_spread
-        self._size = size
-        self._min_points = min_points
-        self._values: deque[float] = deque()
-        self._ordered: list[float] = []
-        self._num_nonpositive = 0
-        self._is_log = True
+        self._min_log_spread, self._min_points = min_log_spread, min_points
+        self._values = deque[float](maxlen=size)
         self._usual: Usual | None = None
 
     @property
@@ -133,31 +78,15 @@ class RobustWindow:
         if (usual := self.usual) is not None and (value > 0 or not usual.is_log):
             value = min(value, usual.at(WINSOR_Z))
         self._values.append(value)
-        self._num_nonpositive += value <= 0
-        oldest = self._values.popleft() if len(self._values) > self._size else None
-        self._num_nonpositive -= oldest is not None and oldest <= 0
         self._usual = None
-        if self._is_log != (self._num_nonpositive == 0):
-            self._is_log = not self._is_log
-            self._ordered = sorted(map(self._in_domain, self._values))
-            return
-        if oldest is not None:
-            del self._ordered[bisect_left(self._ordered, self._in_domain(oldest))]
-        insort(self._ordered, self._in_domain(value))
 
-    def state(self) -> list[float]:
+    def state_dict(self) -> list[float]:
         """All there is to keep: the rest follows from the values."""
         return list(self._values)
 
-    def load(self, values: Sequence[float]) -> None:
-        self._values = deque(float(value) for value in values)
-        self._num_nonpositive = sum(value <= 0 for value in self._values)
-        self._is_log = self._num_nonpositive == 0
-        self._ordered = sorted(map(self._in_domain, self._values))
+    def load_state_dict(self, values: Sequence[float]) -> None:
+        self._values = deque(values, self._values.maxlen)
         self._usual = None
-
-    def _in_domain(self, value: float) -> float:
-        return math.log(value) if self._is_log else value
 
     def _measure(self) -> Usual:
         """Of the window, without its oldest part where that lies high above the newest: the start of a run.
@@ -165,23 +94,22 @@ class RobustWindow:
         Were the first steps counted, everything later would look usual. High batches that come now and then are no
         such part: they count.
         """
-        usual = self._measured(self._ordered)
-        newest = [
-            self._in_domain(value) for value in islice(self._values, max(0, len(self._values) - NUM_NEWEST), None)
-        ]
-        recent = self._measured(sorted(newest))
+        is_log = min(self._values) > 0
+        values = [math.log(value) for value in self._values] if is_log else list(self._values)
+        usual, recent = self._measured(values, is_log), self._measured(values[-NUM_NEWEST:], is_log)
         if usual.centre + usual.scale < recent.centre + 2 * recent.scale:
             return usual
-        bar, values = recent.centre + START_Z * recent.scale, [self._in_domain(value) for value in self._values]
+        bar = recent.centre + START_Z * recent.scale
         high = [index for index, value in enumerate(values) if value > bar]
         is_start = bool(high) and len(high) > (high[-1] + 1) / 2
         kept = values[high[-1] + 1 :] if is_start else values
-        return self._measured(sorted(kept)) if self._min_points <= len(kept) < len(values) else usual
+        return self._measured(kept, is_log) if self._min_points <= len(kept) < len(values) else usual
 
-    def _measured(self, ordered: Sequence[float]) -> Usual:
+    def _measured(self, values: Sequence[float], is_log: bool) -> Usual:
+        ordered = sorted(values)
         centre = quantile(ordered, 0.5)
-        spread = MAD_TO_SIGMA * median_distance(ordered, centre)
+        spread = MAD_TO_SIGMA * quantile(sorted([abs(value - centre) for value in ordered]), 0.5)
         # a mixture of easy and hard batches has a small median deviation and a long tail
         spread = max(spread, (quantile(ordered, 0.95) - centre) / SIGMAS_TO_Q95)
-        floor = self._min_log_spread if self._is_log else max(MIN_SPREAD, MIN_SPREAD_SHARE * abs(centre))
-        return Usual(centre, max(spread, floor), self._is_log)
+        floor = self._min_log_spread if is_log else max(MIN_SPREAD, MIN_SPREAD_SHARE * abs(centre))
+        return Usual(centre, max(spread, floor), is_log)

@@ -5,17 +5,16 @@ step's packet, and a rank that decided otherwise is found at once.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from trainer.config import TrainerConfig
-from trainer.detection import Detector, Level, StepAnomaly, StepLimits
+from trainer.detection import Detector, Level, StepAnomaly, StepLimits, parse_rules, skip_limits
 from trainer.detection.overfit import OverfitJudge
-from trainer.guard.user_rules import parse_rules, skip_limits
 from trainer.metrics import with_aliases
-from trainer.progress import History, Rollbacks
+from trainer.progress import History, Remembered, Rollbacks
 
 NUM_EARLY_STEPS = 100
 """A run that learns nothing so early never did: it is stopped."""
@@ -37,23 +36,35 @@ class Decision:
     reason: str = ""
 
 
-class EventSink(Protocol):
-    def event(self, kind: str, step: int, message: str, *, level: str = "info", **fields: Any) -> None: ...
-
-
-class Guard:
+class Guard(Remembered):
     """One per rank; only the main rank's has somewhere to report to. Survives restarts and rollbacks."""
 
-    def __init__(self, config: TrainerConfig, *, max_first_loss: float = inf, events: EventSink | None = None) -> None:
-        """The first steps of a pretrained model lie below `max_first_loss`, on data that it can read."""
-        self._config, self._events = config, events
+    KEPT: ClassVar = (
+        "_detector",
+        "_overfit",
+        "_nonfinite_steps",
+        "_num_in_a_row",
+        "num_skipped",
+        "num_decisions",
+        "_last_evidence",
+        "episodes",
+    )
+
+    def __init__(
+        self, config: TrainerConfig, *, max_first_loss: float = inf, tell: Callable[..., None] | None = None
+    ) -> None:
+        """The first steps of a pretrained model lie below `max_first_loss`, on data that it can read.
+
+        `tell` takes an event: kind, step, message, level, and what else there is by name.
+        """
+        self._config, self._tell_event = config, tell
         rules = parse_rules(config.guard.rules)
         watched = [rule for rule in rules if set(rule.actions) != {"skip"}]
         self._detector = Detector(watched, max_first_loss=max_first_loss)
         self._rule_limits = skip_limits(rules)
         self._overfit = OverfitJudge(patience=config.early_stop_patience, min_delta=config.early_stop_min_delta)
         self._nonfinite_steps: deque[int] = deque(maxlen=MAX_NONFINITE_IN_WINDOW)
-        self._num_nonfinite_in_a_row = 0
+        self._num_in_a_row = 0
         self._last_evidence = -EVIDENCE_REST_STEPS
         self._num_rollbacks = self._num_skipped_batches = 0
         self.lr_factor = 1.0
@@ -155,7 +166,7 @@ class Guard:
         return _all_of([_decision(act, anomaly, onset, wants_evidence=act == "snapshot") for act in anomaly.actions])
 
     def _decide_nonfinite(self) -> Decision:
-        steps, num_in_a_row = self._nonfinite_steps, self._num_nonfinite_in_a_row
+        steps, num_in_a_row = self._nonfinite_steps, self._num_in_a_row
         is_row = num_in_a_row >= self._config.max_nonfinite_steps
         is_frequent = len(steps) == steps.maxlen and steps[-1] - steps[0] < NONFINITE_WINDOW_STEPS
         if not (is_row or is_frequent):
@@ -167,40 +178,14 @@ class Guard:
 
     def _count_nonfinite(self, step: int, signals: Mapping[str, float]) -> None:
         if all(isfinite(signals[key]) for key in SKIPPABLE):
-            self._num_nonfinite_in_a_row = 0
+            self._num_in_a_row = 0
             return
-        self._num_nonfinite_in_a_row += 1
+        self._num_in_a_row += 1
         self._nonfinite_steps.append(step)
 
     def _tell(self, kind: str, step: int, message: str, level: str, anomaly: StepAnomaly | None = None) -> None:
-        if self._events is not None:
-            details = {} if anomaly is None else {"event": anomaly.as_dict()}
-            self._events.event(kind, step, message, level=level, **details)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "detector": self._detector.state_dict(),
-            "overfit": self._overfit.state_dict(),
-            "nonfinite_steps": list(self._nonfinite_steps),
-            "num_in_a_row": self._num_nonfinite_in_a_row,
-            "num_skipped": self.num_skipped,
-            "num_decisions": self.num_decisions,
-            "last_evidence": self._last_evidence,
-            "episodes": [list(episode) for episode in self.episodes],
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.num_skipped = int(state_dict["num_skipped"])
-        self._num_nonfinite_in_a_row = int(state_dict["num_in_a_row"])
-        if "detector" not in state_dict:  # a checkpoint from before the guard had a detector
-            return
-        self._detector.load_state_dict(state_dict["detector"])
-        self._overfit.load_state_dict(state_dict["overfit"])
-        self._nonfinite_steps.clear()  # a rollback loads into a guard that has seen more
-        self._nonfinite_steps.extend(int(step) for step in state_dict["nonfinite_steps"])
-        self.num_decisions = int(state_dict["num_decisions"])
-        self._last_evidence = int(state_dict["last_evidence"])
-        self.episodes = [(int(first), int(last)) for first, last in state_dict["episodes"]]
+        if self._tell_event is not None:
+            self._tell_event(kind, step, message, level, **({} if anomaly is None else {"event": anomaly.as_dict()}))
 
 
 def _decision(action: str, anomaly: StepAnomaly, onset: int, *, wants_evidence: bool) -> Decision:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import ClassVar, SupportsFloat
 
 import psutil
 import torch
@@ -22,6 +22,7 @@ from trainer.monitor.memory import DEVICE_FIELDS, GIB, Memory
 from trainer.monitor.packet import Totals, losses_by_source
 from trainer.monitor.system import GpuSampler
 from trainer.monitor.throughput import Window, peak_tflops
+from trainer.progress import Remembered
 from trainer.runtime.distributed import World
 
 RARE_EVERY = 50
@@ -54,8 +55,10 @@ class Plan:
     tracker_health: Callable[[], Mapping[str, float]] = dict
 
 
-class Meter:
+class Meter(Remembered):
     """One per rank; rows differ between ranks only where the table says that rank 0's counts. Survives restarts."""
+
+    KEPT: ClassVar = ("_num_samples", "_num_tokens", "_num_valid_tokens", "_productive_s", "_ema", "_num_ema")
 
     def __init__(
         self,
@@ -255,23 +258,6 @@ class Meter:
             found |= {"optim/param_norm": param_norm, "optim/update_norm": update_norm}
             found["optim/update_ratio"] = update_norm / param_norm
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "num_samples": self._num_samples,
-            "num_tokens": self._num_tokens,
-            "num_valid_tokens": self._num_valid_tokens,
-            "productive_s": self._productive_s,
-            "ema": self._ema,
-            "num_ema": self._num_ema,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._num_samples = int(state_dict["num_samples"])
-        self._num_tokens = int(state_dict["num_tokens"])
-        self._num_valid_tokens = int(state_dict["num_valid_tokens"])
-        self._productive_s = float(state_dict["productive_s"])
-        self._ema, self._num_ema = float(state_dict["ema"]), int(state_dict["num_ema"])
 
 
 def _sample_counts(batch: StepBatch, signals: Mapping[str, float]) -> dict[str, float]:

@@ -20,9 +20,9 @@ from trainer.config import Config
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
+from trainer.detection import parse_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
-from trainer.guard.user_rules import parse_rules
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
 from trainer.loop.state import stateful_parts

@@ -62,6 +62,6 @@ def _data_facts(inputs: Inputs) -> dict[str, float]:
 
 def make_guard(config: TrainerConfig, inputs: Inputs, *, rollbacks: Rollbacks, tracking: Tracking | None) -> Guard:
     max_first_loss = inf if inputs.source.random_weights else MAX_FIRST_LOSS
-    guard = Guard(config, max_first_loss=max_first_loss, events=tracking)
+    guard = Guard(config, max_first_loss=max_first_loss, tell=None if tracking is None else tracking.event)
     guard.note_rollbacks(rollbacks)
     return guard

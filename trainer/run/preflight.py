@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.checkpoint.choice import candidates_of, cannot_use
 from trainer.config import QUICKSTART, Config, ConfigError, sources_of
 from trainer.data.rows import resolve_files
-from trainer.guard.user_rules import parse_rules
+from trainer.detection import parse_rules
 from trainer.model.source import require_model
 from trainer.tracking.facade import require_installed
 
