@@ -66,12 +66,26 @@ def test_an_architecture_that_fails_both_ways_is_refused(tmp_path: Path) -> None
     source = write_model_config(tmp_path, "granite", logits_scaling=4.0, initializer_range=0.5)
     (outcome, _), *_ = run_ranks(built_unknown_logits, 1, source)
     assert outcome.startswith("refused: self-check failed: the loss of GraniteForCausalLM differs by")
-    assert "transforms its logits in a way not known here" in outcome and "per_document" not in outcome
+    assert outcome.endswith("; it cannot be trained here")
 
 
 def built_unknown_logits(world: Any, source: ModelSource) -> tuple[str, list[str]]:
-    with patch.object(packed_lm, "_LOGIT_TRANSFORMS", ()):
+    with patch.object(packed_lm, "_is_head_all", lambda model: True):
         return built(world, source, -1, "auto")
+
+
+def _encoder(path: Path, model_type: str) -> ModelSource:
+    return write_model_config(path, model_type, pad_token_id=0, tie_word_embeddings=False)
+
+
+def test_an_encoder_is_refused_since_its_tokens_see_later_ones(tmp_path: Path) -> None:
+    (outcome, _), *_ = run_ranks(built, 1, _encoder(tmp_path, "camembert"), -1, "auto")
+    assert outcome.startswith("refused: self-check failed: the logits of CamembertForCausalLM change with tokens that")
+
+
+def test_a_parameter_that_becomes_shared_with_the_head_is_refused(tmp_path: Path) -> None:
+    (outcome, _), *_ = run_ranks(built, 1, _encoder(tmp_path, "bert"), -1, "auto")
+    assert outcome.startswith("refused:") and "BertLMHeadModel shares parameters between layers" in outcome
 
 
 SINKS = ["deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"]

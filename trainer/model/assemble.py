@@ -36,10 +36,8 @@ def build_model(
         model = _build(config, source, world=world, seed=seed, is_packed=False)
         fault = _fault(model, config, world, max_length=max_length)
     if fault is not None:
-        way_out = "model.attention=per_document may help, unless " if model.is_packed else ""
-        raise ConfigError(
-            f"self-check failed: {fault}; {way_out}this architecture transforms its logits in a way not known here"
-        )
+        way_out = "model.attention=per_document may help" if model.is_packed else "it cannot be trained here"
+        raise ConfigError(f"self-check failed: {fault}; {way_out}")
     if reason is not None:
         logger.info("documents run one by one (slower): %s", reason)
     for note in packed_lm.notes(model.config):
@@ -82,11 +80,13 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
     except ConfigError as error:  # by the packed attention
         refusal = f"{name}: {error}"
     reports: list[Any] = [None] * world.size
-    dist.all_gather_object(reports, (errors.loss, refusal))
-    loss = max((loss for loss, _ in reports), key=_or_infinity)
+    dist.all_gather_object(reports, (errors.loss, errors.foresight, refusal))
+    loss, foresight = (max((report[kind] for report in reports), key=_or_infinity) for kind in (0, 1))
     kind, gradient = max(errors.gradients.items(), key=lambda item: _or_infinity(item[1]))
-    if refusals := [refusal for _, refusal in reports if refusal]:
+    if refusals := [refusal for *_, refusal in reports if refusal]:
         return str(refusals[0])
+    if not foresight <= selfcheck.TOLERANCE[dtype]:
+        return f"the logits of {name} change with tokens that come later, as those of an encoder do"
     for what, found, allowed in (
         (f"the loss of {name}", loss, selfcheck.TOLERANCE[dtype]),
         (f"the gradient of {kind} of {name}", gradient, selfcheck.GRADIENT_TOLERANCE[dtype]),

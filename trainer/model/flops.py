@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.batch import StepFlops
 
@@ -24,15 +24,21 @@ def quadratic_cost(model: PreTrainedModel) -> float:
 def _flops(model: PreTrainedModel) -> StepFlops:
     """An embedding only looks up, which costs nothing; a tied one is the head too, and counts as that."""
     config = model.config.get_text_config()
-    num_heads = getattr(config, "num_attention_heads", None) or 0
-    head_size = (getattr(config, "head_dim", None) or config.hidden_size // num_heads) if num_heads else 0
-    qk_size = getattr(config, "qk_head_dim", None) or head_size
-    v_size = getattr(config, "v_head_dim", None) or head_size
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     lookup: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     outside = {lookup.weight, head.weight}
     return StepFlops(
         per_token=6.0 * sum(p.numel() for p in model.parameters() if p.ndim >= 2 and p not in outside),
         per_loss_token=6.0 * head.weight.numel(),
-        per_squared_length=6.0 * config.num_hidden_layers * num_heads * (qk_size + v_size),
+        per_squared_length=6.0 * sum(_width(layer) for layer in layers),
     )
+
+
+def _width(layer: PretrainedConfig) -> int:
+    """Of all heads of a layer's attention together, keys and values."""
+    num_heads: int = getattr(layer, "num_attention_heads", None) or 0
+    head_size = (getattr(layer, "head_dim", None) or layer.hidden_size // num_heads) if num_heads else 0
+    qk_size: int = getattr(layer, "qk_head_dim", None) or head_size
+    v_size: int = getattr(layer, "v_head_dim", None) or head_size
+    return num_heads * (qk_size + v_size)

@@ -3,6 +3,7 @@
 Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabulary.
 """
 
+import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,16 +30,6 @@ from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead, measure, train
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-_LOGIT_TRANSFORMS = (
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "unpadded_vocab_size",
-)
-"""Config keys under which architectures change what the head gives; one that is missed fails the self-check."""
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
 _TAKE_OUT = """this takes its language model out:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -149,11 +140,11 @@ def build_on_meta(
     _find_base_model(model)
     _require_trainable(model, source)
     rope.follow_documents(model, is_packed=is_packed)
+    forward = _forward_fused if _is_head_all(model) else _forward_full_logits
     model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings(), loss))
+    _require_unshared(model, source)
     model.config.use_cache = False
-    transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 0, 1, 1.0)]
     model.original_forward = model.forward
-    forward = _forward_full_logits if transforms else _forward_fused
     model.forward = types.MethodType(forward, model)
     model.is_packed = is_packed
     return model
@@ -191,17 +182,58 @@ def _find_base_model(model: PreTrainedModel) -> None:
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
-    """Refuse what the fused head, sharding layer by layer or the export would silently get wrong."""
+    """Refuse what the fused head would silently get wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(model.get_output_embeddings()) is not nn.Linear:
         raise ConfigError(f"{name} has no linear output head")
     if model.base_model is model:
         raise ConfigError(f"{name} has no part without the output head (base_model_prefix)")
-    is_tied = head.weight is model.get_input_embeddings().weight
+
+
+def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
+    """Refuse what sharding layer by layer or the export would get wrong. Some architectures share the bias of a head
+    when they are given one.
+    """
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     num_names = len(list(model.named_parameters(remove_duplicate=False)))
     if num_names - len(list(model.parameters())) != is_tied:
-        raise ConfigError(f"{name} shares parameters between layers, which cannot be sharded layer by layer")
+        raise ConfigError(
+            f"model.partial_pretrain={source.path}: {type(model).__name__} shares parameters between layers, which "
+            f"cannot be sharded layer by layer"
+        )
+
+
+class _BaseOutput:
+    """What a base model returns: the hidden states, and None for all else."""
+
+    def __init__(self, hidden_1TH: Tensor) -> None:
+        self.last_hidden_state = hidden_1TH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _is_head_all(model: PreTrainedModel) -> bool:
+    """Whether the logits are what the output head makes of the base model's last hidden states: no scale, no cap, no
+    other layer, no shorter vocabulary. Asked of the architecture's own forward, with stand-ins for the two.
+    """
+    head: Any = model.get_output_embeddings()
+    hidden_1TH = torch.linspace(-9.0, 9.0, 2 * head.in_features).view(1, 2, -1)
+    replaced = [module for module in model.base_model.modules() if isinstance(module, PreTrainedModel)]
+    try:
+        for module in replaced:
+            module.forward = lambda *_, **__: _BaseOutput(hidden_1TH)
+        head.forward = lambda hidden: hidden[..., :1].expand(*hidden.shape[:-1], head.out_features)
+        logits_1TV = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
+        return torch.equal(logits_1TV, head(hidden_1TH))
+    except Exception:  # it does more with them, whatever that is
+        return False
+    finally:
+        for module in (*replaced, head):
+            vars(module).pop("forward", None)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -241,7 +273,11 @@ def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
 def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
     """The same for models that transform their logits: their own forward, asked for the supervised positions."""
     plain: Any = self.original_forward
-    logits_SV = plain(**forward_arguments(self, batch), logits_to_keep=batch.supervised_S).logits[0]
+    arguments = forward_arguments(self, batch)
+    if "logits_to_keep" in inspect.signature(plain).parameters:
+        logits_SV = plain(**arguments, logits_to_keep=batch.supervised_S).logits[0]
+    else:
+        logits_SV = plain(**arguments).logits[0, batch.supervised_S]
     labels_S = batch.labels_T[batch.supervised_S]
     if not torch.is_grad_enabled():
         return measure(logits_SV, labels_S)

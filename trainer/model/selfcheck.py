@@ -60,6 +60,8 @@ class Errors(NamedTuple):
     loss: float
     gradients: dict[str, float]
     """By kind of parameter: its name without the numbers of layers."""
+    foresight: float = 0.0
+    """Of logits when a later token is another."""
 
 
 def compare(model: PreTrainedModel, device: torch.device, *, max_length: int, formula: Formula) -> Errors:
@@ -71,9 +73,10 @@ def compare(model: PreTrainedModel, device: torch.device, *, max_length: int, fo
     *documents, other = documents
     with _forgotten(model):
         packing = packing_error(model, documents, other, device)
+        foresight = _foresight(model, documents[0], device)
     short = [document for document in documents if len(document) <= MAX_GRADIENT_LENGTH]
     training, gradients = training_errors(model, short, device, formula)
-    return Errors(max(packing, training), gradients)
+    return Errors(max(packing, training), gradients, foresight)
 
 
 @torch.no_grad()
@@ -89,8 +92,8 @@ def packing_error(model: PreTrainedModel, documents: list[Tensor], other: Tensor
     if not model.is_packed:
         return error
     first, second, *longer = documents
-    neighbours = (first, other, *longer[-1:])
-    return max(error, _neighbour_influence(model, second, neighbours=neighbours, device=device))
+    beside = [[neighbour, second] for neighbour in (first, other, *longer[-1:])]
+    return max(error, _influence(model, beside, slice(-len(second), None), device))
 
 
 def training_errors(
@@ -218,15 +221,18 @@ def _forgotten(model: PreTrainedModel) -> Iterator[None]:
             vars(module).update(attributes, _buffers=buffers)
 
 
-def _neighbour_influence(
-    model: PreTrainedModel, document: Tensor, *, neighbours: tuple[Tensor, ...], device: torch.device
-) -> float:
-    """Largest relative change of a document's logits when the document packed before it is another."""
+@torch.no_grad()
+def _foresight(model: PreTrainedModel, document: Tensor, device: torch.device) -> float:
+    """An encoder learns to read the token that it is to predict."""
+    changed = torch.cat([document[:-1], (document[-1:] + 1) % model.config.vocab_size])
+    return _influence(model, [[document], [changed]], slice(-1), device)
+
+
+def _influence(model: PreTrainedModel, forms: list[list[Tensor]], tokens: slice, device: torch.device) -> float:
+    """Largest relative change of the logits of `tokens` from the first of several packed forms to another."""
     plain: Any = model.original_forward
     with _forward_replaced(model, lambda batch: plain(**forward_arguments(model, batch)).logits[0]):
-        expected_TV, *found = (
-            model(_packed([neighbour, document]).to(device))[-len(document) :].float() for neighbour in neighbours
-        )
+        expected_TV, *found = (model(_packed(form).to(device))[tokens].float() for form in forms)
     return max(((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found)
 
 
