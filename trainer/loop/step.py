@@ -10,6 +10,7 @@ from trainer.batch import LossOutput, StepBatch, document_sums
 from trainer.detection import StepLimits
 from trainer.guard.guard import Decision
 from trainer.loop.run import Run
+from trainer.model import parallelize
 from trainer.monitor.packet import loss_key, reduce_packet
 from trainer.optim.clip import clipped_step, local_square_sum, norm_squares
 from trainer.runtime import seeding
@@ -83,7 +84,9 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
     loss_sum, num_nonfinite = torch.zeros(2, dtype=torch.float64, device=device).unbind()
     by_source = torch.zeros(len(batch.loss_tokens_by), dtype=torch.float64, device=device)
     sums = LossSums(loss_sum, num_nonfinite, by_source, [])
-    for micro_batch in batch.micro_batches:
+    for index, micro_batch in enumerate(batch.micro_batches):
+        if run.world.num_replicas > 1:
+            parallelize.add_up_replicas(run.model, is_last=index == len(batch.micro_batches) - 1)
         inputs = micro_batch.to(device)
         clock.mark("shard")
         output: LossOutput = run.model(inputs)

@@ -14,6 +14,8 @@ from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
+_FILLS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Not before torch 2.13."""
 KEPT_BYTES = 2**30
 """Gathered layers of at most this size stay for the backward pass: a model of half a billion parameters in bfloat16."""
 _MAX_VARIANTS = 32
@@ -114,11 +116,23 @@ def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) 
 def _sum_gradients(module: nn.Module) -> None:
     """Ranks add their gradients: the loss is already divided by the global token count.
 
-    FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it lacks.
+    FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it lacks. A parameter
+    that the documents of one rank do not use (an expert, a branch) has a gradient of zero there, not none: ranks would
+    add up other parameters than each other.
     """
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    if _FILLS_UNUSED:
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def add_up_replicas(model: nn.Module, *, is_last: bool) -> None:
+    """Whether replicas of the shards add their gradients behind the coming backward pass: once a step is enough, behind
+    its last. Until then each keeps its own sum, in the dtype of reductions; it must be of the same parameters each time.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(is_last or not _FILLS_UNUSED)
 
 
 def _reshard_without_backward(model: nn.Module, args: object, output: object) -> None:
