@@ -115,7 +115,7 @@ class Watch(TorchDispatchMode):
                 "kind": kind,
                 "dtype": str(largest.dtype).removeprefix("torch."),
                 "numel": largest.numel(),
-                "ranks": sizes[0],
+                "ranks": ProcessGroup.unbox(groups[0]).size(),
                 "device": largest.device.type,
             }
         )

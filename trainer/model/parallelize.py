@@ -129,7 +129,7 @@ def _sum_gradients(module: nn.Module) -> None:
 
 def add_up_replicas(model: nn.Module, *, is_last: bool) -> None:
     """Whether replicas of the shards add their gradients behind the coming backward pass: once a step is enough, behind
-    its last. Until then each keeps its own sum, in the dtype of reductions; it must be of the same parameters each time.
+    its last. Until then each keeps its own sum, in the dtype of reductions, of the same parameters each time.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(is_last or not _FILLS_UNUSED)
