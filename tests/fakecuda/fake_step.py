@@ -103,11 +103,7 @@ class Watch(TorchDispatchMode):
     def _note_collective(self, name: str, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        sizes = [
-            ProcessGroup.unbox(leaf).size()
-            for leaf in leaves
-            if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)
-        ]
+        groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)]
         largest = max(tensors, key=lambda tensor: tensor.numel())
         kind = name.removeprefix("c10d.").removesuffix(".default").strip("_")
         self.collectives.append(
