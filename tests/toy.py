@@ -178,7 +178,7 @@ def toy_run(
     skipped_steps: frozenset[int] = frozenset(),
     **changes: Any,
 ) -> Run:
-    optim = optim_config(name=changes.pop("optimizer_name", "adamw"))
+    optim = optim_config(name=changes.pop("optimizer_name", "adamw"), **changes.pop("optim", {}))
     if not model.is_packed:
         max_samples = 1
     plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(max_tokens, max_samples), flops.quadratic_cost(model))

@@ -21,6 +21,7 @@ from trainer.planner.live_storage import (
     ACTIVATIONS,
     GATHERED,
     HEAD,
+    HOST_INPUTS,
     OPTIMIZER,
     PARAMETERS,
     SHARDED_GRADIENTS,
@@ -85,13 +86,19 @@ HSDP, RESHARD = "model.fsdp_config.fsdp_size=2", "model.fsdp_config.reshard_afte
 
 
 def test_recomputation_lowers_activations(tmp_path: Path) -> None:
-    """Fully: one hidden state a layer is kept, and one layer at a time has all of its own."""
-    kept = {}
-    for how in ("false", "selective", "true"):
+    """Fully: one hidden state a layer is kept, and one layer at a time has all of its own. With offload the hidden
+    states lie in host memory, but for the two at work.
+    """
+    kept, on_host = {}, {}
+    for how in ("false", "selective", "true", "offload"):
         words = [*tokens(4096, 512), f"model.enable_gradient_checkpointing={how}"]
-        kept[how] = planned(tmp_path, 8, *words, num_hidden_layers=5, **WIDE).device_bytes[ACTIVATIONS]
+        found = planned(tmp_path, 8, *words, num_hidden_layers=8, **WIDE)
+        kept[how], on_host[how] = found.device_bytes[ACTIVATIONS], found.host_bytes.get(HOST_INPUTS, 0)
     assert kept["true"] < 0.4 * kept["false"]
     assert kept["true"] < kept["selective"] < 0.8 * kept["false"]
+    assert [how for how, size_bytes in on_host.items() if size_bytes] == ["offload"]
+    hidden_bytes = on_host["offload"] // 8
+    assert kept["true"] - kept["offload"] == pytest.approx(6 * hidden_bytes, abs=hidden_bytes)
 
 
 @pytest.mark.parametrize("words", [[RECOMPUTE], ["trainer.device=cpu"]])
@@ -200,6 +207,7 @@ def test_the_heaviest_micro_batch(words: list[str], num_ranks: int, is_packed: b
 
 SHORT = [f"data.max_token_len_per_gpu={number * 1024}" for number in (3, 2, 1)]
 OFFLOAD = "model.fsdp_config.cpu_offload=true"
+PUT_AWAY = "model.enable_gradient_checkpointing=offload"
 BOTH = (RECOMPUTE, SHORT[-1])
 
 
@@ -218,11 +226,12 @@ def found_change(fitting: set[Change], *words: str) -> Change | None:
 
 
 def test_the_change_that_costs_least_is_named() -> None:
-    """In the order promised: shorter, recomputed, both, more ranks, those with both, offloaded, that with both."""
+    """In the order promised: shorter, recomputed, both, inputs put away; more ranks, with both; offload, with both."""
     least_first = [
         [Change(8, (SHORT[1],)), Change(8, (SHORT[2],))],
         [Change(8, (RECOMPUTE,))],
         [Change(8, (RECOMPUTE, word)) for word in SHORT],
+        [Change(8, (PUT_AWAY,))],
         [Change(ranks) for ranks in (64, 128, 256, 512)],
         [Change(ranks, BOTH) for ranks in (16, 32, 64, 128, 256, 512)],
         [Change(8, (OFFLOAD,))],
@@ -240,11 +249,12 @@ def test_only_what_changes_something_is_tried() -> None:
         changes = [change for series in change_series(config, a_plan(8)) for change in series]
         return {word for change in changes for word in change.overrides} | {str(c.num_ranks) for c in changes}
 
-    everything = {*SHORT, RECOMPUTE, OFFLOAD, "8", "16", "32", "64", "128", "256", "512"}
+    everything = {*SHORT, RECOMPUTE, PUT_AWAY, OFFLOAD, "8", "16", "32", "64", "128", "256", "512"}
     assert tried() == everything
     assert tried(RECOMPUTE) == everything - {RECOMPUTE}
     assert tried(OFFLOAD) == everything - {OFFLOAD}
-    assert tried("trainer.device=cpu") == everything - {OFFLOAD}
+    assert tried(PUT_AWAY) == everything - {RECOMPUTE, PUT_AWAY}
+    assert tried("trainer.device=cpu") == everything - {PUT_AWAY, OFFLOAD}
     assert tried("model.fsdp_config.fsdp_size=64") == everything - {"16", "32"}
     assert tried("data.max_length=4096", "data.max_token_len_per_gpu=4096") == everything - {*SHORT}
 

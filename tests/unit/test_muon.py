@@ -58,7 +58,9 @@ def give_gradient(layer: nn.Module, seed: int, *, scale: float = 1.0) -> None:
 @torch.no_grad()
 def step(layer: nn.Module, optimizer: clip.Optimizer, *, max_norm: float = 1e9, is_skipped: bool = False) -> None:
     norm = clip.local_square_sum(list(layer.parameters())).sqrt()
-    clip.clipped_step(optimizer, total_norm=norm, is_skipped=torch.tensor(is_skipped), max_norm=max_norm)
+    clip.clipped_step(
+        optimizer, total_norm=norm, is_skipped=torch.tensor(is_skipped), max_norm=max_norm, rounding_key=0
+    )
 
 
 def test_three_steps_are_those_of_torch() -> None:
@@ -148,7 +150,9 @@ def sharded(world: Any) -> list[torch.Tensor]:
             parameter.grad = distribute_tensor(whole, world.mesh, parameter.placements)
         square_sum = clip.local_square_sum(list(model.parameters()))
         torch.distributed.all_reduce(square_sum)
-        clip.clipped_step(optimizer, total_norm=square_sum.sqrt(), is_skipped=torch.tensor(False), max_norm=1.0)
+        clip.clipped_step(
+            optimizer, total_norm=square_sum.sqrt(), is_skipped=torch.tensor(False), max_norm=1.0, rounding_key=0
+        )
     return [p.full_tensor().detach() for p in model.parameters()]
 
 

@@ -145,7 +145,9 @@ def sharded_step(world: Any, max_norm: float) -> tuple[float, float, list[torch.
                 grad.mul_(min(1.0, max_norm / norm.item()))
             optimizer.step()
         else:
-            clip.clipped_step(optimizer, total_norm=norm, is_skipped=torch.tensor(False), max_norm=max_norm)
+            clip.clipped_step(
+                optimizer, total_norm=norm, is_skipped=torch.tensor(False), max_norm=max_norm, rounding_key=0
+            )
         updated.append([p.full_tensor().detach() for p in parameters])
     return square_sum.item(), exact, updated[0], updated[1]
 
@@ -171,7 +173,9 @@ def one_step(
     optimizer.param_groups[0]["lr"] = 0.1
     layer.weight.grad = torch.tensor([gradient])
     norm = clip.local_square_sum([layer.weight]).sqrt()
-    clip.clipped_step(optimizer, total_norm=norm, is_skipped=torch.tensor(is_skipped), max_norm=max_norm)
+    clip.clipped_step(
+        optimizer, total_norm=norm, is_skipped=torch.tensor(is_skipped), max_norm=max_norm, rounding_key=0
+    )
     return layer.weight, optimizer.state[layer.weight]
 
 
@@ -207,7 +211,7 @@ def test_update_norm_is_that_of_the_difference_an_update_makes() -> None:
         for parameter in layer.parameters():
             parameter.grad = torch.randn_like(parameter)
         norm = clip.local_square_sum(list(layer.parameters())).sqrt()
-        clip.clipped_step(optimizer, total_norm=norm, is_skipped=torch.tensor(False), max_norm=1.0)
+        clip.clipped_step(optimizer, total_norm=norm, is_skipped=torch.tensor(False), max_norm=1.0, rounding_key=0)
     after = list(layer.parameters())
     changes = [(new - old).double().square().sum() for new, old in zip(after, before, strict=True)]
     param_square, update_square = clip.norm_squares(optimizer).tolist()

@@ -138,7 +138,7 @@ def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: 
     `parts`: what `model_state` gave on each of the ranks that hold one whole copy, read from `directory`.
     """
     for name, parameter in model.named_parameters():
-        _copy_slice([_entry(part, name, directory) for part in parts], parameter, name)
+        _copy_slice([_entry(part, name, directory) for part in parts], parameter, name, "model.master_dtype")
 
 
 def load_optimizer(
@@ -155,7 +155,7 @@ def load_optimizer(
                 f"trainer.resume_from_path={directory}, trainer.checkpoint.load_contents=[model]"
             )
         for key, value in optimizer.state[parameter].items():
-            _copy_slice([entry[key] for entry in saved], value, f"{name}.{key}")
+            _copy_slice([entry[key] for entry in saved], value, f"{name}.{key}", "optim.state_dtype")
 
 
 def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
@@ -180,13 +180,17 @@ def with_local(value: DTensor, local: Tensor) -> DTensor:
 
 
 @torch.no_grad()
-def _copy_slice(saved: list[Any], live: Tensor, name: str) -> None:
-    """Fill this rank's part of `live` from the pieces that `saved` holds, in rank order."""
-    is_exact = torch.promote_types(saved[0].dtype, live.dtype) == live.dtype  # widening loses nothing
-    if tuple(saved[0].shape) != tuple(live.shape) or not is_exact:
-        raise CorruptShardError(
-            f"'{name}' was saved as {tuple(saved[0].shape)} {saved[0].dtype}, "
-            f"the model has {tuple(live.shape)} {live.dtype}"
+def _copy_slice(saved: list[Any], live: Tensor, name: str, key: str) -> None:
+    """Fill this rank's part of `live`, whose dtype `key` of the configuration decides, from the pieces that `saved`
+    holds, in rank order.
+    """
+    if tuple(saved[0].shape) != tuple(live.shape):
+        raise CorruptShardError(f"'{name}' was saved as {tuple(saved[0].shape)}, the model has {tuple(live.shape)}")
+    if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype:  # widening loses nothing
+        raise ConfigError(
+            f"'{name}' was saved as {saved[0].dtype}, and {live.dtype} would lose part of it: set {key}=float32, or "
+            f"start anew from the checkpoint's huggingface/ with model.partial_pretrain and another "
+            f"trainer.experiment_name"
         )
     if not isinstance(live, DTensor):
         live.copy_(saved[0])

@@ -10,6 +10,7 @@ from trainer.config.parse import known_keys, parse_config, problem_with_key
 from trainer.config.schema import (
     AUTO,
     DTYPES,
+    OFFLOAD,
     RESUME_ALLOW,
     SELECTIVE,
     CheckpointConfig,
@@ -24,6 +25,7 @@ from trainer.config.schema import (
 __all__ = [
     "AUTO",
     "DTYPES",
+    "OFFLOAD",
     "QUICKSTART",
     "RESUME_ALLOW",
     "SELECTIVE",

@@ -25,7 +25,7 @@ from trainer.config.keys import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config")
-AUTO, SELECTIVE = "auto", "selective"
+AUTO, SELECTIVE, OFFLOAD = "auto", "selective", "offload"
 YEAR_S = 365 * 24 * 3600
 _LOADED = ("model", "optimizer", "extra")
 _RATIO = within("[0, 1]")
@@ -40,8 +40,7 @@ class FsdpConfig:
 
     param_dtype: str = key(
         AUTO,
-        "compute dtype: bfloat16 | float32 | auto (bfloat16 where the hardware computes it); stored parameters and "
-        "optimizer state are always float32",
+        "compute dtype: bfloat16 | float32 | auto (bfloat16 where the hardware computes it)",
         one_of(AUTO, *DTYPES[:2]),
     )
     reduce_dtype: str = key(
@@ -70,11 +69,16 @@ class ModelConfig:
     )
     random_weights: bool = key(False, "take only the architecture and start from random weights")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
+    master_dtype: str = key(
+        "float32",
+        "dtype trained parameters are kept in: float32 | bfloat16 (each update rounded at random, right on average)",
+        one_of(*DTYPES[:2]),
+    )
     enable_gradient_checkpointing: bool | str = key(
         False,
         "recompute activations in the backward pass: less memory, slower; selective = all but matrix products and "
-        "attention: in between",
-        one_of("true", "false", SELECTIVE),
+        "attention: in between; offload = true, and what layers start from waits in host memory",
+        one_of("true", "false", SELECTIVE, OFFLOAD),
     )
     compile: bool = key(False, "torch.compile each decoder layer")
     loss: str = key(
@@ -104,6 +108,11 @@ class OptimConfig:
         lambda betas: "" if len(betas) == 2 and all(0 <= b < 1 for b in betas) else "must be two numbers in [0, 1)",
     )
     eps: float = key(1e-8, "AdamW: added to the root of the second moment", positive())
+    state_dtype: str = key(
+        "float32",
+        "dtype of the moments: float32 | bfloat16 (rounded at random, right on average)",
+        one_of(*DTYPES[:2]),
+    )
     weight_decay: float = key(0.01, "not applied to norms and biases", not_negative)
     clip_grad: float = key(1.0, "largest global gradient norm", positive(" (large: never clips)"))
     lr_scheduler: str = key("cosine", "cosine | linear | constant | wsd (stable, then linear decay)")

@@ -59,7 +59,13 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     mean_loss = packet.sum_of("loss_sum") / batch.num_loss_tokens
     grad_norm = packet.sum_of("grad_square_sum").sqrt()
     is_skipped = is_left_out(mean_loss, grad_norm, run.guard.limits())
-    clipped_step(run.optimizer, total_norm=grad_norm, is_skipped=is_skipped, max_norm=run.max_norm)
+    clipped_step(
+        run.optimizer,
+        total_norm=grad_norm,
+        is_skipped=is_skipped,
+        max_norm=run.max_norm,
+        rounding_key=seeding.key("rounding", run.seed, batch.step),
+    )
     run.optimizer.zero_grad(set_to_none=True)
     if run.meter.is_rare(batch.step + 1):  # they travel with the next step, which is the one that reports them
         run.meter.note_update(norm_squares(run.optimizer) / run.world.num_replicas)

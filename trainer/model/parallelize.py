@@ -9,7 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from trainer.config import AUTO, SELECTIVE, ConfigError, ModelConfig
+from trainer.config import AUTO, OFFLOAD, SELECTIVE, ConfigError, ModelConfig
+from trainer.model.layer_inputs import HostInputs
 from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
@@ -24,9 +25,11 @@ _MAX_VARIANTS = 32
 
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """Apply activation checkpointing, compilation or faster norms, and FSDP2 in place, as configured."""
+    """Apply the dtype, activation checkpointing, compilation or faster norms, and FSDP2 in place, as configured."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
     if config.enable_gradient_checkpointing:
-        recompute_activations(model, is_selective=config.enable_gradient_checkpointing == SELECTIVE)
+        recompute_activations(model, str(config.enable_gradient_checkpointing))
     if config.compile:
         compile_layers(model)  # which fuses norms by itself
     else:
@@ -34,16 +37,22 @@ def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> No
     shard(model, config, world)
 
 
-def recompute_activations(model: PreTrainedModel, *, is_selective: bool) -> None:
-    """Compute each layer's activations again in the backward pass; selectively, all but what `_expensive` names."""
+def recompute_activations(model: PreTrainedModel, how: str) -> None:
+    """Compute each layer's activations again in the backward pass; selectively, all but what `_expensive` names; with
+    offload, from inputs that waited in host memory.
+    """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
             f"{type(model).__name__} cannot recompute activations: set model.enable_gradient_checkpointing=false"
         )
     settings: dict[str, Any] = {"use_reentrant": False}
-    if is_selective:
+    if how == SELECTIVE:
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _expensive())
     model.gradient_checkpointing_enable(settings)
+    if how == OFFLOAD:
+        owner: Any = model
+        owner.host_inputs = HostInputs()
+        model._set_gradient_checkpointing(gradient_checkpointing_func=owner.host_inputs.checkpoint)
 
 
 def _expensive() -> list[Any]:
@@ -104,6 +113,8 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)
+    if config.master_dtype != "float32":
+        model.register_forward_pre_hook(_keep_gradients_in_float32)
     model.register_forward_hook(_reshard_without_backward)
 
 
@@ -133,6 +144,19 @@ def add_up_replicas(model: nn.Module, *, is_last: bool) -> None:
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(is_last or not _FILLS_UNUSED)
+
+
+def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
+    """FSDP2 casts what it has reduced to the dtype of the parameter: a sum over micro-batches would be rounded with
+    each of them, and depend on their number. Known only once FSDP2 has looked at the parameters, at its first forward.
+    """
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            if group._orig_dtype is None or group._orig_dtype == torch.float32:
+                continue
+            group._orig_dtype = torch.float32
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad_dtype = torch.float32
 
 
 def _reshard_without_backward(model: nn.Module, args: object, output: object) -> None:

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import OptimConfig
+from trainer.optim import rounding
 from trainer.optim.clip import Optimizer, local
+from trainer.runtime import seeding
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class AdamW(torch.optim.AdamW, Optimizer):
-    """torch's fused one; its state exists before the first step, so that there is memory to load a checkpoint into."""
+    """torch's fused one, or one in parts where moments or parameters are bfloat16, which that does not take.
+
+    Its state exists before the first step, so that there is memory to load a checkpoint into.
+    """
 
     def __init__(self, parameters: NamedParameters, config: OptimConfig) -> None:
         """Two groups: matrices decay, norms and biases do not, whatever their number of dimensions."""
@@ -29,12 +34,49 @@ class AdamW(torch.optim.AdamW, Optimizer):
             eps=config.eps,
             fused=True,
         )
+        self._names = {parameter: name for name, parameter in named}
+        dtype: torch.dtype = getattr(torch, config.state_dtype)
+        self._is_rounded = any(kind != torch.float32 for kind in (dtype, *(p.dtype for _, p in named)))
         for _, parameter in named:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False, dtype=dtype),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False, dtype=dtype),
             }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self._is_rounded:
+            super().step()
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_rounded(parameter, parameter.grad, group)
+
+    def _step_rounded(self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]) -> None:
+        """What the fused kernel does, in float32 and in parts; what is kept in bfloat16 is rounded at random.
+
+        Products, sums, quotients and roots alone, each correctly rounded: no result depends on where a shard begins.
+        """
+        state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
+        is_skipped = self.found_inf > 0
+        state["step"].add_(1 - self.found_inf)
+        # of a first step that is left out they would be zero
+        step = state["step"].double().clamp(min=1)
+        correction1, correction2 = 1 - beta1**step, (1 - beta2**step).sqrt()
+        keys = [seeding.key(self.rounding_key, self._names[parameter], which) for which in ("w", "m", "v")]
+        tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], whole_gradient)
+        begin = rounding.first_element(parameter)
+        for start, (*targets, gradient) in rounding.chunks(*(local(tensor).detach() for tensor in tensors)):
+            gradient.div_(self.grad_scale)
+            weight, mean, square = (target.float() for target in targets)
+            mean = mean * beta1 + gradient * (1 - beta1)
+            square = square * beta2 + (gradient * gradient).mul_(1 - beta2)
+            root = (square.sqrt() / correction2).add_(group["eps"])
+            weight = weight * (1 - lr * group["weight_decay"]) - (mean / root).mul_(lr / correction1)
+            for target, value, key in zip(targets, (weight, mean, square), keys, strict=True):
+                rounding.store(target, torch.where(is_skipped, target.float(), value), key, begin + start)
 
     def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """The last step's change of this rank's shard but for its sign, from the moments.
@@ -42,7 +84,8 @@ class AdamW(torch.optim.AdamW, Optimizer):
         lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * w), with w after the update instead of before.
         """
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        weight, mean, square = (local(t).detach() for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+        tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
+        weight, mean, square = (local(tensor).detach().float() for tensor in tensors)
         step = state["step"].to(weight.device)
         root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
         return (mean / (1 - beta1**step)).div_(root).add_(weight, alpha=group["weight_decay"]).mul_(group["lr"])

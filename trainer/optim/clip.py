@@ -15,11 +15,13 @@ class Optimizer(torch.optim.Optimizer):
     """What training asks of an optimizer beyond torch's own interface.
 
     `step` reads two scalars on the device, as torch's fused optimizers do: gradients are divided by `grad_scale`, and
-    where `found_inf` is not 0 nothing changes, the momentum and the step counts included.
+    where `found_inf` is not 0 nothing changes, the momentum and the step counts included. `rounding_key`, another at
+    each step, chooses how results in bfloat16 are rounded.
     """
 
     grad_scale: Tensor
     found_inf: Tensor
+    rounding_key: int
 
     def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """What the last step took from this rank's shard of `parameter`, a new tensor. May be collective."""
@@ -33,7 +35,9 @@ def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def clipped_step(optimizer: Optimizer, *, total_norm: Tensor, is_skipped: Tensor, max_norm: float) -> None:
+def clipped_step(
+    optimizer: Optimizer, *, total_norm: Tensor, is_skipped: Tensor, max_norm: float, rounding_key: int
+) -> None:
     """Update with gradients scaled by min(1, max_norm / total_norm), or not at all where `is_skipped` holds.
 
     `total_norm` (global) and `is_skipped` are scalars equal on all ranks. Both act on the device, where the gradients
@@ -44,6 +48,7 @@ def clipped_step(optimizer: Optimizer, *, total_norm: Tensor, is_skipped: Tensor
     device = optimizer.param_groups[0]["params"][0].device  # the host with CPU offload
     optimizer.grad_scale = (total_norm / max_norm).clamp(min=1.0).to(device, torch.float32)
     optimizer.found_inf = is_skipped.to(device, torch.float32)
+    optimizer.rounding_key = rounding_key
     optimizer.step()
 
 

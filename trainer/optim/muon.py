@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.config import OptimConfig
+from trainer.optim import rounding
 from trainer.optim.adamw import AdamW, is_decayed, trainable
 from trainer.optim.clip import Optimizer, local
+from trainer.runtime import seeding
 
 MOMENTUM = 0.95
 NUM_ITERATIONS = 5
@@ -32,17 +34,20 @@ class Muon(Optimizer):
         matrices = [p for name, p in parameters if is_decayed(name, p) and id(p) not in ends]
         own = {id(parameter) for parameter in matrices}
         self._adamw = AdamW([(name, p) for name, p in parameters if id(p) not in own], config)
+        self._names = {p: name for name, p in parameters if id(p) in own}
         group = {"params": matrices, "lr": 0.0, "momentum": MOMENTUM, "weight_decay": config.weight_decay}
         super().__init__([group], {})
         self.param_groups = [*self.param_groups, *self._adamw.param_groups]
         for parameter in matrices:
-            self._adamw.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+            momentum = torch.zeros_like(parameter, requires_grad=False, dtype=getattr(torch, config.state_dtype))
+            self._adamw.state[parameter] = {"momentum_buffer": momentum}
         self.state = self._adamw.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Collective: every matrix is gathered once."""
-        self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
+        for name in ("grad_scale", "found_inf", "rounding_key"):
+            setattr(self._adamw, name, getattr(self, name))
         self._adamw.step()
         for group in self.param_groups:
             for parameter in group["params"] if "momentum" in group else ():
@@ -60,16 +65,22 @@ class Muon(Optimizer):
 
     def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
-        buffer, gradient = self.state[parameter]["momentum_buffer"], parameter.grad
+        gradient, first = parameter.grad, rounding.first_element(parameter)
+        targets = [local(tensor).detach() for tensor in (parameter, self.state[parameter]["momentum_buffer"])]
+        weight, momentum = (target.float() for target in targets)  # themselves where they are float32
         local(gradient).div_(self.grad_scale)
         is_skipped = self.found_inf > 0
         # what is not finite must not enter the momentum, not even times zero
-        local(gradient).copy_(torch.where(is_skipped, local(buffer), local(gradient)))
-        local(buffer).lerp_(local(gradient), 1 - group["momentum"])
-        update = orthogonal_update(gradient.lerp(buffer, group["momentum"]))
-        update.add_(local(parameter), alpha=group["weight_decay"])
+        local(gradient).copy_(torch.where(is_skipped, momentum, local(gradient)))
+        momentum.lerp_(local(gradient), 1 - group["momentum"])
+        local(gradient).lerp_(momentum, group["momentum"])
+        update = orthogonal_update(gradient)
+        update.add_(weight, alpha=group["weight_decay"])
         update.masked_fill_(is_skipped, 0.0)
-        local(parameter).sub_(update, alpha=group["lr"])
+        weight.sub_(update, alpha=group["lr"])
+        for which, target, value in zip("wm", targets, (weight, momentum), strict=True):
+            key = seeding.key(self.rounding_key, self._names[parameter], which)
+            rounding.store(target.view(-1), value.view(-1), key, first)
 
 
 def orthogonal_update(momentum: Tensor) -> Tensor:

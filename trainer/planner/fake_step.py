@@ -23,11 +23,13 @@ from transformers import PreTrainedModel
 from trainer.batch import PackedBatch
 from trainer.config import Config, ConfigError
 from trainer.model import attention, cpu_attention, load, packed_lm, parallelize
+from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.optim import OPTIMIZERS, clip
 from trainer.planner.live_storage import (
     GATHERED,
     HEAD,
+    HOST_INPUTS,
     LASTING,
     OPTIMIZER,
     PARAMETERS,
@@ -67,8 +69,11 @@ class Job:
     workload: Workload
 
     @property
-    def is_offloaded(self) -> bool:
-        return self.is_cuda and self.config.model.fsdp_config.cpu_offload
+    def elsewhere(self) -> frozenset[str]:
+        """Categories in host memory that a GPU does not hold."""
+        if not self.is_cuda:
+            return frozenset()
+        return LASTING | {HOST_INPUTS} if self.config.model.fsdp_config.cpu_offload else frozenset({HOST_INPUTS})
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def measure(job: Job, num_layers: int) -> Measured:
     return Measured(
         num_layers=num_layers,
         everything=live.peaks(),
-        on_device=live.peaks(elsewhere=LASTING if job.is_offloaded else frozenset()),
+        on_device=live.peaks(elsewhere=job.elsewhere),
         gathered_bytes=live.gathered_bytes * job.workload.num_micro_batches // num_run,
         reduced_bytes=live.reduced_bytes * job.workload.num_micro_batches // num_run,
     )
@@ -128,8 +133,11 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
     live.mark([*model.parameters(), *model.buffers()], PARAMETERS)
     live.mark([tensor for state in optimizer.state.values() for tensor in state.values()], OPTIMIZER)
     layers, num_begun = decoder_layers(model), itertools.count()
+    inputs: HostInputs | None = getattr(model, "host_inputs", None)
 
     def forward_begins(index: int, *_: Any) -> None:
+        if inputs is not None and inputs.newest is not None:
+            live.mark([inputs.newest.host], HOST_INPUTS)
         if live.phase[1] != "backward":
             live.enter(live.phase[0], "forward", _edge(index, len(layers)))
 
@@ -164,7 +172,7 @@ def run_step(model: PreTrainedModel, optimizer: clip.Optimizer, batches: Sequenc
         (loss_sum / len(batches)).backward()
         del loss_sum
     total_norm = clip.local_square_sum(parameters).sqrt()
-    clip.clipped_step(optimizer, total_norm=total_norm, is_skipped=total_norm < 0, max_norm=1.0)
+    clip.clipped_step(optimizer, total_norm=total_norm, is_skipped=total_norm < 0, max_norm=1.0, rounding_key=0)
     optimizer.zero_grad(set_to_none=True)
 
 

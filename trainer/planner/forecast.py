@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from trainer.config import Config, ConfigError
+from trainer.config import OFFLOAD, Config, ConfigError
 from trainer.run.compose import load_config
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
 """A process that has imported torch and transformers; what gloo, the C library and kernels take besides (measured for
 small models: benchmarks/results/memory_plan.json)."""
 MAX_TOKENS, RECOMPUTE = "data.max_token_len_per_gpu", "model.enable_gradient_checkpointing=true"
-OFFLOAD = "model.fsdp_config.cpu_offload=true"
+PUT_AWAY = f"model.enable_gradient_checkpointing={OFFLOAD}"
+STATE_ON_HOST = "model.fsdp_config.cpu_offload=true"
 
 
 @dataclass(frozen=True)
@@ -123,22 +124,25 @@ def smallest_change(config: Config, plan: "MemoryPlan", forecast: Callable[[Chan
 
 
 def change_series(config: Config, plan: "MemoryPlan") -> Iterator[list[Change]]:
-    """What to try, each series from the least to the most: shorter micro-batches, recomputed activations, both; more
-    ranks, without and with both; parameters and optimizer state in host memory, likewise.
+    """What to try, each series from the least to the most: shorter micro-batches, recomputed activations, both, their
+    inputs put away; more ranks, without and with both; parameters and optimizer state in host memory, likewise.
     """
     now, max_length = plan.num_ranks, config.data.max_length
     budgets = [number * max_length for number in reversed(range(1, -(-plan.workload.num_tokens // max_length)))]
     shorter = [f"{MAX_TOKENS}={tokens}" for tokens in budgets]
-    recompute = [] if config.model.enable_gradient_checkpointing is True else [RECOMPUTE]
+    how, is_cuda = config.model.enable_gradient_checkpointing, config.trainer.device != "cpu"
+    recompute = [] if how in (True, OFFLOAD) else [RECOMPUTE]
     both = (*recompute, *shorter[-1:])
     yield [Change(now, (word,)) for word in shorter]
     yield [Change(now, (word,)) for word in recompute]
     yield [Change(now, (*recompute, word)) for word in shorter]
+    if is_cuda and how != OFFLOAD:
+        yield [Change(now, (PUT_AWAY,))]
     divisor = max(1, config.model.fsdp_config.fsdp_size)
     more = [ranks for ranks in (2**n for n in range(1, MAX_RANKS.bit_length())) if ranks > now and ranks % divisor == 0]
     yield [Change(ranks) for ranks in more]
     yield [Change(ranks, both) for ranks in more if both]
-    if config.trainer.device != "cpu" and not config.model.fsdp_config.cpu_offload:
-        yield [Change(now, (OFFLOAD,))]
-        yield [Change(now, (OFFLOAD, *recompute))]
-        yield [Change(now, (OFFLOAD, *both))]
+    if is_cuda and not config.model.fsdp_config.cpu_offload:
+        yield [Change(now, (STATE_ON_HOST,))]
+        yield [Change(now, (STATE_ON_HOST, *recompute))]
+        yield [Change(now, (STATE_ON_HOST, *both))]

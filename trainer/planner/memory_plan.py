@@ -18,6 +18,7 @@ from trainer.planner.live_storage import (
     GATHERED,
     GRADIENTS,
     HEAD,
+    HOST_INPUTS,
     LASTING,
     OPTIMIZER,
     PARAMETERS,
@@ -28,6 +29,7 @@ from trainer.run.inputs import resolve_source
 from trainer.runtime.distributed import compute_dtype
 
 SAVE_COPY = "copy of an asynchronous save"
+NAMES = (PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS, GRADIENTS, GATHERED, ACTIVATIONS, HOST_INPUTS, HEAD)
 
 
 @dataclass(frozen=True)
@@ -100,17 +102,16 @@ def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
 
 def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_layers: tuple[int, ...]) -> MemoryPlan:
     device = max(measured.on_device.values(), key=lambda held: held.total())
-    lasting = {name: max(held[name] for held in measured.everything.values()) for name in LASTING}
-    host = lasting if job.is_offloaded else {}
-    saved = lasting[PARAMETERS] + lasting[OPTIMIZER] if job.config.trainer.checkpoint.async_save else 0
-    names = (PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS, GRADIENTS, GATHERED, ACTIVATIONS, HEAD)
+    most = {name: max(held[name] for held in measured.everything.values()) for name in LASTING | {HOST_INPUTS}}
+    host = {name: most[name] for name in NAMES if name in job.elsewhere and most[name]}
+    saved = most[PARAMETERS] + most[OPTIMIZER] if job.config.trainer.checkpoint.async_save else 0
     return MemoryPlan(
         num_ranks=job.num_ranks,
         workload=job.workload,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_layers=measured.num_layers,
         num_measured_layers=num_measured_layers,
-        device_bytes={name: device[name] for name in names},
+        device_bytes={name: device[name] for name in NAMES if name != HOST_INPUTS or device[name]},
         host_bytes=host | {SAVE_COPY: saved},
         gathered_bytes=measured.gathered_bytes,
         reduced_bytes=measured.reduced_bytes,

@@ -1,0 +1,134 @@
+"""Runs with moments and parameters in bfloat16, and with the layers' inputs in host memory."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
+from toy_runs import Recipe, Result, run
+from transformers import AutoModelForCausalLM
+
+from trainer.loop.fit import fit
+
+STATES: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
+LOW: dict[str, Any] = STATES | {"model": {"master_dtype": "bfloat16"}}
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Rows that no number of ranks divides."""
+    changes = {"vocab_size": 163, "intermediate_size": 97, "tie_word_embeddings": False}
+    return write_model_config(tmp_path_factory.mktemp("model"), "qwen3", **changes)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A run without interruption: its directory, with all checkpoints, and its end."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    return run_dir, run_ranks(run, 2, run_dir, source, Recipe(STEPS), **LOW)[0]
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], value) and ours[name].dtype == value.dtype for name, value in theirs.items()
+    )
+
+
+def begun(run_dir: Path, target: Path, step: int = 4) -> Path:
+    """The run as it was after this step: what comes later is not there."""
+    target.mkdir()
+    shutil.copytree(run_dir / f"global_step_{step}", target / f"global_step_{step}")
+    (target / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return target
+
+
+def test_interrupted_equals_uninterrupted_bit_for_bit(source: Any, whole: tuple[Path, Result], tmp_path: Path) -> None:
+    run_dir, expected = whole
+    assert {value.dtype for value in expected.parameters.values()} == {torch.bfloat16}
+    kinds = {value.dtype for name, value in expected.moments.items() if not name.endswith(".step")}
+    assert kinds == {torch.bfloat16}
+    found = run_ranks(run, 2, begun(run_dir, tmp_path / "again"), source, Recipe(STEPS), **LOW)[0]
+    assert found.start_step == 4
+    assert found.losses == {step: expected.losses[step] for step in (5, 6)}
+    assert equal(found.parameters, expected.parameters) and equal(found.moments, expected.moments)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_another_number_of_ranks_loads_the_same_and_goes_on_alike(
+    source: Any, whole: tuple[Path, Result], tmp_path: Path, world_size: int
+) -> None:
+    run_dir, expected = whole
+    same = run_ranks(run, 2, begun(run_dir, tmp_path / "same"), source, Recipe(STEPS), **LOW)[0]
+    found = run_ranks(run, world_size, begun(run_dir, tmp_path / "other"), source, Recipe(STEPS), **LOW)[0]
+    assert equal(found.loaded, same.loaded) and equal(found.loaded_moments, same.loaded_moments)
+    assert found.losses[5][0] == pytest.approx(expected.losses[5][0], rel=1e-6)
+    # a gradient that rounds otherwise may round an element of the next parameters to the other neighbour
+    assert found.losses[6][0] == pytest.approx(expected.losses[6][0], rel=1e-4)
+
+
+def test_the_export_holds_the_parameters_as_they_are(source: Any, whole: tuple[Path, Result]) -> None:
+    run_dir, expected = whole
+    exported = AutoModelForCausalLM.from_pretrained(run_dir / "global_step_6" / "huggingface", dtype=torch.float32)
+    assert all(torch.equal(exported.state_dict()[name], value.float()) for name, value in expected.parameters.items())
+
+
+def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(
+    source: Any, whole: tuple[Path, Result], tmp_path: Path
+) -> None:
+    """Widening is exact. What narrowing would lose is not lost: refused, with the key that goes on."""
+    widened = run_ranks(run, 1, begun(whole[0], tmp_path / "wide"), source, Recipe(STEPS))[0]
+    assert widened.start_step == 4
+    assert {value.dtype for value in (widened.loaded | widened.loaded_moments).values()} == {torch.float32}
+    for changes, key in ((STATES, "optim.state_dtype"), ({"model": LOW["model"]}, "model.master_dtype")):
+        again = begun(tmp_path / "wide", tmp_path / key, step=STEPS)
+        with pytest.raises(BaseException, match=rf"ConfigError.* set {key}=float32"):
+            run_ranks(run, 1, again, source, Recipe(STEPS + 2), **changes)
+
+
+Trained = tuple[list[float], list[float], dict[str, torch.Tensor]]
+"""Losses, norms, and whole parameters at the end."""
+
+
+def train(world: Any, source: Any, variants: list[dict[str, Any]]) -> list[Trained]:
+    """A run of each variant: what `toy_run` and `build_toy_model` take."""
+    found = []
+    for variant in variants:
+        changes = dict(variant)
+        run = {name: changes.pop(name) for name in ("max_samples", "optim") if name in changes}
+        model = build_toy_model(world, source, **changes.pop("model", {}), **changes)
+        parts = toy_run(world, model, ToySamples(), total_steps=STEPS, **run)
+        assert fit(parts) == 0
+        rows: Any = parts.tracking
+        found.append((rows.column("train/loss"), rows.column("train/grad_norm"), full_parameters(model)))
+    return found
+
+
+def test_gradients_and_losses_do_not_depend_on_ranks_or_micro_batches(source: Any) -> None:
+    """The first step as exactly as in float32: gradients are summed in float32 whatever the parameters are kept in.
+    Later the few elements that were rounded to the other neighbour show.
+    """
+    kinds = [STATES, LOW]
+    expected = run_ranks(train, 1, source, kinds)[0]
+    for world_size, max_samples in ((1, 1), (2, 1), (4, 2)):
+        variants = [kind | {"max_samples": max_samples} for kind in kinds]
+        for (losses, norms, _), (own_losses, own_norms, _) in zip(
+            expected, run_ranks(train, world_size, source, variants)[0], strict=True
+        ):
+            assert losses[-1] < losses[0]
+            assert own_losses[0] == pytest.approx(losses[0], rel=1e-6)
+            assert own_norms[0] == pytest.approx(norms[0], rel=1e-6)
+            assert own_losses == pytest.approx(losses, rel=1e-4) and own_norms == pytest.approx(norms, rel=1e-3)
+
+
+def test_inputs_of_the_layers_come_back_from_host_memory_as_they_were(source: Any) -> None:
+    """The same bits as with recomputation alone: losses, norms and parameters after six steps."""
+    kinds: list[dict[str, Any]] = [{"is_packed": False}, LOW | {"param_dtype": "bfloat16"}]
+    hows: list[bool | str] = [True, "offload"]
+    variants = [kind | {"enable_gradient_checkpointing": how, "max_samples": 2} for kind in kinds for how in hows]
+    found = run_ranks(train, 2, source, variants)[0]
+    for expected, offloaded in zip(found[::2], found[1::2], strict=True):
+        assert offloaded[:2] == expected[:2] and equal(offloaded[2], expected[2])

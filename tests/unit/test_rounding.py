@@ -1,0 +1,169 @@
+"""Moments and parameters in bfloat16: rounding that is right on average, and the same however a tensor is sharded."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from toy import optim_config
+
+from trainer.optim import OPTIMIZERS, clip, rounding
+from trainer.runtime import seeding
+
+UNIT = 2.0**-7
+"""Between two numbers of bfloat16 from 1 to 2."""
+KINDS = {
+    "states": {"state_dtype": "bfloat16"},
+    "master and states": {"state_dtype": "bfloat16", "master_dtype": "bfloat16"},
+    "master": {"master_dtype": "bfloat16"},
+    "muon": {"name": "muon", "state_dtype": "bfloat16", "master_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 64, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rounding_is_right_on_average_over_keys_and_over_elements(share: float, sign: float) -> None:
+    """Rounded up `share` of the time: within five standard deviations of the mean of so many draws."""
+    value, num_keys, num_elements = sign * (1 + share * UNIT), 400, 1000
+    draws = torch.stack(
+        [
+            rounding.rounded(torch.full((num_elements,), value), seeding.key("test", key), first=0).double()
+            for key in range(num_keys)
+        ]
+    )
+    assert set(draws.unique().tolist()) <= {sign, sign * (1 + UNIT)}
+    deviation = UNIT * (share * (1 - share)) ** 0.5
+    for errors in (draws.mean() - value, draws.mean(0) - value, draws.mean(1) - value):
+        num_draws = draws.numel() / errors.numel()
+        assert float(errors.abs().max()) <= 5 * deviation / num_draws**0.5 + 1e-12
+
+
+def test_draws_do_not_hang_together() -> None:
+    """Between neighbours, between steps, between far elements: no correlation beyond that of chance."""
+    values = torch.full((2**16,), 1 + UNIT / 2)
+    here, next_step, next_seed = (
+        (rounding.rounded(values, seeding.key("rounding", seed, step), 0) > 1).double() - 0.5
+        for seed, step in ((1, 1), (1, 2), (2, 1))
+    )
+    for other in (here.roll(1), here.roll(2**10), here.roll(2**15), next_step, next_seed, next_step.roll(1)):
+        assert abs(float((here * other).mean()) * 4) < 5 / 2**8
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3.0, -0.375])
+def test_what_bfloat16_holds_stays_as_it_is(value: float) -> None:
+    kept = torch.full((64,), value).bfloat16().float()
+    assert torch.equal(rounding.rounded(kept, 5, 0).view(torch.int16), kept.bfloat16().view(torch.int16))
+
+
+def test_no_bits_of_a_nan_become_a_number() -> None:
+    values = torch.from_numpy(np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32))
+    for key in range(50):
+        assert rounding.rounded(values, key, 0).isnan().all()
+
+
+def test_a_part_is_rounded_as_within_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.randn(5000)
+    expected = rounding.rounded(whole, 9, first=2**32 - 100)
+    for begin, end in ((0, 1), (17, 90), (90, 5000)):
+        assert torch.equal(rounding.rounded(whole[begin:end], 9, 2**32 - 100 + begin), expected[begin:end])
+
+
+def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str, Tensor]:
+    """Parameters and moments, whole, after updates with gradients that depend on nothing else."""
+    torch.manual_seed(0)
+    changes = dict(changes)
+    master: torch.dtype = getattr(torch, changes.pop("master_dtype", "float32"))
+    model = nn.Sequential(nn.Linear(37, 10), nn.Linear(10, 6), nn.Linear(6, 1)).to(master)
+    mesh = world.data_mesh
+    fully_shard(model, mesh=mesh)
+    optimizer = OPTIMIZERS[changes.get("name", "adamw")](model, optim_config(**changes))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = distribute_tensor(gradient, mesh, parameter.placements)
+        is_skipped = torch.tensor(step == 2)
+        before = {name: value.clone() for name, value in states(model, optimizer).items()}
+        key = seeding.key("rounding", 3, step)
+        norm = torch.tensor(2.0, dtype=torch.float64)
+        clip.clipped_step(optimizer, total_norm=norm, is_skipped=is_skipped, max_norm=1.0, rounding_key=key)
+        if step == 2:
+            assert all(torch.equal(value, before[name]) for name, value in states(model, optimizer).items())
+    return {name: value.full_tensor() for name, value in states(model, optimizer).items() if value.ndim}
+
+
+def states(model: nn.Module, optimizer: clip.Optimizer) -> dict[str, Any]:
+    found: dict[str, Any] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{kind}": value for kind, value in optimizer.state[parameter].items()}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_is_bit_equal_on_any_number_of_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that do not divide, ranks that hold nothing, HSDP; a step left out (the third) changes no bit."""
+    expected = run_ranks(updated, 1, KINDS[kind])[0]
+    dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in expected.items()}
+    assert dtypes["0.weight"] == KINDS[kind].get("master_dtype", "float32")
+    assert {dtype for name, dtype in dtypes.items() if name.count(".") > 1} == {
+        KINDS[kind].get("state_dtype", "float32")
+    }
+    for world_size, mesh in ((2, {}), (4, {}), (4, {"fsdp_size": 2})):
+        for found in run_ranks(updated, world_size, KINDS[kind], **mesh):
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_float32_updates_are_those_of_torch() -> None:
+    """The update in parts against torch's fused kernel, before anything is rounded."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(300, 20, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [OPTIMIZERS["adamw"](layer, optim_config(weight_decay=0.1)) for layer in layers]
+    optimizers[1]._is_rounded = True  # type: ignore[attr-defined]
+    for step in range(20):
+        gradient = torch.randn(20, 300) * 10.0 ** (step % 5 - 2)
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = 1e-3
+            layer.weight.grad = gradient.clone()
+            norm = torch.tensor(3.0)
+            clip.clipped_step(optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.5, rounding_key=step)
+    torch.testing.assert_close(layers[1].weight, layers[0].weight, rtol=1e-6, atol=1e-7)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        ours, theirs = (
+            optimizer.state[layer.weight][kind] for layer, optimizer in zip(layers, optimizers, strict=True)
+        )
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+
+
+def moved(kind: str, *, num_steps: int, rounded: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """(weights, second moments) of 2,000 equal elements after steps with a gradient of 1 at a small rate."""
+    monkeypatch.setattr(rounding, "rounded", rounded)
+    layer = nn.Linear(2000, 1, bias=False).bfloat16()
+    nn.init.ones_(layer.weight)
+    layer.weight.grad_dtype = torch.float32
+    config = optim_config(state_dtype=kind, betas=[0.9, 0.999], weight_decay=0.0)
+    optimizer = OPTIMIZERS["adamw"](layer, config)
+    optimizer.param_groups[0]["lr"] = 1e-5
+    for step in range(num_steps):
+        layer.weight.grad = torch.ones(1, 2000)
+        norm, key = torch.tensor(1.0), seeding.key("rounding", 0, step)
+        clip.clipped_step(optimizer, total_norm=norm, is_skipped=norm < 0, max_norm=1.0, rounding_key=key)
+    return layer.weight.detach().double(), optimizer.state[layer.weight]["exp_avg_sq"].double()
+
+
+def test_small_changes_add_up_where_rounding_to_nearest_loses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight at a rate of 1e-5, and a second moment with beta2 = 0.999, whose exact values are known."""
+    num_steps, own = 1000, rounding.rounded
+    weight, square = moved("bfloat16", num_steps=num_steps, rounded=own, monkeypatch=monkeypatch)
+    assert float(weight.mean()) == pytest.approx(1 - 1e-5 * num_steps, abs=3e-4)
+    assert float(square.mean()) == pytest.approx(1 - 0.999**num_steps, rel=0.01)
+    nearest = lambda values, key, first: values.bfloat16()  # noqa: E731
+    weight, square = moved("bfloat16", num_steps=num_steps, rounded=nearest, monkeypatch=monkeypatch)
+    assert torch.equal(weight, torch.ones_like(weight)) and float(square.mean()) < 0.4

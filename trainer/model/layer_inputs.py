@@ -1,0 +1,89 @@
+"""What the layers start from, kept in host memory between their forward and their backward pass.
+
+With every layer computed again, its input is all that a micro-batch keeps of it: tokens x hidden size for each layer.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
+
+
+class HostCopy:
+    """A tensor that waits in host memory until the backward pass asks for it.
+
+    On a GPU both copies run beside the computation, on a stream of their own. The newest tensor stays on its device
+    until there is another one: by then it is copied, and the last one is asked for first.
+    """
+
+    def __init__(self, tensor: Tensor, before: "HostCopy | None", stream: torch.cuda.Stream | None) -> None:
+        """`before`: the one made last, which the backward pass will ask for next."""
+        self._device, self._stream = tensor.device, stream
+        self._before = None if before is None else weakref.ref(before)
+        self._on_device: Tensor | None = tensor
+        if before is not None:
+            before._leave()
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
+        with self._beside():
+            self.host.copy_(tensor, non_blocking=True)
+
+    def get(self) -> Tensor:
+        """The tensor on its device again; the next one sets out."""
+        tensor = self._fetch()
+        self._leave()
+        if self._before is not None and (before := self._before()) is not None:
+            before._fetch()
+        return tensor
+
+    def _fetch(self) -> Tensor:
+        if self._on_device is None:
+            self._on_device = torch.empty_like(self.host, device=self._device, pin_memory=False)
+            with self._beside():
+                self._on_device.copy_(self.host, non_blocking=True)
+        return self._on_device
+
+    def _leave(self) -> None:
+        """The computation goes on once the copy is complete: only then may the memory on the device be reused."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._on_device = None
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """On the stream of the copies, once the computation has come so far."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+
+class HostInputs:
+    """The inputs of all layers of a model; `checkpoint` is what its layers are called through."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._newest: weakref.ref[HostCopy] | None = None
+
+    @property
+    def newest(self) -> HostCopy | None:
+        """What was put away last, None when it is no longer needed."""
+        return None if self._newest is None else self._newest()
+
+    def checkpoint(self, function: Callable[..., T], *args: object) -> T:
+        """Call `function`, keep only copies of its arguments, and call it again in the backward pass."""
+        with saved_tensors_hooks(self._put_away, HostCopy.get):
+            result: T = checkpoint(function, *args, use_reentrant=False)
+        return result
+
+    def _put_away(self, tensor: Tensor) -> HostCopy:
+        if tensor.device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        copy = HostCopy(tensor, self.newest, self._stream)
+        self._newest = weakref.ref(copy)
+        return copy

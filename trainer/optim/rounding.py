@@ -1,0 +1,74 @@
+"""Float32 results kept as bfloat16: rounded up or down at random, right on average.
+
+Rounding to nearest loses every change below half a unit of the last place (1/512 of the value): a weight at a small
+learning rate, and a second moment with beta2 = 0.999, would stand still (P. Zamirai et al., "Revisiting BFloat16
+Training", arXiv 2010.06192). The noise is a hash of (key, global index of the element), so it is the same on any number
+of ranks and after a restart, and needs no generator.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+CHUNK_NUMEL = 2**22
+"""Elements that are updated at once: float32 copies of a whole parameter would take what is saved."""
+_NOISE_BITS = 16
+"""The bits of a float32 that a bfloat16 lacks."""
+_MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
+"""2^32 / golden ratio; those of C. Wellons' `lowbias32`, found by search (nullprogram.com, "Prospecting for Hash
+Functions")."""
+
+
+def store(target: Tensor, values: Tensor, key: int, first: int) -> None:
+    """Write float32 `values` into `target`; into a bfloat16 one rounded with the noise of `key`.
+
+    Both are flat; `first` is the index of their first element in the whole tensor.
+    """
+    target.copy_(values if target.dtype == values.dtype else rounded(values, key, first))
+
+
+def rounded(values: Tensor, key: int, first: int) -> Tensor:
+    """Flat float32 as bfloat16: up with the probability of the part that is cut off."""
+    noise = _hash(len(values), key, first, values.device).bitwise_and_(2**_NOISE_BITS - 1)
+    bits = noise.add_(values.view(torch.int32)).bitwise_and_(-(2**_NOISE_BITS))
+    # noise could carry a NaN of all ones over into zero
+    return torch.where(values.isnan(), values, bits.view(torch.float32)).bfloat16()
+
+
+def first_element(tensor: Tensor) -> int:
+    """Index in the whole tensor of the first element of this rank's shard, whose rows lie together."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offset[0]) * math.prod(tensor.shape[1:]) if offset else 0
+
+
+def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Flat views of tensors of one shape, part by part, with the index at which the part begins."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    for start in range(0, len(flat[0]), CHUNK_NUMEL):
+        yield start, tuple(tensor[start : start + CHUNK_NUMEL] for tensor in flat)
+
+
+def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
+    """Int32 of which every bit depends on all bits of the key and of the index modulo 2^32; sums and products wrap."""
+    golden, odd, even = (_signed(multiplier) for multiplier in _MULTIPLIERS)
+    x = torch.arange(numel, dtype=torch.int32, device=device)
+    x = x.add_(_signed(first)).mul_(golden).add_(_signed(key))
+    x = _xor_shifted(x, 16).mul_(odd).bitwise_xor_(_signed(key >> 32))
+    x = _xor_shifted(x, 15).mul_(even)
+    return _xor_shifted(x, 16)
+
+
+def _xor_shifted(x: Tensor, count: int) -> Tensor:
+    """x ^ (x >> count) of unsigned numbers: what a shift of int32 brings in from the left is cut off."""
+    return x.bitwise_xor_((x >> count).bitwise_and_(2 ** (32 - count) - 1))
+
+
+def _signed(value: int) -> int:
+    """The low 32 bits as an int32."""
+    return ((value + 2**31) % 2**32) - 2**31
