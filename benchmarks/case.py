@@ -95,7 +95,6 @@ def prepare_tokens(case: Case, *, max_length: int = 2048, truncation: str = "err
         tokenizer_digest=tokenizer_digest(tokens),
         options=PrepareOptions(RowKeys("messages", "tools", None, None), max_length, truncation),
         cache_dir=case.cache_dir,
-        wait=False,
     )
 
 

@@ -77,12 +77,11 @@ def work(model: Path, train_file: Path, cache_dir: Path, output: Path) -> None:
         tokenizer_digest=tokenizer_digest(tokenizer),
         options=PrepareOptions(RowKeys("messages", "tools", None, None), max_length=MAX_LENGTH),
         cache_dir=cache_dir,
-        wait=False,
     )
     found = {
         "prepare_s": time.perf_counter() - started,
         "num_rows": len(dataset),
-        "num_tokens": len(dataset.input_ids),
+        "num_tokens": len(dataset.tokens),
         "fingerprint": dataset.summary.fingerprint,
         "directory": str(dataset.directory),
         "peak_bytes": peak_bytes(),

@@ -114,7 +114,7 @@ def prepare_rows(world: World, case: Case) -> dict[str, float]:
     dataset = prepare_tokens(case)
     seconds = time.perf_counter() - started
     return {
-        "mean_tokens": len(dataset.input_ids) / len(dataset),
+        "mean_tokens": len(dataset.tokens) / len(dataset),
         "prepare_s": seconds,
         "rows_per_s": len(dataset) / seconds,
         "prepare_peak_mib": peak_bytes() / 2**20,

@@ -31,11 +31,9 @@ def run(
     *,
     cache: Path,
     template: str = fixtures.CHATML,
-    wait: bool = False,
     **more: Any,
 ) -> TokenDataset:
     tokenizer = make_tokenizer(template)
     paths = [files] if isinstance(files, Path) else files
     digest = tokenizer_digest(tokenizer)
-    setup = {"options": options, "cache_dir": cache, "wait": wait}
-    return prepare(paths, tokenizer=tokenizer, tokenizer_digest=digest, **setup, **more)
+    return prepare(paths, tokenizer=tokenizer, tokenizer_digest=digest, options=options, cache_dir=cache, **more)

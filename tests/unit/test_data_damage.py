@@ -1,6 +1,5 @@
 """Prepared tokens that are no longer what was written are found and prepared again; nothing else is."""
 
-import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 from prepared import good_rows, run, write_rows
 
 from trainer.data import token_cache
-from trainer.data.sample_writer import ARRAYS
+from trainer.data.sample_writer import ROWS, TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +35,10 @@ def truncate(path: Path) -> None:
 
 
 DAMAGE = {
-    **{f"{name} {n} bits": (f"{name}.npy", lambda path, n=n: flip(path, n)) for name in ARRAYS for n in (1, 30, 1000)},
-    **{f"{name} truncated": (f"{name}.npy", truncate) for name in ARRAYS},
-    "array missing": ("offsets.npy", Path.unlink),
-    "array empty": ("input_ids.npy", lambda path: path.write_bytes(b"")),
+    **{f"{name} {n} bits": (name, lambda path, n=n: flip(path, n)) for name in (TOKENS, ROWS) for n in (1, 30, 1000)},
+    **{f"{name} truncated": (name, truncate) for name in (TOKENS, ROWS)},
+    "rows missing": (ROWS, Path.unlink),
+    "tokens empty": (TOKENS, lambda path: path.write_bytes(b"")),
     "summary one bit": ("summary.json", lambda path: flip(path, 1)),
     "summary torn": ("summary.json", truncate),
     "checksums one bit": ("SHA256SUMS", lambda path: flip(path, 1)),
@@ -60,8 +59,8 @@ def test_damage_is_found_told_and_mended(
     mended = run(path, cache=cache)
     assert len(caplog.messages) == 1 and "are damaged (" in caplog.messages[0] and name in caplog.messages[0]
     assert "preparing them again" in caplog.messages[0]
-    for array in ARRAYS:
-        assert np.array_equal(np.load(mended.directory / f"{array}.npy"), np.load(expected.directory / f"{array}.npy"))
+    for written in (TOKENS, ROWS):
+        assert (mended.directory / written).read_bytes() == (expected.directory / written).read_bytes()
     assert mended.summary == expected.summary
     assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [directory.name]
 
@@ -74,27 +73,20 @@ def test_whole_tokens_are_not_prepared_again(prepared: tuple[Path, Path], monkey
 def test_whole_tokens_are_read_where_nothing_can_be_written(
     prepared: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_cache.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(Path, "mkdir", None)
     monkeypatch.setattr(Path, "write_text", None)
-    for wait in (False, True):
-        assert len(run(prepared[0], cache=prepared[1], wait=wait)) == 300
+    assert len(run(prepared[0], cache=prepared[1])) == 300
 
 
-def test_a_waiting_rank_never_maps_damaged_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even though another launch has left word that they are whole, or that they cannot be prepared."""
+def test_no_rank_maps_damaged_tokens(tmp_path: Path) -> None:
+    """However many ask at once, one of them mends."""
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(20)), tmp_path / "cache"
-    expected = run(path, cache=cache).input_ids.tolist()
-    (directory,) = (entry for entry in (cache / "tokens").iterdir() if entry.is_dir())
-    flip(directory / "input_ids.npy", 1)
-    monkeypatch.setattr(token_cache, "_launch", lambda: "this one")
+    whole = run(path, cache=cache)
+    expected = whole.tokens.tolist()
+    flip(whole.directory / TOKENS, 1)
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(lambda: run(path, cache=cache, wait=True).input_ids.tolist())
-        for error in (None, "no such file"):
-            directory.with_name(f"{directory.name}.outcome").write_text(json.dumps({"launch": "old", "error": error}))
-            with pytest.raises(TimeoutError):
-                waiting.result(timeout=0.5)
-        run(path, cache=cache)
-        assert waiting.result(timeout=60) == expected
+        found = [dataset.tokens.tolist() for dataset in pool.map(lambda _: run(path, cache=cache), range(4))]
+    assert found == [expected] * 4
 
 
 def test_the_name_of_a_cache_covers_the_code_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

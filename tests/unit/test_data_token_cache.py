@@ -1,7 +1,11 @@
 """The token cache: prepared once per content, whole or not at all, every row accounted for."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
+import os
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -52,10 +56,10 @@ def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
         assert dataset.lengths[index] == len(input_ids)
         assert dataset.num_loss_tokens[index] == loss_mask.sum()
     assert (dataset.location(0), dataset.location(6)) == (f"{first}:1", f"{second}:2")
-    assert isinstance(dataset.input_ids, np.memmap) and not dataset.input_ids.flags.writeable
+    assert isinstance(dataset.tokens, np.memmap) and not dataset.tokens.flags.writeable
     summary = dataset.summary
     assert (summary.num_rows, summary.num_samples, summary.num_bad_rows) == (7, 7, 0)
-    assert summary.num_tokens == dataset.lengths.sum() == len(dataset.input_ids)
+    assert summary.num_tokens == dataset.lengths.sum() == len(dataset.tokens)
     assert summary.num_loss_tokens == dataset.num_loss_tokens.sum()
     assert summary.end_token_ids == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
@@ -220,7 +224,7 @@ def test_killed_preparation_leaves_nothing_that_is_read(tmp_path: Path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             run(path, cache=cache)
     (leftover,) = (entry for entry in (cache / "tokens").iterdir() if entry.is_dir())
-    (leftover / "input_ids.npy").write_bytes(b"half a file")
+    (leftover / "tokens.bin").write_bytes(b"half a file")
     dataset = run(path, cache=cache)
     assert len(dataset) == 3 and not leftover.exists()
     assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [dataset.directory.name]
@@ -232,17 +236,18 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
         run(write_rows(tmp_path / "rows.jsonl", *good_rows(1)), cache=tmp_path / "cache")
 
 
-def _prepare_in_process(path: Path, cache: Path, wait: bool, results: Any) -> None:
+def _prepare_in_process(path: Path, cache: Path, results: Any) -> None:
     try:
-        results.put((wait, run(path, cache=cache, wait=wait).summary.fingerprint))
+        results.put(run(path, cache=cache).summary.fingerprint)
     except DataError as error:
-        results.put((wait, str(error)))
+        results.put(str(error))
 
 
-def _outcomes(path: Path, cache: Path, waits: list[bool]) -> list[tuple[bool, str]]:
+def _outcomes(path: Path, cache: Path) -> list[str]:
+    """Of three processes at once."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=_prepare_in_process, args=(path, cache, wait, results)) for wait in waits]
+    processes = [context.Process(target=_prepare_in_process, args=(path, cache, results)) for _ in range(3)]
     for process in processes:
         process.start()
     outcomes = [results.get(timeout=60) for _ in processes]
@@ -252,21 +257,31 @@ def _outcomes(path: Path, cache: Path, waits: list[bool]) -> list[tuple[bool, st
     return outcomes
 
 
-def test_two_preparers_and_a_waiter_at_once_see_the_same(tmp_path: Path) -> None:
+def test_processes_that_prepare_at_once_see_the_same(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(2000))
-    outcomes = _outcomes(path, tmp_path / "cache", [True, False, False])
-    assert sorted(wait for wait, _ in outcomes) == [False, False, True]
-    assert len({fingerprint for _, fingerprint in outcomes}) == 1
+    assert len(set(_outcomes(path, tmp_path / "cache"))) == 1
     assert len([entry for entry in (tmp_path / "cache/tokens").iterdir() if entry.is_dir()]) == 1
 
 
-def test_a_waiter_learns_that_preparing_failed(tmp_path: Path) -> None:
-    outcomes = _outcomes(write_rows(tmp_path / "rows.jsonl", "{"), tmp_path / "cache", [True, False])
-    assert all("1 of 1 rows cannot be trained on" in text for _, text in outcomes)
+def test_every_process_learns_that_preparing_failed(tmp_path: Path) -> None:
+    outcomes = _outcomes(write_rows(tmp_path / "rows.jsonl", "{"), tmp_path / "cache")
+    assert all("1 of 1 rows cannot be trained on" in text for text in outcomes)
 
 
-def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(tmp_path: Path, num_encoded: list[int]) -> None:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(
+    tmp_path: Path, num_encoded: list[int], monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    """Also where the file system of the cache knows no locks."""
+    cannot_lock, flock = str(tmp_path / "cache"), fcntl.flock
 
+    def limited(descriptor: int, operation: int) -> None:
+        if not has_locks and os.readlink(f"/proc/self/fd/{descriptor}").startswith(cannot_lock):
+            raise OSError(errno.ENOLCK, "no locks available")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", limited)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(50)), tmp_path / "cache"
     threads = [threading.Thread(target=run, args=(path,), kwargs={"cache": cache}) for _ in range(2)]
     for thread in threads:

@@ -11,8 +11,7 @@ from toy import OneSource
 
 from trainer import metrics
 from trainer.batch import StepBatch
-from trainer.data.batch_plan import Limits
-from trainer.data.facts import deal_facts, length_facts
+from trainer.data.batch_plan import Limits, deal_facts, length_facts
 from trainer.data.loader import RankPlan, build_step
 from trainer.metrics import METRICS, is_signal
 from trainer.metrics import find as lookup

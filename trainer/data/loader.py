@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
-from trainer.data.batch_plan import Limits, Schedule, split_batch
-from trainer.data.facts import deal_facts, length_facts
+from trainer.data.batch_plan import Limits, Schedule, deal_facts, length_facts, split_batch
 from trainer.data.samples import Samples
 from trainer.progress import Position
 from trainer.runtime.signals import STOP_SIGNALS

@@ -13,22 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.bad_rows import BadRows
 from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import RowKeys, to_conversation
 from trainer.data.readers import iter_rows
-from trainer.data.rows import Row, UnusableError
+from trainer.data.rows import Row, UnusableError, excerpt, location
 
 SAMPLES_PER_WRITE = 256  # to write and hash a sample alone costs more than to make it
+TOKENS, ROWS = "tokens.bin", "rows.bin"
 BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
-ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "input_ids": ("<i4", ()),
-    "loss_mask": ("|b1", ()),
-    "offsets": ("<i8", ()),
-    "source": ("<i8", (2,)),  # file index, line
-    "num_loss_tokens": ("<i4", ()),
-}
-"""The .npy files of a dataset: element type and shape of one entry."""
+TOKEN = np.dtype("<i4")
+"""Ids of all samples end to end; those that are supervised have the sign bit too."""
+SUPERVISED = np.int32(-(2**31))
+ROW = np.dtype([("file", "<i8"), ("line", "<i8"), ("num_tokens", "<i8"), ("num_loss_tokens", "<i4")])
+"""Of a sample: index of its file and its line there, tokens, and how many of these are labels."""
+NUM_REASONS = 20  # told; the file has all
+NUM_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -67,24 +66,70 @@ class Summary:
     fingerprint: str
 
 
+class BadRows:
+    """What was wrong with rows; each is written to `path`, one JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self.by_kind: Counter[str] = Counter()
+        self._places: dict[str, list[str]] = {}
+        self._by_reason: Counter[str] = Counter()
+        self._file = path.open("w", encoding="utf-8")
+
+    def __enter__(self) -> "BadRows":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+
+    def add(self, row: Row, reason: str) -> None:
+        """Count and list a row; places are kept of the first reasons only, however many there are."""
+        self.by_kind[reason.split(":", 1)[0]] += 1
+        if reason in self._places or len(self._places) < NUM_REASONS:
+            self._by_reason[reason] += 1
+            places = self._places.setdefault(reason, [])
+            if len(places) < NUM_PLACES:
+                places.append(location(row.file, row.line))
+        entry = {"file": str(row.file), "line": row.line, "reason": reason, "excerpt": excerpt(row.record)}
+        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    @property
+    def total(self) -> int:
+        return self.by_kind.total()
+
+    def lines(self) -> list[str]:
+        """The first reasons with their places, and the counts by kind."""
+        lines = [self._line(reason, places) for reason, places in self._places.items()]
+        if more := self.total - self._by_reason.total():
+            lines.append(f"  … and {more} more")
+        return [*lines, "by reason: " + ", ".join(f"{kind} {count}" for kind, count in self.by_kind.most_common())]
+
+    def _line(self, reason: str, places: list[str]) -> str:
+        count = self._by_reason[reason]
+        if count == 1:
+            return f"  {places[0]}: {reason}"
+        return f"  {reason} ({count} rows: {', '.join(places)}{', …' if count > len(places) else ''})"
+
+
 class SampleWriter:
-    """Fills a directory with the arrays of `ARRAYS` and the lists of bad and of over-long rows; complete when left."""
+    """Fills a directory with tokens, rows and the lists of bad and of over-long rows; complete when left."""
 
     def __init__(self, directory: Path, options: PrepareOptions) -> None:
         self.options = options
         self._counts: Counter[str] = Counter()
-        self._pending: list[tuple[np.ndarray, np.ndarray, int, tuple[int, int], int]] = []
-        self._stack = ExitStack()
-        self._arrays = {name: self._stack.enter_context(_ArrayFile(directory / f"{name}.npy", name)) for name in ARRAYS}
-        self.bad_rows = self._stack.enter_context(BadRows(directory / BAD_ROWS))
-        self._over_long_rows = self._stack.enter_context((directory / OVER_LONG_ROWS).open("w", encoding="utf-8"))
-        self._arrays["offsets"].append([0])
+        self._pending: list[tuple[Encoded, tuple[int, int, int, int]]] = []
+        self._digests = [hashlib.sha256() for _ in range(3)]
+        self._digests[2].update(np.int64(0).tobytes())
+        with ExitStack() as stack:
+            self._tokens, self._rows = (stack.enter_context((directory / name).open("wb")) for name in (TOKENS, ROWS))
+            self.bad_rows = stack.enter_context(BadRows(directory / BAD_ROWS))
+            self._over_long_rows = stack.enter_context((directory / OVER_LONG_ROWS).open("w", encoding="utf-8"))
+            self._files = stack.pop_all()
 
     def __enter__(self) -> "SampleWriter":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with self._stack:
+        with self._files:
             self._write_pending()
 
     def add(self, row: Row, file_index: int, encoded: Encoded | UnusableError) -> None:
@@ -114,21 +159,25 @@ class SampleWriter:
         counts["num_cut_tokens"] += num_cut
         counts["num_tokens"] += len(input_ids)
         counts["num_loss_tokens"] += num_loss_tokens
-        self._pending.append((input_ids, loss_mask, counts["num_tokens"], (file_index, row.line), num_loss_tokens))
+        kept_row = (file_index, row.line, len(input_ids), num_loss_tokens)
+        self._pending.append((Encoded(input_ids, loss_mask), kept_row))
         if len(self._pending) == SAMPLES_PER_WRITE:
             self._write_pending()
         return None
 
     def _write_pending(self) -> None:
+        """The digests are over ids, mask and bounds of all samples, as they were once stored: checkpoints name them."""
         if not self._pending:
             return
-        input_ids, loss_masks, offsets, sources, num_loss_tokens = zip(*self._pending, strict=True)
+        ids = np.concatenate([sample.input_ids for sample, _ in self._pending], dtype=TOKEN)
+        mask = np.concatenate([sample.loss_mask for sample, _ in self._pending])
+        rows = np.array([row for _, row in self._pending], dtype=ROW)
         self._pending.clear()
-        self._arrays["input_ids"].append(np.concatenate(input_ids))
-        self._arrays["loss_mask"].append(np.concatenate(loss_masks))
-        self._arrays["offsets"].append(offsets)
-        self._arrays["source"].append(sources)
-        self._arrays["num_loss_tokens"].append(num_loss_tokens)
+        self._tokens.write(np.where(mask, ids | SUPERVISED, ids).data)
+        self._rows.write(rows.data)
+        num_before = self._counts["num_tokens"] - len(ids)
+        for digest, array in zip(self._digests, (ids, mask, num_before + np.cumsum(rows["num_tokens"])), strict=True):
+            digest.update(array.data)
 
     def _list_over_long(self, row: Row, encoded: Encoded, action: str) -> None:
         entry = {"file": str(row.file), "line": row.line, "num_tokens": len(encoded.input_ids), "action": action}
@@ -139,7 +188,6 @@ class SampleWriter:
         self.bad_rows.add(row, reason)
 
     def summary(self, encoder: ChatEncoder) -> Summary:
-        digests = [self._arrays[name].sha256.hexdigest() for name in ("input_ids", "loss_mask", "offsets")]
         counted = {field.name: self._counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
         counted |= {"num_bad_rows": self.bad_rows.total, "num_without_reasoning": encoder.num_without_reasoning}
         return Summary(
@@ -147,39 +195,8 @@ class SampleWriter:
             bad_rows_by_kind=dict(self.bad_rows.by_kind.most_common()),
             unread_keys=dict(encoder.unread_keys.most_common()),
             end_token_ids=encoder.end_token_ids,
-            fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest(),
+            fingerprint=hashlib.sha256("".join(digest.hexdigest() for digest in self._digests).encode()).hexdigest(),
         )
-
-
-class _ArrayFile:
-    """A .npy file of unknown length: entries are appended, the header is completed at the end."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._dtype, self._entry_shape = ARRAYS[name]
-        self._num_entries = 0
-        self._file = path.open("wb")
-        self._write_header()
-        self.sha256 = hashlib.sha256()
-
-    def append(self, entries: Any) -> None:
-        array = np.ascontiguousarray(entries, dtype=self._dtype)
-        self._num_entries += len(array)
-        self._file.write(array.data)
-        self.sha256.update(array.data)
-
-    def _write_header(self) -> None:
-        # numpy pads the header so that the first dimension can grow in place.
-        shape = (self._num_entries, *self._entry_shape)
-        header = {"descr": self._dtype, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def __enter__(self) -> "_ArrayFile":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
 
 
 def write_samples(

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.data.batch_plan import Share
 from trainer.data.rows import location
-from trainer.data.sample_writer import ARRAYS, BAD_ROWS, OVER_LONG_ROWS, Summary
+from trainer.data.sample_writer import BAD_ROWS, OVER_LONG_ROWS, ROW, ROWS, SUPERVISED, TOKEN, TOKENS, Summary
 from trainer.errors import DataError
 
 SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
@@ -23,29 +23,35 @@ class TokenDataset:
     directory: Path
     files: tuple[Path, ...]
     summary: Summary
-    input_ids: np.ndarray
-    """Tokens of all samples end to end, int32 [T]; `loss_mask` is bool [T]."""
-    loss_mask: np.ndarray
-    offsets: np.ndarray
-    """Bounds of the N samples in them, int64 [N + 1]."""
-    source: np.ndarray
-    """File index and line of each sample, int64 [N, 2]."""
-    lengths: np.ndarray
-    num_loss_tokens: np.ndarray
-    """Labels a sample contributes, int32 [N]: a supervised first token has nothing to be predicted from."""
+    tokens: np.ndarray
+    """Of all samples, end to end, as `TOKEN` says."""
+    rows: np.ndarray
+    """`ROW` of each sample."""
+    ends: np.ndarray
+    """Where each sample ends in `tokens`, int64."""
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.rows["num_tokens"]
+
+    @property
+    def num_loss_tokens(self) -> np.ndarray:
+        """Labels each sample contributes: a supervised first token has nothing to be predicted from."""
+        return self.rows["num_loss_tokens"]
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (int32) and loss mask (bool) of one sample, as views of the mapped files."""
-        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return self.input_ids[part], self.loss_mask[part]
+        """Token ids (int32) and loss mask (bool) of one sample."""
+        end = int(self.ends[index])
+        tokens = self.tokens[end - int(self.lengths[index]) : end]
+        return tokens & ~SUPERVISED, tokens < 0
 
     def location(self, index: int) -> str:
         """Where a sample comes from, as `file:line`."""
-        file_index, line = self.source[index]
-        return location(self.files[file_index], int(line))
+        row = self.rows[index]
+        return location(self.files[row["file"]], int(row["line"]))
 
     @property
     def notes(self) -> list[str]:
@@ -71,18 +77,9 @@ class TokenDataset:
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     """Map a prepared directory. `files` are where its rows came from, for messages."""
-    arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-    return TokenDataset(
-        directory=directory,
-        files=files,
-        summary=Summary(**json.loads((directory / "summary.json").read_text())),
-        input_ids=arrays["input_ids"],
-        loss_mask=arrays["loss_mask"],
-        offsets=arrays["offsets"],
-        source=arrays["source"],
-        lengths=np.diff(np.asarray(arrays["offsets"])),
-        num_loss_tokens=arrays["num_loss_tokens"],
-    )
+    tokens, rows = (np.memmap(directory / name, dtype, "r") for name, dtype in ((TOKENS, TOKEN), (ROWS, ROW)))
+    summary = Summary(**json.loads((directory / "summary.json").read_text()))
+    return TokenDataset(directory, files, summary, tokens, rows, np.cumsum(rows["num_tokens"], dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@
 behind is never read. The memory used does not grow with the number of rows.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -12,27 +11,28 @@ import logging
 import os
 import shutil
 import socket
-import time
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 
-import psutil
 import tokenizers
 import transformers
 
-from trainer.data.bad_rows import BadRows
 from trainer.data.chat import ChatEncoder
-from trainer.data.checksums import find_damage, write_checksums
-from trainer.data.sample_writer import BAD_ROWS, PrepareOptions, SampleWriter, Summary, write_samples
+from trainer.data.sample_writer import BAD_ROWS, BadRows, PrepareOptions, SampleWriter, Summary, write_samples
 from trainer.data.samples import TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
-from trainer.runtime.atomic_files import atomic_write, publish
-from trainer.runtime.file_lock import POLL_S, locked
+from trainer.runtime.atomic_files import publish
+from trainer.runtime.file_lock import locked
 
 logger = logging.getLogger(__name__)
 
 HASHED_BYTES = 1 << 24
+CHECKSUMS = "SHA256SUMS"
+"""Lists every other file of a prepared directory, in the format of `sha256sum`."""
 
 
 def prepare(
@@ -42,24 +42,20 @@ def prepare(
     tokenizer_digest: str,
     options: PrepareOptions,
     cache_dir: Path,
-    wait: bool,
     progress: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """The samples of `files`, prepared unless the cache has them.
+    """The samples of `files`, prepared unless the cache has them whole; the first process that asks does the work.
 
-    With `wait` this process leaves the work to another one and polls for its result. `progress` is called with every
-    row and with every poll: who polls is not hung, and who works is watched by itself. Raises `DataError` for rows or
-    files that cannot be trained on, `CannotWriteError` when the cache cannot be written.
+    `progress` is called with every row and while another process works: who waits is not hung, and who works is watched
+    by itself. Raises `DataError` for rows or files that cannot be trained on, `CannotWriteError` when the cache cannot
+    be written.
     """
     directory = cache_dir / "tokens" / _content_hash(files, tokenizer_digest, options, progress)
-    if wait:
-        _wait_for(directory, progress)
-    else:
-        try:
-            _make_whole(directory, partial(_fill, files, tokenizer, options, progress), progress)
-        except OSError as error:
-            fix = "free space or point data.cache_dir to a writable directory"
-            raise CannotWriteError(f"cannot write prepared tokens to '{directory}': {error}; {fix}") from error
+    try:
+        _make_whole(directory, partial(_fill, files, tokenizer, options, progress), progress)
+    except OSError as error:
+        fix = "free space or point data.cache_dir to a writable directory"
+        raise CannotWriteError(f"cannot write prepared tokens to '{directory}': {error}; {fix}") from error
     return open_dataset(directory, tuple(files))
 
 
@@ -96,53 +92,20 @@ def _code_digest() -> str:
 
 
 def _make_whole(directory: Path, fill: Callable[[Path], None], progress: Callable[[], None]) -> None:
-    """Let `fill` make what is not there or no longer what was written, and tell those who wait."""
-    try:
-        if not directory.is_dir() or find_damage(directory):
-            with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_locked:
-                damage = find_damage(directory) if directory.is_dir() else None
-                if damage:
-                    logger.warning("prepared tokens in %s are damaged (%s): preparing them again", directory, damage)
-                if damage or not directory.is_dir():
-                    _make(directory, fill, is_alone=is_locked)
-    except DataError as error:
-        _tell(directory, error=str(error))
-        raise
-    _tell(directory, error=None)
-
-
-def _tell(directory: Path, *, error: str | None) -> None:
-    """Leave the outcome to the other ranks of this machine; where nothing can be written, nothing was wrong either."""
-    if os.access(directory.parent, os.W_OK):
-        note = _outcome_file(directory)
-        text = json.dumps({"launch": _launch(), "error": error})
-        atomic_write(note, text, partial=note.with_name(f"{note.name}.tmp-{socket.gethostname()}-{os.getpid()}"))
-
-
-def _wait_for(directory: Path, progress: Callable[[], None]) -> None:
-    while True:
-        with contextlib.suppress(OSError, ValueError):
-            outcome = json.loads(_outcome_file(directory).read_text())
-            if outcome["launch"] == _launch():
-                break
-        if directory.is_dir() and not os.access(directory.parent, os.W_OK):
-            return
-        progress()
-        time.sleep(POLL_S)
-    if outcome["error"] is not None:
-        raise DataError(outcome["error"])
-
-
-def _outcome_file(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.outcome")
-
-
-def _launch() -> str:
-    """What the ranks of one launch on one machine have in common, and with no other launch: their parent process."""
-    try:
-        return f"{socket.gethostname()} {os.getppid()} {psutil.Process(os.getppid()).create_time()}"
-    except psutil.Error:  # outside of this container
-        return f"{socket.gethostname()} {os.getppid()}"
+    """Let `fill` make what is not there or no longer what was written."""
+    if directory.is_dir() and find_damage(directory) is None:
+        return
+    here = Path(tempfile.gettempdir(), f"sft-{os.getuid()}-{directory.name}.lock")
+    with ExitStack() as held:
+        is_alone = held.enter_context(locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress))
+        if not is_alone:  # the file system has no locks: at least the ranks of this machine do not work twice
+            held.enter_context(locked(here, on_wait=progress))
+        damage = find_damage(directory) if directory.is_dir() else None
+        if damage:
+            # an error, because it may not be the main rank that finds it, and others speak only in errors
+            logger.error("prepared tokens in %s are damaged (%s): preparing them again", directory, damage)
+        if damage or not directory.is_dir():
+            _make(directory, fill, is_alone=is_alone)
 
 
 def _make(directory: Path, fill: Callable[[Path], None], *, is_alone: bool) -> None:
@@ -214,3 +177,32 @@ def _publish(staging: Path, directory: Path) -> None:
         directory.rename(damaged)
         publish(staging, directory)
         shutil.rmtree(damaged, ignore_errors=True)
+
+
+def write_checksums(directory: Path) -> None:
+    """List every file of the directory; `sha256sum -c SHA256SUMS` checks them too."""
+    names = sorted(path.name for path in directory.iterdir())
+    lines = [f"{digest}  {name}\n" for name, digest in _digests(directory, names).items()]
+    (directory / CHECKSUMS).write_text("".join(lines))
+
+
+def find_damage(directory: Path) -> str | None:
+    """What is wrong with the files: one that is missing, left over or changed; None when nothing is."""
+    try:
+        lines = (directory / CHECKSUMS).read_text().splitlines()
+        names = sorted(path.name for path in directory.iterdir() if path.name != CHECKSUMS and path.name[0] != ".")
+        found = [f"{digest}  {name}" for name, digest in _digests(directory, names).items()]
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{CHECKSUMS} or a file it lists cannot be read: {error}"
+    changed = {line.partition("  ")[2] for line in set(lines) ^ set(found)}
+    return f"not as listed in {CHECKSUMS}: {', '.join(sorted(changed))}" if changed else None
+
+
+def _digests(directory: Path, names: list[str]) -> dict[str, str]:
+    with ThreadPoolExecutor(max_workers=min(len(names) or 1, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: _digest(directory / name), names), strict=True))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

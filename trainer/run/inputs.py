@@ -22,7 +22,6 @@ from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.run.preflight import read_chat_template
-from trainer.runtime.environment import local_rank
 
 logger = logging.getLogger(__name__)
 Renderer = tuple[PreTrainedTokenizerBase, str]
@@ -43,7 +42,7 @@ class Inputs:
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
-    """Model files, tokenizer and tokens. Needs no process group; the machine's first rank does the work once.
+    """Model files, tokenizer and tokens. Needs no process group; the first rank that asks does the work once.
 
     `progress` is called while it goes on.
     """
@@ -129,7 +128,6 @@ def _prepare(
                 tokenizer_digest=digest,
                 options=options,
                 cache_dir=Path(data.cache_dir),
-                wait=local_rank() != 0,
                 progress=progress,
             )
         except DataError as error:
