@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,8 @@ class TokenDataset:
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     """Map a prepared directory. `files` are where its rows came from, for messages."""
-    tokens, rows = (np.memmap(directory / name, dtype, "r") for name, dtype in ((TOKENS, TOKEN), (ROWS, ROW)))
+    tokens: np.ndarray = np.memmap(directory / TOKENS, TOKEN, "r")
+    rows: np.ndarray = np.memmap(directory / ROWS, ROW, "r")
     summary = Summary(**json.loads((directory / "summary.json").read_text()))
     return TokenDataset(directory, files, summary, tokens, rows, np.cumsum(rows["num_tokens"], dtype=np.int64))
 
@@ -135,7 +137,7 @@ class Samples:
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for equal samples that come equally often in equal order, whatever their sources are called."""
         if len(self.sources) == 1 and self.sources[0].repeat == 1:
