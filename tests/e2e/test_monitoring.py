@@ -31,6 +31,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.test_freq=25",
         "trainer.roll_detail=step",
         "trainer.trace=true",
+        "trainer.deterministic=true",
         "trainer.experiment_name=watched",
         f"data.cache_dir={place}/cache",
     ]

@@ -1,6 +1,7 @@
 """From a config.json to a model that trains, or to words that help: what is refused, what `auto` falls back to."""
 
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trainer.model.assemble import build_model, per_document_reason
 from trainer.model.packed_lm import ModelSource, notes, read_config, unpackable_reason
 from trainer.run import inputs
 from trainer.run.compose import load_config
+from trainer.runtime import seeding
 
 
 class Lines(logging.Handler):
@@ -54,6 +56,32 @@ def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(t
         assert outcome == "one by one"
         assert any(line.startswith(warning) for line in lines)
         assert "INFO: documents run one by one (slower): packed ones fail the self-check" in lines
+
+
+def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
+    """What becomes of a model under `trainer.deterministic`, with an operation in it that has no such kernel or not."""
+
+    def scattering(*args: Any, **kwargs: Any) -> Any:
+        if not is_possible:
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+        return packed(*args, **kwargs)
+
+    packed = attention.packed_attention
+    seeding.use_deterministic_kernels()
+    with patch.object(attention, "packed_attention", scattering):
+        try:
+            build_model(model_config(attention="packed"), source, world=world, seed=1, max_length=64)
+        except ConfigError as error:
+            return str(error)
+    return f"built with {os.environ['CUBLAS_WORKSPACE_CONFIG']} {os.environ['NCCL_ALGO']} {os.environ['NCCL_PROTO']}"
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named_before_training(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    assert run_ranks(deterministic, 2, source, True) == ["built with :4096:8 Ring Simple"] * 2
+    for refusal in run_ranks(deterministic, 2, source, False):
+        assert refusal.startswith("self-check failed: trainer.deterministic=true is not possible with Qwen2ForCausalLM")
+        assert "here: put_ does not have a deterministic implementation; model.attention=per_document may" in refusal
 
 
 def test_what_is_asked_for_is_not_replaced(tmp_path: Path) -> None:

@@ -298,9 +298,20 @@ def test_the_launcher_gets_the_recipe_and_what_this_command_changes() -> None:
     assert (config.trainer.max_time, config.trainer.logger) == (None, ["console"])
 
 
+def test_on_a_gpu_the_recipe_is_made_deterministic_unless_it_says_otherwise() -> None:
+    for is_on_gpu, own, expected in (
+        (False, (), False),
+        (True, (), True),
+        (True, ("trainer.deterministic=false",), False),
+    ):
+        trial = dataclasses.replace(TRIAL, overrides=own, is_on_gpu=is_on_gpu)
+        _, *words = launcher_words(trial, Path("run"))
+        assert load_config(words).trainer.deterministic is expected
+
+
 def test_the_verdict_names_the_causes_of_the_device() -> None:
     control = Comparison("straight", "control", 12, 4, 1, 0.5, tuple(f"step {step}: x" for step in range(3, 11)))
-    for is_on_gpu, word in ((True, "CUBLAS_WORKSPACE_CONFIG"), (False, "On CPU")):
+    for is_on_gpu, word in ((True, "trainer.deterministic=false"), (False, "On CPU")):
         code, lines = report(control, [], is_on_gpu=is_on_gpu)
         assert code == 1 and word in lines[-2] and lines[-1].endswith("two straight runs differ, first at step 3: x")
         assert lines[1:-2] == [*(f"  step {step}: x" for step in range(3, 8)), "  and 3 more differences"]

@@ -30,6 +30,7 @@ WARNED = (
     "optim.state_dtype",
     "optim.weight_decay",
     "optim.clip_grad",
+    "trainer.deterministic",
     "trainer.checkpoint.export_dtype",
     "torch",
     "transformers",

@@ -201,6 +201,9 @@ class TrainerConfig:
     max_time: str | None = key(None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration)
     seed: int = key(1, "data order, initial weights, dropout")
     device: str = key(AUTO, "auto | cuda | cpu", one_of(AUTO, "cuda", "cpu"))
+    deterministic: bool = key(
+        False, "on a GPU too, two equal runs are bit-equal: only kernels that add in a fixed order, which costs time"
+    )
     max_nonfinite_steps: int = key(
         5,
         "NaN or infinity: the update is skipped; after this many in a row trainer.guard.on_nonfinite",

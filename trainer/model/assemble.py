@@ -79,6 +79,11 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
         errors = selfcheck.compare(model, world.device, max_length=max_length, formula=formula)
     except ConfigError as error:  # by the packed attention
         refusal = f"{name}: {error}"
+    except RuntimeError as error:
+        if "does not have a deterministic" not in str(error):
+            raise
+        operation = str(error).split(", but you set")[0]
+        refusal = f"trainer.deterministic=true is not possible with {name} here: {operation}"
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, (errors.loss, errors.foresight, refusal))
     loss, foresight = (max((report[kind] for report in reports), key=_or_infinity) for kind in (0, 1))

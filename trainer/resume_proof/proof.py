@@ -26,14 +26,13 @@ from trainer.runtime.signals import REPEAT_S
 if TYPE_CHECKING:
     from trainer.resume_proof.bit_equality import Comparison
 
-STRAIGHT, CONTROL, RESUMED = "straight", "control", "resumed"
+STRAIGHT, CONTROL, RESUMED, FREE = "straight", "control", "resumed", "not deterministic"
 MIN_STEPS = 4
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_SHOWN = 5
 CUDA_CAUSES = (
-    "Usual causes on CUDA: the backward pass of fused attention adds in any order (model.attention=per_document may "
-    "help), cuBLAS (CUBLAS_WORKSPACE_CONFIG=:4096:8), NCCL choosing its algorithm (NCCL_ALGO=Ring NCCL_PROTO=Simple), "
-    "kernels that model.compile tunes anew"
+    "Usual causes on CUDA: trainer.deterministic=false (attention's backward pass, cuBLAS and NCCL then add in any "
+    "order), kernels that model.compile tunes anew, code of the model's own"
 )
 CPU_CAUSES = "On CPU two runs should agree: look for what differs between them in this environment"
 
@@ -96,6 +95,10 @@ def _prove(trial: Trial, work: Path, scratch: Path) -> int:
     print(_announcement(trial, work), flush=True)
     straight.train()
     control.train()
+    if trial.is_on_gpu and "trainer.deterministic=false" not in trial.overrides:
+        free = KilledRun(FREE, work, (*launcher_words(trial, work / FREE), "trainer.deterministic=false"), scratch)
+        free.train()
+        print(f"a step takes {straight.step_s:.3g} s, with trainer.deterministic=false {free.step_s:.3g} s", flush=True)
     comparison, kills = compare_runs(straight.run_dir, control.run_dir, steps=trial.steps), []
     if not comparison.differences:
         kills = resumed.train_with_kills(moments(trial, step_s=straight.step_s))
@@ -148,7 +151,11 @@ def moments(trial: Trial, *, step_s: float) -> list[Moment]:
 
 
 def launcher_words(trial: Trial, run_dir: Path) -> tuple[str, ...]:
-    """The recipe, cut to so many steps, in another directory; the later of two words for a key counts."""
+    """The recipe, cut to so many steps, in another directory; the later of two words for a key counts.
+
+    On a GPU it is made deterministic unless it says otherwise.
+    """
+    defaults = ["trainer.deterministic=true"] if trial.is_on_gpu else []
     settings = {
         "trainer.default_local_dir": "'" + str(run_dir).replace("'", "\\'") + "'",
         "trainer.total_training_steps": trial.steps,
@@ -158,7 +165,7 @@ def launcher_words(trial: Trial, run_dir: Path) -> tuple[str, ...]:
         "trainer.max_time": "null",
         "trainer.logger": "[console]",
     }
-    return (str(trial.num_ranks), *trial.overrides, *(f"{key}={value}" for key, value in settings.items()))
+    return (str(trial.num_ranks), *defaults, *trial.overrides, *(f"{key}={value}" for key, value in settings.items()))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from trainer.progress import LoopState, Position
 from trainer.run.end import RunResources, giving_back, unfinished
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter
-from trainer.runtime import distributed
+from trainer.runtime import distributed, seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory
 from trainer.runtime.heartbeat import Heartbeat
@@ -54,6 +54,8 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     device = distributed.pick_device(trainer.device)
     if device.type == "cpu":
         keep_freed_memory()
+    if trainer.deterministic:
+        seeding.use_deterministic_kernels()
     parse_rules(trainer.guard.rules)  # what is wrong with them is known before anything slow
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)

@@ -1,6 +1,7 @@
 """Randomness keyed by what it belongs to, so that no generator state decides a result (floor 1)."""
 
 import hashlib
+import os
 import random
 
 import numpy as np
@@ -23,6 +24,19 @@ def seed_step(seed: int, *, step: int, data_rank: int) -> None:
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value % 2**32)
+
+
+def use_deterministic_kernels() -> None:
+    """What adds up in no fixed order on a GPU (attention's backward pass, cuBLAS, NCCL) does so in one from here on.
+
+    To be called before the first CUDA call. Torch raises where an operation has no such kernel.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_PROTO", "Simple")
+    torch.use_deterministic_algorithms(True)
+    # nothing reads memory before it is written; to fill it costs a pass over all of it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def rng_state(device: torch.device) -> dict[str, object]:
