@@ -15,6 +15,7 @@ from trainer.guard.guard import Guard
 from trainer.loop.run import Cadence, Run
 from trainer.losses import LOSSES
 from trainer.model import flops, load, packed_lm, parallelize
+from trainer.model.experts import Routers
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.roll_detail import RollDetail
@@ -186,6 +187,7 @@ def toy_run(
     settings: dict[str, Any] = {
         "world": world,
         "model": model,
+        "routers": Routers(model, world.device, is_asked=True),
         "optimizer": OPTIMIZERS[optim.name](model, optim),
         "lr_schedule": LrSchedule.from_config(optim, peak_lr=3e-3, total_steps=total_steps),
         "loop": LoopState(),

@@ -121,6 +121,7 @@ def saved_parts(parts: Run) -> dict[str, Stateful]:
     return stateful_parts(
         parts.world,
         parts.model,
+        parts.routers,
         parts.optimizer,
         parts.lr_schedule,
         parts.batches,

@@ -30,6 +30,7 @@ STEP_FILES = (
     "trainer/data/loader.py",
     "trainer/data/batch_plan.py",
     "trainer/model/attention.py",
+    "trainer/model/experts.py",
     "trainer/model/head.py",
     "trainer/model/packed_lm.py",
     "trainer/model/parallelize.py",

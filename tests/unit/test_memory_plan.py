@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from trainer.cli import plan
 from trainer.model import attention, cpu_attention
+from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
 from trainer.planner import fake_step, forecast, live_storage, memory_plan
 from trainer.planner.forecast import Change, Forecast, change_series, smallest_change
@@ -157,14 +158,15 @@ def test_a_layer_computed_again_belongs_to_the_backward_pass(tmp_path: Path, mon
 def real_step(world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batches: int) -> dict[str, int]:
     """Bytes by category at the fullest moment of a second step on real tensors."""
     model = build_toy_model(world, source)
+    routers = Routers(model, world.device, is_asked=True)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
     batches = [fake_step.full_batch(seqlens)] * num_micro_batches
-    fake_step.run_step(model, optimizer, batches)
+    fake_step.run_step(model, routers, optimizer, batches)
     cpu_attention._mask.cache_clear()  # so that the second step makes them, as the one that is planned
     live = LiveStorages()
     with live:
         fake_step.follow(model, optimizer, live)
-        fake_step.run_step(model, optimizer, batches)
+        fake_step.run_step(model, routers, optimizer, batches)
     return dict(max(live.peaks().values(), key=lambda held: held.total()))
 
 

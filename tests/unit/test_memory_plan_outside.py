@@ -12,6 +12,7 @@ from toy import START, build_toy_model, optim_config, write_model_config
 
 from trainer.checkpoint import shards, snapshot
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
+from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
 from trainer.planner import fake_step
 from trainer.planner.forecast import Forecast
@@ -41,7 +42,7 @@ def size_of_the_copy(world: Any, source: Any) -> int:
     """Bytes of the block into which a save behind training copies a state that has been trained a step."""
     model = build_toy_model(world, source)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())
-    fake_step.run_step(model, optimizer, [fake_step.full_batch((32, 32))])
+    fake_step.run_step(model, Routers(model, world.device, is_asked=True), optimizer, [fake_step.full_batch((32, 32))])
     sizes: list[int] = []
     allocate = mmap.mmap
 

@@ -86,6 +86,12 @@ class ModelConfig:
         "what is trained: cross_entropy | dft (each token's loss weighted by its own probability: for pretrained "
         "weights); validation always measures cross_entropy",
     )
+    router_loss: str = key(
+        AUTO,
+        "auto | off: train the auxiliary loss of a mixture of experts too, with the coefficient in config.json "
+        "(train/loss is without it)",
+        one_of(AUTO, "off"),
+    )
     attention: str = key(
         AUTO,
         "auto | packed (documents side by side) | per_document (one per forward; any architecture)",

@@ -11,6 +11,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
+from trainer.model.experts import Routers
 from trainer.monitor.meter import Meter
 from trainer.monitor.roll_detail import RollDetail
 from trainer.optim.clip import Optimizer
@@ -43,6 +44,7 @@ class Run:
 
     world: World
     model: PreTrainedModel
+    routers: Routers
     optimizer: Optimizer
     lr_schedule: LrSchedule
     batches: TrainLoader

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from trainer.checkpoint.state import ModelShards, OptimizerShards, Stateful, WeightBuffers
 from trainer.data.loader import TrainLoader
 from trainer.guard.guard import Guard
+from trainer.model.experts import Routers
 from trainer.monitor.meter import Meter
 from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import LrSchedule
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 def stateful_parts(
     world: World,
     model: PreTrainedModel,
+    routers: Routers,
     optimizer: Optimizer,
     lr_schedule: LrSchedule,
     batches: TrainLoader,
@@ -42,6 +44,7 @@ def stateful_parts(
         "lr_scheduler": RateState(lr_schedule, batches),
         "rng": GeneratorState(world.device),
         "buffers": WeightBuffers(model),
+        "routers": routers,
         "guard": guard,
         "loop": loop,
         "meter": meter,

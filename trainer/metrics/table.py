@@ -89,6 +89,12 @@ TABLE: tuple[Metric, ...] = (
            "L2 norm of the whole gradient over all ranks, before clipping; sudden multiples of its usual level are "
            "spikes.", config=("optim.clip_grad",), console=lambda value: f"grad_norm {value:.2f}",
            csv="grad_norm median"),
+    Metric("moe/router_loss", "1", "global", "optimisation", "down", "step",
+           "Auxiliary loss of a mixture of experts' routers, without its coefficient: 0 in a run's first step, about "
+           "the number of experts chosen for a token where these are even.", config=("model.router_loss",)),
+    Metric("moe/load_max_over_mean", "ratio", "global", "optimisation", "down", "step",
+           "Tokens of the fullest expert / mean over experts, in the layer where that is largest: 1 = even. No expert "
+           "has a capacity: none drops tokens."),
     Metric("optim/clip_coef", "share", "global", "optimisation", "up", "step",
            "Factor that clipping put on the gradient, min(1, clip_grad / grad_norm): 1 = not clipped.",
            config=("optim.clip_grad",)),

@@ -2,34 +2,45 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.batch import StepFlops
+from trainer.model.experts import experts_of, num_chosen
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:
-    """None for a mixture of experts (parameters of three dimensions), which uses a part of its parameters only."""
-    return _flops(model) if all(p.ndim < 3 for p in model.parameters()) else None
+    """None with parameters of three dimensions that are not experts: those of states, whose cost is not known here."""
+    shares = _met_shares(model)
+    return _flops(model) if all(p.ndim < 3 or p in shares for p in model.parameters()) else None
 
 
 def quadratic_cost(model: PreTrainedModel) -> float:
     """c such that n tokens, all supervised, cost in proportion to n + c * n**2, when attention skips what is masked.
 
-    An architecture without attention heads has c = 0. Of a mixture of experts every expert counts, so c is too small.
+    An architecture without attention heads has c = 0.
     """
     cost = _flops(model)
     return cost.per_squared_length / 2 / (cost.per_token + cost.per_loss_token)
+
+
+def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
+    """{parameter of experts: how much of it a token is multiplied with}; their biases have two dimensions."""
+    chosen = num_chosen(model.config) or 0
+    modules = experts_of(model) if chosen else []
+    return {p: chosen / m.num_experts if p.ndim == 3 else 0.0 for m in modules for p in m.parameters()}
 
 
 def _flops(model: PreTrainedModel) -> StepFlops:
     """An embedding only looks up, which costs nothing; a tied one is the head too, and counts as that."""
     config = model.config.get_text_config()
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    lookup: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    outside = {lookup.weight, head.weight}
+    outside = {head.weight, *(module.weight for module in model.modules() if isinstance(module, nn.Embedding))}
+    shares = _met_shares(model)
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in outside]
     return StepFlops(
-        per_token=6.0 * sum(p.numel() for p in model.parameters() if p.ndim >= 2 and p not in outside),
+        per_token=6.0 * sum(p.numel() * shares.get(p, 1.0) for p in matrices),
         per_loss_token=6.0 * head.weight.numel(),
         per_squared_length=6.0 * sum(_width(layer) for layer in layers),
     )

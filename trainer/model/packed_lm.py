@@ -25,7 +25,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from trainer.batch import LossOutput, PackedBatch
 from trainer.config import ConfigError
 from trainer.losses import LOSSES, Loss
-from trainer.model import attention, rope
+from trainer.model import attention, experts, rope
 from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead, measure, train
 
@@ -86,11 +86,6 @@ def _way_to_text_model(config: PretrainedConfig, text: PretrainedConfig, path: s
 
 def notes(config: PretrainedConfig) -> Iterator[str]:
     """What training does with this architecture that its user should know, from its configuration."""
-    if coefficient := getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", None):
-        yield (
-            f"the router's auxiliary loss (coefficient {coefficient:g} in config.json) is not part of the loss: only "
-            f"cross-entropy is trained"
-        )
     drawn = [
         f"{name}={value:g}"
         for name, value in sorted(vars(config).items())
@@ -151,6 +146,7 @@ def build_on_meta(
 
 
 def _empty_model(source: ModelSource, config: PretrainedConfig, *, is_packed: bool) -> PreTrainedModel:
+    experts.register()
     if is_packed:
         attention.register()
         implementations = [attention.PACKED]
@@ -164,6 +160,7 @@ def _empty_model(source: ModelSource, config: PretrainedConfig, *, is_packed: bo
                 return AutoModelForCausalLM.from_config(
                     config,
                     attn_implementation=implementation,
+                    experts_implementation=experts.COUNTED,
                     dtype=torch.float32,
                     trust_remote_code=source.trust_remote_code,
                 )

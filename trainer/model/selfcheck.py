@@ -194,14 +194,17 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
 
     Forwards are put back by name, not on another model, since sharding hooks belong to the calls of these modules.
     """
-    implementation, head = model.config._attn_implementation, model.get_output_embeddings()
+    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    head = model.get_output_embeddings()
     ours = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
     head.forward = types.MethodType(nn.Linear.forward, head)
     model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(implementation)
+        model.set_attn_implementation(attention)
+        model.set_experts_implementation(experts)
         del head.forward
         for module, forward in ours.items():
             module.forward = forward

@@ -120,6 +120,7 @@ class Meter(Remembered):
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
             **{f"train/{key}": value for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()},
+            **{key: value for key, value in totals.sums.items() if key in metrics.METRICS},
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
             "train/total_token_count": batch.num_tokens,
             "train/total_valid_token_count": batch.num_loss_tokens,

@@ -35,6 +35,8 @@ class Packet:
     values: Tensor
     names: tuple[str, ...]
     fields: tuple[str, ...]
+    vector: Tensor
+    """Summed too; it stays on the device."""
 
     def sum_of(self, name: str) -> Tensor:
         return self.values[self.names.index(name)]
@@ -51,17 +53,21 @@ class Packet:
         )
 
 
-def reduce_packet(world: World, *, sums: Scalars, by_rank: Scalars | None = None) -> Packet:
-    """Add up `sums` over ranks, and tell all ranks this one's `by_rank`. Collective, one all-reduce; names are equal
-    on all ranks.
+def reduce_packet(
+    world: World, *, sums: Scalars, by_rank: Scalars | None = None, vector: Tensor | None = None
+) -> Packet:
+    """Add up `sums` and `vector` over ranks, and tell all ranks this one's `by_rank`. Collective, one all-reduce; names
+    and shapes are equal on all ranks.
     """
     names, totals = _packed(sums, world.device)
     fields, own = _packed(by_rank or {}, world.device)
     slots = torch.zeros(world.size, len(fields), dtype=torch.float64, device=world.device)
     slots[world.rank] = own
-    values = torch.cat([totals, slots.flatten()])
-    dist.all_reduce(values)
-    return Packet(values, names, fields)
+    parts = (torch.cat([totals, slots.flatten()]), totals.new_zeros(0) if vector is None else vector.double().flatten())
+    whole = torch.cat(parts)
+    dist.all_reduce(whole)
+    values, summed = whole.split([len(part) for part in parts])
+    return Packet(values, names, fields, summed)
 
 
 def _packed(scalars: Scalars, device: torch.device) -> tuple[tuple[str, ...], Tensor]:

@@ -21,8 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
-from trainer.config import Config, ConfigError
+from trainer.config import AUTO, Config, ConfigError
 from trainer.model import attention, cpu_attention, load, packed_lm, parallelize
+from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.optim import OPTIMIZERS, clip
@@ -102,11 +103,12 @@ def measure(job: Job, num_layers: int) -> Measured:
             parallelize.parallelize(model, job.config.model, world)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 load.materialize(model, world.device, buffer_device=world.device)
+                routers = Routers(model, world.device, is_asked=job.config.model.router_loss == AUTO)
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
                 batches = [full_batch(job.workload.seqlens)] * num_run
                 with live:
                     follow(model, optimizer, live)
-                    run_step(model, optimizer, batches)
+                    run_step(model, routers, optimizer, batches)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
             f"model.partial_pretrain={job.source.path}: the memory of this architecture depends on its data, which a "
@@ -163,13 +165,15 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
             module.register_forward_pre_hook(lambda unit, _: live.mark(unit.parameters(), GATHERED))
 
 
-def run_step(model: PreTrainedModel, optimizer: clip.Optimizer, batches: Sequence[PackedBatch]) -> None:
+def run_step(
+    model: PreTrainedModel, routers: Routers, optimizer: clip.Optimizer, batches: Sequence[PackedBatch]
+) -> None:
     """What a training step does on the device, but for the one reduction that the host waits for."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()
     for batch in batches:
         loss_sum: Tensor = model(batch).loss_sum
-        (loss_sum / len(batches)).backward()
+        (loss_sum / len(batches) + routers.add(batch, num_tokens=batch.num_tokens)).backward()
         del loss_sum
     total_norm = clip.local_square_sum(parameters).sqrt()
     clip.clipped_step(optimizer, total_norm=total_norm, is_skipped=total_norm < 0, max_norm=1.0, rounding_key=0)

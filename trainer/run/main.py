@@ -16,7 +16,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.checkpoint.state import State
-from trainer.config import Config
+from trainer.config import AUTO, Config
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
@@ -28,6 +28,7 @@ from trainer.loop.run import Cadence, Run
 from trainer.loop.state import stateful_parts
 from trainer.model import flops
 from trainer.model.assemble import build_model
+from trainer.model.experts import Routers
 from trainer.monitor.memory import Memory
 from trainer.monitor.roll_detail import RollDetail
 from trainer.optim import OPTIMIZERS
@@ -131,6 +132,7 @@ def make_run(
     schedule = _schedule(config, inputs, start.position)
     total_steps = _total_steps(config, schedule)
     model = build_model(config.model, inputs.source, world=world, seed=trainer.seed, max_length=config.data.max_length)
+    routers = Routers(model, world.device, is_asked=config.model.router_loss == AUTO)
     plan = _rank_plan(config, model, world)
     optimizer = OPTIMIZERS[config.optim.name](model, config.optim)
     lr_schedule = _lr_schedule(config, inputs, total_steps)
@@ -139,10 +141,11 @@ def make_run(
     meter = make_meter(config, inputs, memory, world=world, cost=cost, total_steps=total_steps, tracking=tracking)
     guard = make_guard(trainer, inputs, rollbacks=start.rollbacks, tracking=tracking)
     loop = LoopState()
-    state = stateful_parts(world, model, optimizer, lr_schedule, batches, guard, loop, meter, tracking)
+    state = stateful_parts(world, model, routers, optimizer, lr_schedule, batches, guard, loop, meter, tracking)
     return Run(
         world=world,
         model=model,
+        routers=routers,
         optimizer=optimizer,
         lr_schedule=lr_schedule,
         batches=batches,

@@ -1,0 +1,145 @@
+"""Mixtures of experts: how their products are computed, how evenly routers deal tokens to them, and the auxiliary loss
+that keeps them even.
+
+Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts, H hidden size.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.utils.output_capturing import OutputRecorder
+
+from trainer.batch import PackedBatch
+
+COUNTED = "counted_grouped_mm"
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make `experts_implementation=COUNTED` known to transformers."""
+    ALL_EXPERTS_FUNCTIONS.register(COUNTED, counted_grouped_mm)
+
+
+def counted_grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """All experts in one grouped product, which waits for no device, unlike transformers' loop over those that were
+    chosen; in training each module remembers how many tokens of its last forward pass every expert got.
+    """
+    if experts.training:
+        index = index_TK.flatten()
+        experts.tokens_E = index.new_zeros(experts.num_experts).index_add_(0, index, torch.ones_like(index))
+    result: Tensor = grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
+    return result
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """Its modules whose products transformers lets us choose: one for each layer with experts."""
+    return [module for module in model.modules() if {"num_experts", "is_transposed"} <= vars(module).keys()]
+
+
+def num_chosen(config: PretrainedConfig) -> int | None:
+    """Experts that compute a token, besides those that compute all; None where config.json has no one number."""
+    number = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    return number if isinstance(number, int) else None
+
+
+class Routers:
+    """What the routers of a model do in training, over the global batch; of a model without experts nothing.
+
+    The loss is that of transformers' `load_balancing_loss_func`, E * sum over experts of f * P: P is the mean
+    probability of this step's tokens in all layers, f the share of tokens that went to the expert. For a part of the
+    batch that loss says nothing of the whole; so f is that of the global step before, zero in the first, which makes it
+    state, and what is left is a sum over tokens. f counts what was chosen, also where a bias takes part in the choice.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, *, is_asked: bool) -> None:
+        """`is_asked`: add the loss where config.json has a coefficient for it."""
+        self._experts, self._device = experts_of(model), device
+        if len({experts.num_experts for experts in self._experts}) > 1:
+            self._experts = []  # layers that differ have no common distribution
+        self._recorded = list(_recorded_routers(model))
+        config: Any = model.config
+        coefficient = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", None)
+        obstacle = self._obstacle() if is_asked else "model.router_loss=off"
+        self._coefficient = coefficient if coefficient and not obstacle else 0.0
+        if self._coefficient:
+            for router, index in self._recorded:
+                router.register_forward_hook(partial(_note_probabilities, index=index))
+        if coefficient:
+            how = f"left out of the loss: {obstacle}" if obstacle else "trained beside the cross-entropy"
+            logger.info("the router's auxiliary loss (coefficient %g in config.json) is %s", coefficient, how)
+        num_experts = self._experts[0].num_experts if self._experts else 0
+        self._fractions_E = torch.zeros(num_experts, dtype=torch.float64, device=device)
+        self._begin()
+
+    def _obstacle(self) -> str:
+        if not self._experts or len(self._recorded) != len(self._experts):
+            return "the routers of this architecture cannot be watched"
+        if not any(parameter.requires_grad for router, _ in self._recorded for parameter in router.parameters()):
+            return "its routers are not trained"
+        return ""
+
+    def _begin(self) -> None:
+        self._tokens_LE = self._fractions_E.new_zeros(len(self._experts), len(self._fractions_E))
+        self._loss = self._fractions_E.new_zeros(())
+
+    def add(self, batch: PackedBatch, *, num_tokens: int) -> Tensor:
+        """Take what the routers did with a micro-batch, between its forward and its backward pass (which may compute
+        layers again). Returns its part of the auxiliary loss, to be differentiated: float64 scalar.
+
+        `num_tokens`: of the global batch.
+        """
+        if not batch.num_tokens or not self._experts:
+            return self._loss.new_zeros(())
+        self._tokens_LE += torch.stack([experts.tokens_E for experts in self._experts])
+        if not self._coefficient:
+            return self._loss.new_zeros(())
+        sums_E = torch.stack([router.probability_sums_E for router, _ in self._recorded]).sum(0)
+        loss = (self._fractions_E * sums_E).sum() * (len(sums_E) / (len(self._experts) * num_tokens))
+        self._loss += loss.detach()
+        return loss * self._coefficient
+
+    def take(self) -> tuple[dict[str, Tensor], Tensor]:
+        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's packet, once."""
+        taken = {"moe/router_loss": self._loss} if self._coefficient else {}, self._tokens_LE
+        self._begin()
+        return taken
+
+    def settle(self, tokens: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
+        """The metrics of what all ranks took (`tokens`, flat), to which the next step's loss looks back."""
+        if not self._experts:
+            return {}
+        tokens_LE = tokens.view_as(self._tokens_LE)
+        self._fractions_E = tokens_LE.sum(0) / (len(tokens_LE) * num_tokens)
+        return {"moe/load_max_over_mean": (tokens_LE.amax(1) / tokens_LE.mean(1)).amax()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fractions": self._fractions_E} if self._experts else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._experts:
+            self._fractions_E = state_dict["fractions"].to(self._device)
+
+
+def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
+    """Each module of which transformers records router logits when asked for them, and their place in its output."""
+    base: Any = model.base_model
+    found = base.can_record_outputs.get("router_logits", [])
+    for recorder in found if isinstance(found, list) else [found]:
+        if isinstance(recorder, OutputRecorder):
+            within = f".{recorder.layer_name or ''}".rstrip(".") + "."
+            for name, module in model.named_modules():
+                if isinstance(module, recorder.target_class) and within in f".{name}.":
+                    yield module, recorder.index
+
+
+def _note_probabilities(router: Any, args: Any, output: Any, *, index: int) -> None:
+    """Over the tokens of this forward pass; inside the layer, so that recomputation keeps nothing per token for it."""
+    if router.training:
+        logits_TE = output[index] if isinstance(output, tuple) else output
+        router.probability_sums_E = logits_TE.float().softmax(-1).sum(0)
