@@ -44,20 +44,20 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     run.model.train()
     loss = accumulate(run, batch)
     by_source = zip(batch.loss_tokens_by, loss.by_source.unbind(), strict=True)
-    router_sums, expert_tokens = run.routers.take()
+    router_sums, expert_tokens = run.routers.take(share=1 / run.world.ranks_per_data_rank)
     packet = reduce_packet(
         run.world,
         sums={
             "loss_sum": loss.loss_sum / run.world.ranks_per_data_rank,
             **{loss_key(name): value / run.world.ranks_per_data_rank for name, value in by_source},
-            **{name: value / run.world.ranks_per_data_rank for name, value in router_sums.items()},
+            **router_sums,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
             **run.meter.take_update_squares(),
             "num_stop_requests": run.stop.is_set,
             "num_save_requests": run.world.is_main and run.checkpoints.is_retry_due(),
         },
         by_rank={"decisions": run.guard.num_decisions, **run.meter.measured()},
-        vector=expert_tokens / run.world.ranks_per_data_rank,
+        vector=expert_tokens,
     )
     mean_loss = packet.sum_of("loss_sum") / batch.num_loss_tokens
     grad_norm = packet.sum_of("grad_square_sum").sqrt()
@@ -73,8 +73,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     if run.meter.is_rare(batch.step + 1):  # they travel with the next step, which is the one that reports them
         run.meter.note_update(norm_squares(run.optimizer) / run.world.num_replicas)
     clock.mark("optimizer")
-    loads = run.routers.settle(packet.vector, num_tokens=batch.num_tokens)
-    totals = packet.read(grad_norm=grad_norm, is_skipped=is_skipped, **loads)
+    totals = packet.read(grad_norm=grad_norm, is_skipped=is_skipped, **run.routers.settle(packet.vector, batch))
     run.is_stopping = totals.sums["num_stop_requests"] > 0
     run.is_save_requested = totals.sums["num_save_requests"] > 0
     was_skipped = bool(totals.sums["is_skipped"])
@@ -101,7 +100,7 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
         clock.mark("shard")
         output: LossOutput = run.model(inputs)
         clock.mark("forward")
-        router_loss = run.routers.add(inputs, num_tokens=batch.num_tokens)
+        router_loss = run.routers.add(inputs, batch.num_tokens)
         (output.loss_sum / batch.num_loss_tokens + router_loss).backward()
         clock.mark("backward")
         sums.loss_sum.add_(output.loss_sum.detach())

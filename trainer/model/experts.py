@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.utils.output_capturing import OutputRecorder
 
-from trainer.batch import PackedBatch
+from trainer.batch import PackedBatch, StepBatch
 
 COUNTED = "counted_grouped_mm"
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Routers:
         self._tokens_LE = self._fractions_E.new_zeros(len(self._experts), len(self._fractions_E))
         self._loss = self._fractions_E.new_zeros(())
 
-    def add(self, batch: PackedBatch, *, num_tokens: int) -> Tensor:
+    def add(self, batch: PackedBatch, num_tokens: int) -> Tensor:
         """Take what the routers did with a micro-batch, between its forward and its backward pass (which may compute
         layers again). Returns its part of the auxiliary loss, to be differentiated: float64 scalar.
 
@@ -104,18 +104,21 @@ class Routers:
         self._loss += loss.detach()
         return loss * self._coefficient
 
-    def take(self) -> tuple[dict[str, Tensor], Tensor]:
-        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's packet, once."""
-        taken = {"moe/router_loss": self._loss} if self._coefficient else {}, self._tokens_LE
-        self._begin()
-        return taken
+    def take(self, *, share: float) -> tuple[dict[str, Tensor], Tensor]:
+        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's packet, once.
 
-    def settle(self, tokens: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
+        `share`: of what ranks with the same samples count together.
+        """
+        loss, tokens_LE = self._loss * share, self._tokens_LE * share
+        self._begin()
+        return {"moe/router_loss": loss} if self._coefficient else {}, tokens_LE
+
+    def settle(self, tokens: Tensor, batch: StepBatch) -> dict[str, Tensor]:
         """The metrics of what all ranks took (`tokens`, flat), to which the next step's loss looks back."""
         if not self._experts:
             return {}
         tokens_LE = tokens.view_as(self._tokens_LE)
-        self._fractions_E = tokens_LE.sum(0) / (len(tokens_LE) * num_tokens)
+        self._fractions_E = tokens_LE.sum(0) / (len(tokens_LE) * batch.num_tokens)
         return {"moe/load_max_over_mean": (tokens_LE.amax(1) / tokens_LE.mean(1)).amax()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def run_step(
     model.train()
     for batch in batches:
         loss_sum: Tensor = model(batch).loss_sum
-        (loss_sum / len(batches) + routers.add(batch, num_tokens=batch.num_tokens)).backward()
+        (loss_sum / len(batches) + routers.add(batch, batch.num_tokens)).backward()
         del loss_sum
     total_norm = clip.local_square_sum(parameters).sqrt()
     clip.clipped_step(optimizer, total_norm=total_norm, is_skipped=total_norm < 0, max_norm=1.0, rounding_key=0)
