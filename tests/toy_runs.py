@@ -67,6 +67,19 @@ class Result:
     rows: list[tuple[int, dict[str, float]]]
 
 
+class StopsAfter(StopRequest):
+    """Asks for a stop in the step of this number; each step looks once."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self._num_left = num_steps
+
+    @property
+    def is_set(self) -> bool:
+        self._num_left -= 1
+        return self._num_left <= 0
+
+
 def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
     return TrainerConfig(
         project_name="toy",

@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from toy import write_model_config
-from toy_runs import Recipe, Result, run
+from toy_runs import Recipe, Result, StopsAfter, run
 
 from trainer.config import OptimConfig
 from trainer.errors import EXIT_RESUMABLE
@@ -16,7 +16,6 @@ from trainer.loop.run import Run
 from trainer.losses import LOSSES, Loss
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
-from trainer.runtime.signals import StopRequest
 
 SMOOTHING = 0.1
 CHOICES = ({"loss": "smoothed"}, {"optimizer_name": "heavy_ball"}, {"loss": "dft"}, {"optimizer_name": "muon"})
@@ -48,19 +47,6 @@ class HeavyBall(Optimizer):
 
     def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return local(self.state[parameter]["momentum_buffer"]) * group["lr"]
-
-
-class StopsAfter(StopRequest):
-    """Asks for a stop in the step of this number; each step looks once."""
-
-    def __init__(self, num_steps: int) -> None:
-        super().__init__()
-        self._num_left = num_steps
-
-    @property
-    def is_set(self) -> bool:
-        self._num_left -= 1
-        return self._num_left <= 0
 
 
 def train(world: Any, run_dir: Path, source: Any, choice: dict[str, str], num_steps: int = 99) -> Result:

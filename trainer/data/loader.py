@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
@@ -95,17 +95,6 @@ class _StepDataset(Dataset[StepBatch]):
         return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
 
 
-class _StepSampler(Sampler[int]):
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-
 class _WorkerHandle(popen_fork.Popen):
     def terminate(self) -> None:
         self.kill()  # a worker ignores SIGTERM, and a process that is about to exit waits for those it has terminated
@@ -156,7 +145,7 @@ class TrainLoader:
         steps = [step for step in range(self.step + 1, self.last_step + 1) if step not in self._skipped_steps]
         self._loader = StatefulDataLoader(
             _StepDataset(self._samples, self.plan, self.schedule),
-            sampler=_StepSampler(steps),
+            sampler=steps,
             batch_size=None,
             num_workers=self._num_workers,
             pin_memory=self.plan.pin_memory,
