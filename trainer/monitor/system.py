@@ -27,6 +27,7 @@ class GpuSampler:
 
     def _work(self, device: torch.device) -> None:
         with contextlib.suppress(Exception):  # the package, the driver or the permission is missing
+            torch.cuda.set_device(device)
             while True:
                 time.sleep(PERIOD_S)
                 self._last = {
