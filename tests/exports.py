@@ -29,7 +29,7 @@ def export_model(world: World, model: Any, target: Path, source: ExportSource, *
         parameters=parameters,
         buffers=buffers,
     )
-    plan = export.plan_export(parameters, buffers, export.meta_copy(model), dtype=dtype)
+    plan = export.plan_export(parameters, buffers, export.meta_copy(model), dtype=dtype, whole=source.whole)
     records = export.write_weights(plan, target, reader, share=(world.rank, world.size))
     if world.is_main:
         records += export.write_index(plan, target)

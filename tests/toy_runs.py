@@ -27,6 +27,7 @@ from trainer.loop import step
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
 from trainer.loop.state import stateful_parts
+from trainer.model.load import whole_checkpoint
 from trainer.optim.clip import local_square_sum
 from trainer.progress import History, Position
 from trainer.runtime.distributed import World
@@ -121,7 +122,7 @@ def checkpoint_manager(
         parts.model,
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
-        source=ExportSource(Path(source.path), None, (3,)),
+        source=ExportSource(Path(source.path), None, (3,), None if source.random_weights else whole_checkpoint(source)),
         keep=recipe.keep,
         lock=lock,
         fingerprints=fingerprints(recipe),

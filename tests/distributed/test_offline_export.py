@@ -298,7 +298,7 @@ def test_code_of_a_model_is_taken_along_and_never_run(source, tmp_path: Path) ->
 def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     def known(model_type: str, **more: Any) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type, **more}))
-        return export.known_architecture(tmp_path)
+        return export.known_architecture(tmp_path)[0]
 
     config = json.loads(Path(source.path, "config.json").read_text())
     elsewhere = {"AutoConfig": "someone/model--own.Config", "AutoModelForCausalLM": "someone/model--own.Model"}

@@ -12,13 +12,13 @@ import torch
 from ranks import run_ranks
 from test_selfcheck import _leaking
 from toy import ToySamples, model_config, write_model_config
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
 from trainer.model.assemble import build_model, per_document_reason
-from trainer.model.packed_lm import ModelSource, notes, read_config, unpackable_reason
+from trainer.model.packed_lm import ModelSource, notes, unpackable_reason
 from trainer.run import inputs
 from trainer.run.compose import load_config
 from trainer.runtime import seeding
@@ -124,64 +124,6 @@ def test_sinks_are_known_whatever_the_architecture_is_called(model_type: str) ->
     config = AutoConfig.for_model(model_type)
     config.layer_types = ["full_attention"] * len(config.layer_types or [])
     assert "sinks" in str(unpackable_reason(config, max_length=64))
-
-
-def tiny(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **settings}
-
-
-_TEXT = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 160}
-_SIGHT = {"intermediate_size": 48, "image_size": 28, "patch_size": 14}
-_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-WRAPPERS: dict[str, dict[str, Any]] = {
-    "gemma3": {"text_config": tiny(_TEXT), "vision_config": tiny(_SIGHT), "mm_tokens_per_image": 4},
-    "mistral3": {"text_config": tiny(_TEXT | {"model_type": "mistral"}), "vision_config": tiny(_SIGHT)},
-    "qwen3_5": {
-        "text_config": tiny(_TEXT | _LINEAR | {"layer_types": ["linear_attention", "full_attention"]}),
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 48,
-            "out_hidden_size": 32,
-        },
-    },
-}
-
-
-@pytest.mark.parametrize("model_type", WRAPPERS)
-def test_the_advice_for_a_model_of_several_parts_gives_its_language_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
-) -> None:
-    """The lines in the message are run as they stand: equal logits, and a model that is accepted."""
-    config = AutoConfig.for_model(model_type, **WRAPPERS[model_type])
-    whole: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    whole.save_pretrained(tmp_path / "whole")
-    with pytest.raises(ConfigError, match=r"only language models alone can be trained") as refusal:
-        read_config(ModelSource(str(tmp_path / "whole"), random_weights=False, trust_remote_code=False))
-    _, *code, last = str(refusal.value).splitlines()
-    assert last.endswith("model.partial_pretrain=text-model")
-    monkeypatch.chdir(tmp_path)
-    lines = [line.strip() for line in code if "AutoTokenizer.from" not in line]
-    exec("\n".join(lines), {})
-    text: Any = AutoModelForCausalLM.from_pretrained("text-model", dtype=torch.float32).eval()
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(text(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
-    assert read_config(ModelSource("text-model", random_weights=False, trust_remote_code=False)) is not None
-
-
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("qwen3_vl", r"transformers has no language model alone for its text part \('qwen3_vl_text'\)"),
-        ("t5", r"an encoder with a decoder; only language models of a decoder alone"),
-    ],
-)
-def test_no_advice_is_given_where_there_is_none(tmp_path: Path, model_type: str, message: str) -> None:
-    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        read_config(ModelSource(str(tmp_path), random_weights=True, trust_remote_code=False))
 
 
 @pytest.mark.parametrize("words", [["t5"], ["gpt_oss", "model.attention=packed"]])

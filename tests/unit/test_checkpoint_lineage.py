@@ -7,7 +7,8 @@ from trainer.checkpoint.lineage import REFUSED, WARNED, Lineage, compare, descri
 from trainer.config import RESUME_ALLOW, ConfigError, known_keys
 from trainer.run.compose import load_config
 
-VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "model_config": "m1", "torch": "2.13"}
+VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "model_config": "m1"}
+VALUES |= {"other_parts": "o1", "torch": "2.13"}
 
 
 def fingerprints(*overrides: str, **values: object) -> dict[str, str]:

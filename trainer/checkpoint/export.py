@@ -6,7 +6,6 @@ a GPU or another rank, so it runs behind training, and on any machine afterwards
 
 import copy
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,29 +16,39 @@ from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 
+from trainer import weights
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.fsio import FileRecord, HashingFile
+from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers
 from trainer.checkpoint.space import readable
+from trainer.checkpoint.tensor_file import write_tensors
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
+from trainer.weights import TensorGroup, WholeCheckpoint, match, stored_in
 
 MAX_FILE_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", _INDEX)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "spiece.model", "*.tiktoken", "*.py")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "*.tiktoken",
+    "*processor_config.json",
+    "*.py",
+)
 _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")
-_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-"""As the header of a safetensors file calls them."""
+OTHER_PARTS = "model-other-parts.safetensors"
+"""What passes through: in every checkpoint, since its shards do not hold it."""
 
 
 @dataclass(frozen=True)
@@ -50,53 +59,82 @@ class ExportSource:
     chat_template: str | None
     """Only when it is not the tokenizer's own; the tokenizer's files are copied byte for byte otherwise."""
     end_token_ids: tuple[int, ...]
+    whole: WholeCheckpoint | None = None
+    """Where the model trained is the text part of one of several parts: the export is that again."""
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """`layout`: exported name -> tensor without memory, in the order written; `split`: into which files.
-
-    `own_names` maps exported names to those of the shards, and is None where transformers stores an architecture in
-    other tensors than it computes with (one per expert): these are made from the whole model at once.
+    """`layout`: exported name -> tensor without memory, in the order written; `split`: into which files; `groups`:
+    exported name -> what it is made of; `architecture`: the class that an export loads as, without weights.
     """
 
     layout: dict[str, Tensor]
     split: StateDictSplit
-    own_names: dict[str, str] | None
+    groups: dict[str, TensorGroup]
     architecture: PreTrainedModel | None
+    whole: WholeCheckpoint | None
     dtype: torch.dtype
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.layout.values())
+
+    @property
+    def others(self) -> dict[str, Tensor]:
+        """Name -> tensor without memory of what passes through."""
+        found = {} if self.whole is None else self.whole.others
+        return {
+            name: torch.empty(t.shape, dtype=str_to_torch_dtype[t.dtype], device="meta") for name, t in found.items()
+        }
+
+    @property
+    def others_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.others.values())
 
 
 def plan_export(
-    shapes: Mapping[str, Tensor], buffers: Mapping[str, Tensor], architecture: PreTrainedModel | None, *, dtype: str
+    shapes: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    architecture: PreTrainedModel | None,
+    *,
+    dtype: str,
+    whole: WholeCheckpoint | None = None,
 ) -> ExportPlan:
     """Which tensors go into which file. `shapes`: every parameter once (a tied head is absent).
 
     Parameters are exported in `dtype`, buffers in their own.
     `architecture` is the model on the meta device, by which transformers finds how it stores these tensors; None
-    stores them as they are.
+    stores them as they are. With `whole` they are stored as its files have them.
     """
     target_dtype: torch.dtype = getattr(torch, dtype)
     own = {name: torch.empty(t.shape, dtype=target_dtype, device="meta") for name, t in shapes.items()}
     own |= {name: tensor.to("meta") for name, tensor in buffers.items()}
-    stored = dict(own) if architecture is None else revert_weight_conversion(architecture, own)
-    names = {id(tensor): name for name, tensor in own.items()}
-    own_names = None
-    if len(stored) == len(own) and all(id(tensor) in names for tensor in stored.values()):
-        own_names = {name: names[id(tensor)] for name, tensor in stored.items()}
-        order = list(own)
-        stored = dict(sorted(stored.items(), key=lambda item: order.index(own_names[item[0]])))
+    if architecture is None:
+        groups = [TensorGroup((name,), (name,)) for name in own]
+    else:
+        names = revert_weight_conversion(architecture, own).keys() if whole is None else whole.text_names
+        groups, unknown = match(architecture, whole.model if whole else None, names)
+        if unknown or {name for group in groups for name in group.own} != own.keys():
+            raise ConfigError(
+                f"{type(architecture).__name__} cannot be exported: transformers {__version__} does not "
+                f"load what it would save ({', '.join(unknown[:5])})"
+            )
+    order = {name: place for place, name in enumerate(own)}
+    groups.sort(key=lambda group: min(order[name] for name in group.own))
+    by_name: dict[str, TensorGroup] = {}
+    stored: dict[str, Tensor] = {}
+    for group in groups:
+        made = group.to_stored([own[name] for name in group.own])
+        stored |= made
+        by_name |= dict.fromkeys(made, group)
     split = split_state_dict_into_shards_factory(
         stored,
         get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern="model{suffix}.safetensors" if whole is None else "model-text{suffix}.safetensors",
         max_shard_size=MAX_FILE_BYTES,
     )
-    return ExportPlan(stored, split, own_names, architecture, target_dtype)
-
-
-def num_bytes(plan: ExportPlan) -> int:
-    return int(plan.split.metadata["total_size"])
+    return ExportPlan(stored, split, by_name, whole.model if whole else architecture, whole, target_dtype)
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -107,21 +145,25 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     return meta_model
 
 
-def known_architecture(directory: Path) -> PreTrainedModel | None:
-    """The same from a `config.json`; None if the architecture comes with code of its own, which is never run here.
+def known_architecture(directory: Path) -> tuple[PreTrainedModel | None, PreTrainedModel | None]:
+    """The same from a `config.json`, and the class of the whole where that has more parts than the text; None if the
+    architecture comes with code of its own, which is never run here.
 
     Raises `ConfigError` if this version of transformers does not know it.
     """
     tree = json.loads((directory / "config.json").read_text())
     if "auto_map" in tree and (any(directory.glob("*.py")) or tree.get("model_type") not in CONFIG_MAPPING):
-        return None
+        return None, None
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        whole = weights.whole_model(config)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config if whole is None else weights.text_config(whole), trust_remote_code=False
+            )
     except (ValueError, KeyError) as error:
         raise ConfigError(f"'{directory}' cannot be exported with transformers {__version__}: {error}") from error
-    return model
+    return model, whole
 
 
 def write_weights(
@@ -129,38 +171,23 @@ def write_weights(
 ) -> list[FileRecord]:
     """Write this writer's share `(index, count)` of the files into the existing directory `target`; read them back."""
     index, count = share
-    if plan.own_names is None:  # the first writer has to make all tensors at once
-        if index != 0:
-            return []
-        count = 1
     mine = {name: names for i, (name, names) in enumerate(plan.split.filename_to_tensors.items()) if i % count == index}
     tensors = _exported(plan, reader, [name for names in mine.values() for name in names])
-    records = []
-    for file_name, names in mine.items():
-        digests = {}
-        with HashingFile(target / file_name, root=target.parent) as file:
-            file.write(_header({name: plan.layout[name] for name in names}))
-            for name in names:
-                data = _bytes(next(tensors))
-                file.write(data)
-                digests[name] = hashlib.blake2b(data).digest()
-        _read_back(target / file_name, plan.layout, digests)
-        records.append(file.record)
-    return records
+    return [
+        write_tensors(target / file_name, {name: plan.layout[name] for name in names}, tensors)
+        for file_name, names in mine.items()
+    ]
 
 
 def _exported(plan: ExportPlan, reader: ShardReader, names: list[str]) -> Iterator[Tensor]:
-    """The named tensors whole, in the dtype they are exported in."""
-    if plan.own_names is not None:
-        for name in names:
-            yield reader.whole(plan.own_names[name]).to(plan.layout[name].dtype)
-        return
-    assert plan.architecture is not None
-    whole = {name: reader.whole(name) for name in reader.names}
-    whole = {name: value.to(plan.dtype) if name in reader.parameters else value for name, value in whole.items()}
-    converted = revert_weight_conversion(plan.architecture, whole)
+    """The named tensors in the dtype they are exported in; no more in memory than one group of them."""
+    made: dict[str, Tensor] = {}
     for name in names:
-        yield converted[name]
+        if name not in made:
+            made.clear()
+            group, dtype = plan.groups[name], plan.layout[name].dtype
+            made |= group.to_stored([reader.whole(own).to(dtype) for own in group.own])
+        yield made.pop(name)
 
 
 def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> list[FileRecord]:
@@ -177,6 +204,9 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
     if source.chat_template is not None:
         text = source.chat_template.encode()
         records.append(fsio.write_file(target / "chat_template.jinja", text, root=target.parent))
+    if plan.whole is not None:
+        others = (tensor.whole() for tensor in plan.whole.others.values())
+        records.append(write_tensors(target / OTHER_PARTS, plan.others, others))
     return records
 
 
@@ -190,9 +220,10 @@ def export_from_shards(checkpoint: Path, target: Path, *, dtype: str) -> None:
     manifest = _require_exportable(checkpoint, target)
     plan, reader = _open_shards(checkpoint, manifest, dtype=dtype)
     source, staging = ExportSource(checkpoint / layout.HUGGINGFACE, None, ()), fsio.temporary_path(target)
+    size_bytes = plan.weights_bytes + plan.others_bytes
     try:
-        if (free_bytes := fsio.free_bytes(target.parent)) < num_bytes(plan):
-            raise OSError(f"it needs {readable(num_bytes(plan))}, and {readable(free_bytes)} are free")
+        if (free_bytes := fsio.free_bytes(target.parent)) < size_bytes:
+            raise OSError(f"it needs {readable(size_bytes)}, and {readable(free_bytes)} are free")
         fsio.make_dir(staging)
         write_companions(plan, staging, source)
         write_weights(plan, staging, reader)
@@ -222,7 +253,12 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
     manifest = info.manifest
     size = manifest.world_size
     shards = {layout.extra_file(size, 0), *(layout.model_file(size, rank) for rank in range(manifest.num_shards))}
-    companions = {r.path for r in manifest.files if layout.is_export(r.path) and not r.path.endswith(_WEIGHTS)}
+    companions = {
+        record.path
+        for record in manifest.files
+        if layout.is_export(record.path)
+        and (record.path.endswith(f"/{OTHER_PARTS}") or not record.path.endswith(_WEIGHTS))
+    }
     files = tuple(record for record in manifest.files if record.path in shards | companions)
     if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
         raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
@@ -232,12 +268,16 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
 def _open_shards(checkpoint: Path, manifest: Manifest, *, dtype: str) -> tuple[ExportPlan, ShardReader]:
     """What to write, and the mapped files to make it from: they stay readable when a running job deletes them."""
     size = manifest.world_size
-    architecture = known_architecture(checkpoint / layout.HUGGINGFACE)
+    exported = checkpoint / layout.HUGGINGFACE
+    architecture, model = known_architecture(exported)
+    whole = None
+    if model is not None:
+        whole = WholeCheckpoint(model, manifest.text_names, stored_in(exported / OTHER_PARTS))
     buffers = read_torch(checkpoint / layout.extra_file(size, 0)).get("buffers", {})
     if absent := sorted(set(weight_buffers(architecture) if architecture else ()) - set(buffers)):
         raise ConfigError(f"'{checkpoint}' cannot be exported: it was saved by a version that left out {absent[0]}")
     shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
-    plan = plan_export(shapes, buffers, architecture, dtype=dtype)
+    plan = plan_export(shapes, buffers, architecture, dtype=dtype, whole=whole)
     reader = ShardReader(
         checkpoint, world_size=size, num_shards=manifest.num_shards, parameters=shapes, buffers=buffers
     )
@@ -250,41 +290,13 @@ def _open_shards(checkpoint: Path, manifest: Manifest, *, dtype: str) -> tuple[E
 
 def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
     """Which file holds which tensor, where there are several."""
-    if not plan.split.is_sharded:
+    if not plan.split.is_sharded and plan.whole is None:
         return []
-    index: dict[str, object] = {"metadata": plan.split.metadata, "weight_map": plan.split.tensor_to_filename}
+    index: dict[str, object] = {
+        "metadata": {"total_size": plan.weights_bytes + plan.others_bytes},
+        "weight_map": plan.split.tensor_to_filename | dict.fromkeys(plan.others, OTHER_PARTS),
+    }
     return [_write_json(target / _INDEX, index)]
-
-
-def _header(tensors: dict[str, Tensor]) -> bytes:
-    """Length (8 bytes, little-endian) and JSON table of a safetensors file, padded to a multiple of 8."""
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        dtype = _DTYPE_NAMES[tensor.dtype]
-        table[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    view: memoryview = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-    return view
-
-
-def _read_back(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
-    """Open a file as a reader would and compare every tensor with what was sent to the disk."""
-    with safe_open(path, framework="pt") as reader:
-        if set(reader.keys()) != set(digests):
-            raise OSError(f"{path}: read back other tensors than were written")
-        for name, digest in digests.items():
-            tensor = reader.get_tensor(name)
-            is_same = hashlib.blake2b(_bytes(tensor)).digest() == digest
-            if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype or not is_same:
-                raise OSError(f"{path}: tensor {name} read back differently from what was written")
 
 
 def _config(source: ExportSource, plan: ExportPlan) -> dict[str, object]:
@@ -292,8 +304,10 @@ def _config(source: ExportSource, plan: ExportPlan) -> dict[str, object]:
     config: dict[str, object] = json.loads((source.model_dir / "config.json").read_text())
     name = str(plan.dtype).removeprefix("torch.")
     config["torch_dtype"] = name
-    if "dtype" in config:
-        config["dtype"] = name
+    for part in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part, dict) and key in part:
+                part[key] = name
     config.setdefault("architectures", [type(plan.architecture).__name__])
     return config
 

@@ -14,6 +14,7 @@ REFUSED = {
     "seed": "the rest of the epoch follows another order: some samples may come twice, some not at all",
     "tokenizer": "tokens that it adds have untrained weights, and the export takes it over",
     "model_config": "the saved weights go on in the changed architecture",
+    "other_parts": "the tensors beside the text part are exported as they are now",
 }
 """What makes another run of it, and what happens when `trainer.resume_allow` names it."""
 

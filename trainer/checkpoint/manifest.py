@@ -37,6 +37,8 @@ class Manifest:
     """Whole numbers are never negative. `mesh` maps dimension names to sizes, outermost first.
 
     `created_utc` is for people: nothing is ever ordered by it. `loss` and `grad_norm` are those of `step`.
+    Of a checkpoint of several parts `text_names` are those that its files give the tensors of the text part, and
+    `num_passed_through` tensors are exported as they were; the keys are absent otherwise.
     """
 
     step: int
@@ -51,6 +53,8 @@ class Manifest:
     fingerprints: dict[str, str]
     loss: float | None
     grad_norm: float | None
+    text_names: tuple[str, ...] = ()
+    num_passed_through: int = 0
 
     @property
     def position(self) -> Position:
@@ -63,7 +67,9 @@ class Manifest:
 
     def to_json(self) -> str:
         """Raises `ValueError` for NaN or infinity: a state that is not finite is not saved."""
-        tree = {"format": FORMAT, **dataclasses.asdict(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value != defaults[name]}
+        tree = {"format": FORMAT, **values}
         return json.dumps(tree | {OWN_DIGEST: digest_of(tree)}, indent=1, allow_nan=False) + "\n"
 
 
@@ -98,12 +104,13 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
     """What JSON gave as the type `kind`, which is one that a field of `Manifest` has, or holds."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = {field.name: field.type for field in dataclasses.fields(kind)}
+        required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
         found = _parsed(dict, value, where)
         places = {name: f"{where}.{name}".removeprefix(".") for name in (*fields, *found)}
         for name, place in places.items():
-            if (name in fields) != (name in found):
+            if name not in fields or (name in required and name not in found):
                 raise ManifestError(f"{'missing' if name in fields else 'unknown'} key '{place}'")
-        return kind(**{name: _parsed(field, found[name], places[name]) for name, field in fields.items()})
+        return kind(**{name: _parsed(fields[name], item, places[name]) for name, item in found.items()})
     if kind == float | None:
         return None if value is None else _measure(value, where)
     if get_origin(kind) is tuple:

@@ -54,12 +54,15 @@ class Saver:
             name: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()
         }
         self.device = next(model.parameters()).device
-        self._plan = export.plan_export(parameters, buffers, export.meta_copy(model), dtype=config.export_dtype)
+        self._plan = export.plan_export(
+            parameters, buffers, export.meta_copy(model), dtype=config.export_dtype, whole=source.whole
+        )
         self._has_weights = "hf_model" in config.save_contents
 
     def size_bytes(self, state: Any) -> int:
         """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much on the others."""
-        return shards.num_bytes(state) * self.world.num_data_ranks + export.num_bytes(self._plan) * self._has_weights
+        exported = self._plan.others_bytes + self._plan.weights_bytes * self._has_weights
+        return shards.num_bytes(state) * self.world.num_data_ranks + exported
 
     def save(self, snapshot: Snapshot) -> int:
         """Write and commit; returns the size of the checkpoint in bytes, or raises `SaveFailedError`, on all ranks."""
@@ -176,6 +179,8 @@ class Saver:
             nonce=secrets.token_hex(8),
             files=tuple(records),
             tensors=self._tensors,
+            text_names=self._source.whole.text_names if self._source.whole else (),
+            num_passed_through=len(self._plan.others),
             fingerprints=dict(self._fingerprints),
             loss=snapshot.loss,
             grad_norm=snapshot.grad_norm,

@@ -2,25 +2,33 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Self
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
+from transformers.utils.loading_report import LoadStateDictInfo
 
+from trainer import weights
 from trainer.config import ConfigError
+from trainer.model import packed_lm
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import INDEX, read_index
 from trainer.runtime import seeding
+from trainer.weights import StoredTensor, TensorGroup, WholeCheckpoint
 
 logger = logging.getLogger(__name__)
 _SINGLE_FILE = "model.safetensors"
+_ROWS = 4096
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -37,21 +45,97 @@ def materialize(model: PreTrainedModel, device: torch.device, *, buffer_device: 
 
 
 def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> None:
-    """Fill the model: from safetensors slices when their names are the model's own, through transformers' loader when
-    it must convert them, or with the architecture's own initialisation keyed by the seed. Collective.
+    """Fill the model: every rank reads its own slices of what the files hold as the model does, and one group at a time
+    of what transformers must convert; or with the architecture's own initialisation keyed by the seed. Collective.
     """
     if source.random_weights:
-        _from_main_rank(model, lambda: _initialized(model, source, seed))
+        _from_main_rank(model, _initialized(model, source, seed) if dist.get_rank() == 0 else {})
         return
-    files = _index(Path(source.path))
-    if not _matches(model, files):
-        logger.info("weights need conversion: rank 0 reads and converts the whole model")
-        _from_main_rank(model, lambda: _converted(source))
-        return
+    found = SourceWeights.of(source)
+    found.require_all_of(model)
+    tensors = _stored_tensors(model)
     try:
-        _load_slices(model, files)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be read: {error}") from error
+        for group in found.groups:
+            _fill(group, tensors, found.files)
+    except ConfigError:
+        raise
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be loaded: {error}") from error
+
+
+@dataclass(frozen=True)
+class SourceWeights:
+    """What the files of a source hold: tensors of the model, and others."""
+
+    path: str
+    files: dict[str, StoredTensor]
+    groups: list[TensorGroup]
+    others: list[str]
+    text: PreTrainedModel
+    whole: PreTrainedModel | None
+    """Both on meta; the class that wrote the files where the model is one part of several."""
+
+    @classmethod
+    def of(cls, source: ModelSource) -> Self:
+        config, whole = packed_lm.read_architecture(source)
+        files = _stored_files(Path(source.path))
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+        try:
+            return cls(source.path, files, *weights.match(text, whole, files), text, whole)
+        except ConfigError as error:
+            raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
+
+    def require_all_of(self, model: PreTrainedModel) -> None:
+        """Raise `ConfigError` unless every tensor of the model is here, once; name what a text model leaves out."""
+        missing = set(_stored_tensors(model)) - {name for group in self.groups for name in group.own}
+        keys = LoadStateDictInfo(
+            missing_keys=missing,
+            unexpected_keys=set() if self.whole is not None else set(self.others),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+        model._adjust_missing_and_unexpected_keys(keys)
+        if lacking := sorted(keys.missing_keys | (missing & dict(model.named_parameters()).keys())):
+            way_out = "; use model.random_weights=true to start from random ones" if self.whole is None else ""
+            raise ConfigError(f"model.partial_pretrain={self.path} lacks weights for {lacking[:5]}{way_out}")
+        if keys.unexpected_keys:
+            left_out = sorted(keys.unexpected_keys)
+            logger.warning("weights that the architecture does not have are left out: %s", left_out)
+        self._require_same_tied()
+
+    def _require_same_tied(self) -> None:
+        """A head of its own under a config that ties it would be dropped without a word."""
+        by_own: dict[tuple[str, ...], TensorGroup] = {}
+        for group in self.groups:
+            first = by_own.setdefault(group.own, group)
+            name, kept = group.stored[0], first.stored[0]
+            if name != kept and not _are_equal(self.files[name], self.files[kept]):
+                raise ConfigError(
+                    f"{self.files[name].file}: {name} differs from {kept}, the embeddings, but config.json ties them; "
+                    f"set tie_word_embeddings to false there"
+                )
+
+
+def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
+    """What an export gives back where the language model is one part of several.
+
+    Raises `ConfigError` where a tensor of the text part is not found.
+    """
+    if packed_lm.read_architecture(source)[1] is None:
+        return None
+    if source.random_weights:
+        raise ConfigError(
+            f"model.random_weights=true: the other parts of {source.path} have no weights then; name a directory whose "
+            f"config.json is that of the text part alone (its 'text_config')"
+        )
+    found = SourceWeights.of(source)
+    found.require_all_of(found.text)
+    assert found.whole is not None
+    text_names = tuple(name for group in found.groups for name in group.stored)
+    return WholeCheckpoint(found.whole, text_names, {name: found.files[name] for name in sorted(found.others)})
 
 
 def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -75,85 +159,62 @@ def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return parameters | buffers
 
 
-def _index(path: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file, looked up in transformers' order: one file, else the index of several."""
-    if (path / _SINGLE_FILE).exists():
-        try:
-            with safe_open(path / _SINGLE_FILE, framework="pt") as reader:
-                return dict.fromkeys(reader.keys(), path / _SINGLE_FILE)
-        except SafetensorError as error:
-            raise ConfigError(f"{path / _SINGLE_FILE} cannot be read: {error}") from error
-    if (path / INDEX).exists():
-        return {name: path / file for name, file in read_index(path).items()}
-    return {}
+def _stored_files(path: Path) -> dict[str, StoredTensor]:
+    """What the files of a directory hold, looked for in transformers' order: one file, else the index of several."""
+    for single, index, read in (
+        (_SINGLE_FILE, INDEX, weights.stored_in),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json", _stored_in_pickle),
+    ):
+        files = [path / single] if (path / single).exists() else []
+        if not files and (path / index).exists():
+            files = sorted({path / file for file in read_index(path, index).values()})
+        if files:
+            return {name: tensor for file in files for name, tensor in read(file).items()}
+    raise ConfigError(f"model.partial_pretrain={path}: weights cannot be loaded: there is no {_SINGLE_FILE} or {INDEX}")
 
 
-def _matches(model: PreTrainedModel, files: dict[str, Path]) -> bool:
-    """Whether the files hold exactly this model's tensors (a tied head may be absent or repeated)."""
-    needed = set(_stored_tensors(model))
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    extra = {name for name in set(files) - needed - aliases if not name.endswith("rotary_emb.inv_freq")}
-    return needed <= set(files) and not extra
-
-
-def _load_slices(model: PreTrainedModel, files: dict[str, Path]) -> None:
-    readers: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    for name, tensor in _stored_tensors(model).items():
-        stored = readers[files[name]].get_slice(name)
-        if tuple(stored.get_shape()) != tuple(tensor.shape):
-            raise ConfigError(
-                f"{files[name]}: tensor {name} has shape {tuple(stored.get_shape())}, the config asks for "
-                f"{tuple(tensor.shape)}"
-            )
-        if tensor.is_floating_point() and stored.get_dtype() not in _STORED_DTYPES:
-            raise ConfigError(f"{files[name]}: tensor {name} is {stored.get_dtype()}, no floating-point weights")
-        local, where = local_slices(tensor)
-        if local.numel():
-            local.copy_(stored[where] if where else readers[files[name]].get_tensor(name))
-    _require_same_tied(model, files, readers)
-
-
-def _require_same_tied(model: PreTrainedModel, files: dict[str, Path], readers: dict[Path, Any]) -> None:
-    """A head of its own under a config that ties it would be dropped without a word."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        kept = names[id(parameter)]
-        if name == kept or name not in files:
-            continue
-        if not torch.equal(readers[files[name]].get_tensor(name), readers[files[kept]].get_tensor(kept)):
-            raise ConfigError(
-                f"{files[name]}: {name} differs from {kept}, but config.json ties them; "
-                f"set tie_word_embeddings to false there"
-            )
-
-
-def _converted(source: ModelSource) -> dict[str, Tensor]:
-    """transformers' own loader: it converts names and layouts (fused experts, legacy names)."""
+def _stored_in_pickle(file: Path) -> dict[str, StoredTensor]:
+    """The same of a file of the older kind, of which nothing but tensors is accepted."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.path,
-            dtype=torch.float32,
-            trust_remote_code=source.trust_remote_code,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be loaded: {error}") from error
-    whole, report = loaded
-    if report["missing_keys"]:
-        raise ConfigError(
-            f"model.partial_pretrain={source.path} lacks weights for {sorted(report['missing_keys'])[:5]}; "
-            f"use model.random_weights=true to start from random ones"
-        )
-    if report["unexpected_keys"]:
-        logger.warning("weights that the architecture does not have are left out: %s", report["unexpected_keys"])
-    if getattr(whole.config, "tie_word_embeddings", False) and not _is_tied(whole):
-        raise ConfigError(
-            f"model.partial_pretrain={source.path}: the output head differs from the embeddings, but config.json ties "
-            f"them; set tie_word_embeddings to false there"
-        )
-    tensors: dict[str, Tensor] = whole.state_dict()
-    return tensors
+        tensors: dict[str, Tensor] = load_state_dict(file)
+    except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    names = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+    return {
+        name: StoredTensor(file, tuple(tensor.shape), names[tensor.dtype], tensor.__getitem__)
+        for name, tensor in tensors.items()
+    }
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Compared some rows at a time: embeddings are large, and every rank does this."""
+    parts = [(slice(row, row + _ROWS),) for row in range(0, one.shape[0], _ROWS)]
+    return one.shape == other.shape and all(torch.equal(one.read(part), other.read(part)) for part in parts)
+
+
+def _fill(group: TensorGroup, tensors: dict[str, Tensor], files: dict[str, StoredTensor]) -> None:
+    """This rank's slices of the model's tensors from those of the files."""
+    stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]
+    if all(tensor.is_floating_point() for tensor in own):
+        for name, found in zip(group.stored, stored, strict=True):
+            if found.dtype not in _STORED_DTYPES:
+                raise ConfigError(f"{found.file}: tensor {name} is {found.dtype}, no floating-point weights")
+    slices = [local_slices(tensor) for tensor in own]
+    if group.converter is None:
+        _require_shape(stored[0].shape, own[0], f"{stored[0].file}: tensor {group.stored[0]}")
+        (local, where), *_ = slices
+        if local.numel():
+            local.copy_(stored[0].read(where))
+    elif any(local.numel() for local, _ in slices):
+        made = group.to_own([found.whole() for found in stored])
+        for name, tensor, (local, where) in zip(group.own, own, slices, strict=True):
+            _require_shape(made[name].shape, tensor, f"{stored[0].file}: {name}, made from {group.stored[0]}, …")
+            local.copy_(made[name][where])
+
+
+def _require_shape(found: Sequence[int], tensor: Tensor, what: str) -> None:
+    if tuple(found) != tuple(tensor.shape):
+        raise ConfigError(f"{what} has shape {tuple(found)}, the config asks for {tuple(tensor.shape)}")
 
 
 def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:
@@ -168,22 +229,11 @@ def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict
     return tensors
 
 
-def _from_main_rank(model: PreTrainedModel, make: Callable[[], dict[str, Tensor]]) -> None:
-    """Rank 0 makes all tensors whole, the others receive one at a time and keep their slices: one copy per run."""
-    is_main = dist.get_rank() == 0
-    tensors: dict[str, Tensor] = {}
-    outcome: list[ConfigError | None] = [None]
-    if is_main:
-        try:
-            tensors = make()
-        except ConfigError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise outcome[0]
+def _from_main_rank(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """Rank 0 has all tensors whole, the others receive one at a time and keep their slices: one copy per run."""
     for name, tensor in _stored_tensors(model).items():
         local, where = local_slices(tensor)
-        if is_main:
+        if tensors:
             whole = tensors[name].to(local.device, tensor.dtype).contiguous()
         else:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)

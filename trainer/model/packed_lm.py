@@ -13,15 +13,10 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 
+from trainer import weights
 from trainer.batch import LossOutput, PackedBatch
 from trainer.config import ConfigError
 from trainer.losses import LOSSES, Loss
@@ -31,15 +26,6 @@ from trainer.model.head import LossHead, measure, train
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
-_TAKE_OUT = """this takes its language model out:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-    whole = AutoModelForImageTextToText.from_pretrained("{path}", dtype="auto")
-    text = AutoModelForCausalLM.from_config(whole.config.get_text_config(), dtype=whole.dtype)
-    text.model.load_state_dict(whole.model.language_model.state_dict())
-    text.lm_head.load_state_dict(whole.lm_head.state_dict())
-    text.save_pretrained("text-model")
-    AutoTokenizer.from_pretrained("{path}").save_pretrained("text-model")
-then train model.partial_pretrain=text-model"""
 
 
 @dataclass(frozen=True)
@@ -52,12 +38,21 @@ class ModelSource:
 
 
 def read_config(source: ModelSource) -> PretrainedConfig:
-    """The architecture. Raises `ConfigError` for what is no plain text model in full precision."""
+    """The architecture of the language model, which may be one part of several."""
+    return read_architecture(source)[0]
+
+
+def read_architecture(source: ModelSource) -> tuple[PretrainedConfig, PreTrainedModel | None]:
+    """The same, and the class of the whole on meta where the language model is one part of several.
+
+    Raises `ConfigError` for what has none of a decoder alone, in full precision.
+    """
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"model.partial_pretrain={source.path} has no usable config.json: {error}") from error
-    if getattr(config, "quantization_config", None) is not None:
+    text = config.get_text_config()
+    if any(getattr(part, "quantization_config", None) is not None for part in (config, text)):
         raise ConfigError(
             f"model.partial_pretrain={source.path} is quantized (quantization_config in config.json); "
             f"use the model's bfloat16 or float32 weights"
@@ -67,21 +62,11 @@ def read_config(source: ModelSource) -> PretrainedConfig:
             f"model.partial_pretrain={source.path} is a '{config.model_type}', an encoder with a decoder; only "
             f"language models of a decoder alone can be trained"
         )
-    if (text := config.get_text_config()) is not config:
-        raise ConfigError(
-            f"model.partial_pretrain={source.path} is a '{config.model_type}' of several parts, and only language "
-            f"models alone can be trained; {_way_to_text_model(config, text, source.path)}"
-        )
-    return config
-
-
-def _way_to_text_model(config: PretrainedConfig, text: PretrainedConfig, path: str) -> str:
-    """`from_pretrained` of the text model's class would find none of the weights and make random ones."""
-    if type(text) not in AutoModelForCausalLM._model_mapping:
-        return f"transformers has no language model alone for its text part ('{text.model_type}')"
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
-        return f"its text part is a '{text.model_type}', whose weights would have to be taken out of it"
-    return _TAKE_OUT.format(path=path)
+    try:
+        whole = weights.whole_model(config)
+    except ConfigError as error:
+        raise ConfigError(f"model.partial_pretrain={source.path} {error}") from error
+    return (config, None) if whole is None else (weights.text_config(whole), whole)
 
 
 def notes(config: PretrainedConfig) -> Iterator[str]:

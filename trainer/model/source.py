@@ -38,14 +38,14 @@ def require_model(name: str, *, random_weights: bool) -> None:
         _require(name, problem_of(path))
 
 
-def read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path, index: str = INDEX) -> dict[str, str]:
     """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of them is not there."""
     try:
-        weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+        weight_map: dict[str, str] = json.loads((path / index).read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path / INDEX} is no index of weights: {error!r}") from error
+        raise ConfigError(f"{path / index} is no index of weights: {error!r}") from error
     if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):
-        raise ConfigError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
+        raise ConfigError(f"{path / index} names files that are not there: {', '.join(missing)}")
     return weight_map
 
 

@@ -18,10 +18,12 @@ from trainer.data.samples import Samples, SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
 from trainer.model.assemble import per_document_reason
+from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.run.preflight import read_chat_template
+from trainer.weights import WholeCheckpoint
 
 logger = logging.getLogger(__name__)
 Renderer = tuple[PreTrainedTokenizerBase, str]
@@ -39,6 +41,8 @@ class Inputs:
     chat_template: str | None
     train: Samples
     validation: Samples | None
+    whole: WholeCheckpoint | None
+    """Where the model is the text part of a checkpoint of several parts."""
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
@@ -51,6 +55,8 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     source = resolve_source(config, progress=progress)
     # what config.json alone refuses is refused before anything is tokenised
     per_document_reason(config.model, source, max_length=data.max_length)
+    if (whole := whole_checkpoint(source)) is not None:
+        logger.info("trains the text part; %d other tensors pass through", len(whole.others))
     own = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
 
     @cache
@@ -79,6 +85,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
         chat_template=read_chat_template(data.chat_template),
         train=Samples(train),
         validation=validation if len(validation.lengths) else None,
+        whole=whole,
     )
 
 

@@ -231,7 +231,7 @@ def _checkpoints(
         model,
         world=world,
         config=config.trainer.checkpoint,
-        source=ExportSource(Path(inputs.source.path), inputs.chat_template, inputs.train.end_token_ids),
+        source=ExportSource(Path(inputs.source.path), inputs.chat_template, inputs.train.end_token_ids, inputs.whole),
         keep=config.trainer.max_ckpt_to_keep,
         lock=start.lock,
         fingerprints=_lineage(config, inputs).fingerprints,
@@ -279,6 +279,7 @@ def _lineage(config: Config, inputs: Inputs) -> Lineage:
         seed=config.trainer.seed,
         tokenizer=inputs.tokenizer_digest[:16],
         model_config=architecture,
+        **({} if inputs.whole is None else {"other_parts": inputs.whole.others_digest[:16]}),
         torch=torch.__version__,
         transformers=transformers.__version__,
     )

@@ -1,0 +1,253 @@
+"""How a model lies in transformers' files: its class, which tensors are its language model, and what converts them.
+
+Nothing here goes by the names of models: all follows from transformers' own classes on the meta device and its own
+conversions, one group of tensors at a time.
+"""
+
+import copy
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from trainer.config import ConfigError
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: `dtype` as safetensors calls it; `read` gives the part asked for."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[tuple[slice, ...]], Tensor]
+
+    def whole(self) -> Tensor:
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
+
+@dataclass(frozen=True)
+class WholeCheckpoint:
+    """A checkpoint of several parts of which the text part is trained, to be written again as it was.
+
+    model: its class on the meta device; text_names: what its files call the tensors of the text part; others: all other
+    tensors, which pass through. An open file stays readable when it is replaced or deleted.
+    """
+
+    model: PreTrainedModel
+    text_names: tuple[str, ...]
+    others: Mapping[str, StoredTensor]
+
+    @cached_property
+    def others_digest(self) -> str:
+        """SHA-256 over names, layouts and bytes of what passes through."""
+        sha256 = hashlib.sha256()
+        for name, tensor in self.others.items():
+            sha256.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+            sha256.update(bytes_of(tensor.whole()))
+        return sha256.hexdigest()
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of the files and of the model that hold the same values: mostly one each, but for fused ones as experts.
+
+    own: names in the model, a tied one under that which is kept; whole: the same as the class calls them that wrote
+    the files.
+    """
+
+    stored: tuple[str, ...]
+    own: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    converter: WeightConverter | None = None
+    model: PreTrainedModel | None = field(default=None, repr=False)
+
+    def to_own(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Those of the model from those of the files, in their order."""
+        if self.converter is None:
+            return {self.own[0]: tensors[0]}
+        assert self.model is not None
+        converter = copy.deepcopy(self.converter)
+        for name, pattern, tensor in zip(self.stored, self.patterns, tensors, strict=True):
+            converter.add_tensor(self.whole[0], name, pattern, tensor)  # type: ignore[arg-type]
+        made = converter.convert(self.whole[0], model=self.model, config=self.model.config)
+        values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {own: values[name] for own, name in zip(self.own, self.whole, strict=True)}
+
+    def to_stored(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Those of the files from those of the model, in their order."""
+        if self.converter is None:
+            return dict.fromkeys(self.stored, tensors[0])
+        model: Any = self.model
+        model._weight_conversions = [self.converter]  # the only way in
+        try:
+            made = revert_weight_conversion(model, dict(zip(self.whole, tensors, strict=True)))
+        finally:
+            del model._weight_conversions
+        # a name may have lost a prefix on its way, but the order within a pattern is what loading goes by too
+        by_pattern: dict[str | None, list[Tensor]] = defaultdict(list)
+        for name in sorted(made, key=dot_natural_key):
+            by_pattern[self.converter.rename_source_key(name)[1]].append(made[name])
+        if {pattern: len(found) for pattern, found in by_pattern.items()} != {
+            pattern: self.patterns.count(pattern) for pattern in self.patterns
+        }:
+            raise ConfigError(f"{self.own[0]} cannot be stored as {self.stored[0]}, …: transformers makes others of it")
+        return {name: by_pattern[pattern].pop(0) for name, pattern in zip(self.stored, self.patterns, strict=True)}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """As they lie in a file."""
+    view: memoryview = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def stored_in(file: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file holds. Raises `ConfigError` if it cannot be read."""
+    try:
+        reader: Any = safe_open(file, framework="pt")
+        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  no mapping
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+    def reading(name: str) -> Callable[[tuple[slice, ...]], Tensor]:
+        return lambda where: slices[name][where] if where else reader.get_tensor(name)
+
+    return {
+        name: StoredTensor(file, tuple(found.get_shape()), found.get_dtype(), reading(name))
+        for name, found in slices.items()
+    }
+
+
+def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
+    """The class that writes checkpoints of this configuration, on meta; None where that is a language model alone.
+
+    Raises `ConfigError` where nothing can be trained of it; the message goes on after the name of the checkpoint.
+    """
+    text = config.get_text_config()
+    if text is config:
+        return None
+    kind = f"is a '{config.model_type}' of several parts, and"
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    if type(text) not in mapping:
+        with suppress(KeyError, ValueError):  # a class for the whole that takes the text part alone
+            AutoModelForCausalLM.register(type(text), mapping[type(config)])
+    if type(text) not in mapping:
+        raise ConfigError(f"{kind} transformers has no language model alone for its text part ('{text.model_type}')")
+    known = [*(config.architectures or ())]
+    found: Any = getattr(transformers, known[0], None) if known else None
+    for auto in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM):
+        if not known and type(config) in auto._model_mapping:
+            found = found or auto._model_mapping[type(config)]
+    if found is None:
+        raise ConfigError(f"{kind} its class ({', '.join(known) or 'none is named'}) is none of transformers' own")
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = found(copy.deepcopy(config))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{kind} its {found.__name__} cannot be built: {str(error).strip()}") from error
+    return model
+
+
+def text_config(whole: PreTrainedModel) -> PretrainedConfig:
+    """Of the text part alone; whether its head is tied is for the whole to say."""
+    config = copy.deepcopy(whole.config.get_text_config())
+    head = whole.get_output_embeddings()
+    config.tie_word_embeddings = head is not None and head.weight is whole.get_input_embeddings().weight
+    return config
+
+
+def match(
+    text: PreTrainedModel, whole: PreTrainedModel | None, stored: Iterable[str]
+) -> tuple[list[TensorGroup], list[str]]:
+    """How the tensors of the files make those of the text model, and the names of all others.
+
+    `text` and `whole` are on the meta device, `whole` where the files hold more parts than the text.
+    """
+    model = whole or text
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, own, kept = model.state_dict(), _text_names(text, whole), _kept_names(text)
+    members: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    others = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None
+        if target in own:
+            members[target].append((name, pattern))
+        else:
+            others.append(name)
+    groups = []
+    for target, found in members.items():
+        names, patterns = zip(*found, strict=True)
+        converter = by_pattern.get(patterns[0])
+        targets = [target]
+        if converter is not None:
+            targets = [target.replace(converter.target_patterns[0], other, 1) for other in converter.target_patterns]
+        owned = tuple(kept.get(own[name], own[name]) for name in targets)
+        groups.append(TensorGroup(names, owned, tuple(targets), patterns if converter else (), converter, model))
+    return groups, others
+
+
+def _kept_names(model: PreTrainedModel) -> dict[str, str]:
+    """Every name of a parameter -> the one it is kept under; a tied head is that of the embeddings."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[str, str]:
+    """Name in the whole model -> name in its text part. Raises `ConfigError` unless every text tensor is there."""
+    own = text.state_dict()
+    if whole is None:
+        return {name: name for name in own}
+    embeddings, head = text.get_input_embeddings(), text.get_output_embeddings()
+    base_name, base = next(
+        (name, child)
+        for name, child in text.named_children()
+        if isinstance(child, PreTrainedModel) and embeddings in child.modules()
+    )
+    head_name = next(name for name, module in text.named_modules() if module is head)
+    modules = dict(whole.named_modules())
+    places = {
+        f"{base_name}.": [name for name, module in modules.items() if type(module) is type(base)],
+        f"{head_name}.": [name for name, module in modules.items() if module is whole.get_output_embeddings()],
+    }
+    state, names = whole.state_dict(), {}
+    for name, tensor in own.items():
+        found = [
+            f"{place}.{name.removeprefix(prefix)}"
+            for prefix in places
+            if name.startswith(prefix)
+            for place in places[prefix]
+        ]
+        if len(found) != 1 or found[0] not in state or state[found[0]].shape != tensor.shape:
+            raise ConfigError(f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}")
+        names[found[0]] = name
+    return names
