@@ -77,6 +77,7 @@ class Case:
 
 
 WIDE = {"vocab_size": 16384}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 CASES = [
     Case(256, 4, 2048, 256),
     Case(256, 4, 8192, 2048),
@@ -88,6 +89,8 @@ CASES = [
     Case(512, 8, 2048, 512, ranks=2, micro_batches=2, recompute="selective"),
     Case(768, 8, 1024, 512, ranks=2, model=WIDE),
     Case(768, 8, 1024, 512, ranks=2, dtype="bfloat16", recompute="true", model=WIDE),
+    Case(256, 4, 2048, 256, model=EXPERTS),
+    Case(256, 8, 2048, 256, ranks=2, dtype="bfloat16", recompute="selective", model=EXPERTS),
 ]
 
 

@@ -4,6 +4,9 @@ The loss is compared with a plain loop over transformers' own model, one documen
 tolerances of `test_invariance.py`.
 """
 
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +14,21 @@ import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_config
+from toy_runs import Recipe, Result, checkpoint_manager, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.checkpoint import layout
 from trainer.data.batch_plan import Schedule, Share
 from trainer.data.loader import ValidationBatches
 from trainer.loop.fit import fit
+from trainer.model import packed_lm
 from trainer.model.experts import Routers
 from trainer.optim.schedule import LrSchedule
 from trainer.runtime import seeding
 
 STEPS, EXPERTS, CHOSEN, COEFFICIENT = 4, 8, 2, 0.5
 SIZES = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 32}
+RECIPE = Recipe(total_steps=4)
 KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_mean")
 
 
@@ -43,12 +50,18 @@ def train(world: Any, source: Any, *, is_asked: bool = True, **settings: Any) ->
     return {key: rows.column(key) for key in (*KEYS, "val/loss")}
 
 
-def plain_loop(source: Any) -> dict[str, list[float]]:
-    """Stock transformers, nothing of ours but the order: the fractions are those of the step before."""
+def plain_model(source: Any) -> Any:
+    """Stock transformers with the weights of the toy model; the loop over experts as its authors wrote it."""
     torch.manual_seed(seeding.key("init", 7))
     config = AutoConfig.from_pretrained(source.path)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").double()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").double()
     model.set_experts_implementation("eager")
+    return model
+
+
+def plain_loop(source: Any) -> dict[str, list[float]]:
+    """Nothing of ours but the order: the fractions are those of the step before."""
+    model = plain_model(source)
     samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
     lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
     groups = [[p for p in model.parameters() if (p.ndim < 2) == is_vector] for is_vector in (False, True)]
@@ -123,3 +136,128 @@ def test_without_the_router_loss_only_its_metric_and_its_gradient_are_gone(
     first, second, *_ = found["train/grad_norm"]
     assert first == pytest.approx(expected["train/grad_norm"][0], rel=1e-5)
     assert second != pytest.approx(expected["train/grad_norm"][1], rel=1e-3)
+
+
+def continued(run_dir: Path, whole: Path, source: Any, world_size: int) -> Result:
+    """From the second step's checkpoint on."""
+    shutil.copytree(whole / "global_step_2", run_dir / "global_step_2")
+    result: Result = run_ranks(run, world_size, run_dir, source, RECIPE)[0]
+    assert result.start_step == 2
+    return result
+
+
+def rolled_back(world: Any, run_dir: Path, source: Any) -> dict[int, tuple[float, float]]:
+    """(Loss, norm) by step of a run that goes back from its end to the second step, as a rollback does."""
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=RECIPE.total_steps)
+    fit(parts)
+    target = layout.inspect(run_dir / "global_step_2")
+    assert target.manifest is not None
+    parts.batches.rewind(target.manifest.position, skipped_steps=frozenset())
+    manager = checkpoint_manager(world, run_dir, source, parts, RECIPE)
+    manager.load(target, contents=("model", "optimizer", "extra"))
+    rows: Any = parts.tracking
+    rows.rows.clear()
+    fit(parts)
+    return {step: (row["train/loss"], row["train/grad_norm"]) for step, row in rows.rows}
+
+
+def test_what_the_router_loss_looks_back_to_is_saved(source: Any, tmp_path: Path) -> None:
+    """Bit-equal after a resume and a rollback; on another number of ranks within rounding."""
+    for name in ("whole", "resumed", "elsewhere"):
+        (tmp_path / name).mkdir()
+    whole: Result = run_ranks(run, 2, tmp_path / "whole", source, RECIPE)[0]
+    later = {step: numbers for step, numbers in whole.losses.items() if step > 2}
+    assert continued(tmp_path / "resumed", tmp_path / "whole", source, 2).losses == later
+    assert run_ranks(rolled_back, 2, tmp_path / "whole", source)[0] == later
+    elsewhere = continued(tmp_path / "elsewhere", tmp_path / "whole", source, 1).losses
+    for step, (loss, norm) in later.items():
+        assert elsewhere[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
+
+
+_LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {**SIZES, "shared_expert_intermediate_size": 48},
+    "mixtral": _LOCAL,
+    "olmoe": SIZES,
+    "gpt_oss": {**_LOCAL, "sliding_window": 8},
+    "jamba": {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "attn_layer_period": 1, "attn_layer_offset": 0},
+    "ernie4_5_moe": {
+        "moe_num_experts": EXPERTS,
+        "moe_k": CHOSEN,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 1,
+    },
+}
+
+
+def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
+    """(Our loss, transformers', largest relative difference of a gradient) of the same batch twice in a row."""
+    model, plain = build_toy_model(world, source, is_packed=False), plain_model(source)
+    model.train()
+    routers = Routers(model, world.device, is_asked=True)
+    parts = toy_run(world, model, ToySamples(), total_steps=1, routers=routers)
+    batch = next(iter(parts.batches))
+    for _ in range(2):
+        model.zero_grad()
+        for micro_batch in batch.micro_batches:
+            loss_sum = model(micro_batch).loss_sum
+            (0.0 * loss_sum + routers.add(micro_batch, batch.num_tokens)).backward()
+        sums, tokens = routers.take(share=1.0)
+        routers.settle(tokens, batch)
+    outputs = [plain(input_ids=one.input_ids_T[None], output_router_logits=True) for one in batch.micro_batches]
+    logits = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
+    formula = sys.modules[type(plain).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+    expected = formula(logits, EXPERTS, CHOSEN)
+    (COEFFICIENT * expected).backward()
+    errors = [
+        float((ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm())
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True)
+        if theirs.grad is not None and theirs.grad.norm() > 1e-9
+    ]
+    return sums["moe/router_loss"].item(), expected.item(), max(errors)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_loss_and_its_gradient_are_transformers_own(tmp_path: Path, name: str) -> None:
+    """Where the fractions of the step before are those of this step's batch."""
+    source = write_model_config(tmp_path, name, router_aux_loss_coef=COEFFICIENT, **FAMILIES[name])
+    ours, theirs, error = run_ranks(router_losses, 1, source)[0]
+    assert ours == pytest.approx(theirs, rel=1e-6) and ours > 1
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "is_asked", "said"),
+    [
+        ("qwen3_moe", {**SIZES, "router_aux_loss_coef": 0.25}, True, "(coefficient 0.25 in config.json) is trained"),
+        ("qwen3_moe", SIZES, True, "(coefficient 0.001 in config.json) is trained"),
+        ("qwen3_moe", SIZES, False, "is left out of the loss: model.router_loss=off"),
+        ("granitemoe", _LOCAL, True, "is left out of the loss: the routers of this architecture cannot be watched"),
+        ("qwen3_moe", {**SIZES, "router_aux_loss_coef": 0.0}, True, ""),
+        ("qwen3", {}, True, ""),
+    ],
+)
+def test_what_was_decided_is_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    model_type: str,
+    changes: dict[str, Any],
+    is_asked: bool,
+    said: str,
+) -> None:
+    source = write_model_config(tmp_path, model_type, **changes)
+    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    with caplog.at_level("INFO"):
+        Routers(model, torch.device("cpu"), is_asked=is_asked)
+    assert [said in message for message in caplog.messages] == [True] * bool(said)
+
+
+def test_routers_that_are_not_trained_have_no_loss(source: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "mlp.gate" not in name
+    with caplog.at_level("INFO"):
+        routers = Routers(model, torch.device("cpu"), is_asked=True)
+    assert "left out of the loss: its routers are not trained" in caplog.text
+    assert routers.take(share=1.0)[0] == {}

@@ -127,10 +127,19 @@ def backward_costs(
     return sum(kept.values()), products.count
 
 
-def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path)
+@pytest.mark.parametrize(
+    ("model_type", "changes", "products"),
+    [
+        ("qwen2", {}, ("mm", "addmm")),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, ("_grouped_mm",)),
+    ],
+)
+def test_selective_recomputation_repeats_no_matrix_product(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], products: tuple[str, ...]
+) -> None:
+    source = write_model_config(tmp_path, model_type, **changes)
     (most, few), (least, many), (_, selective) = (
-        run_ranks(backward_costs, 1, source, how)[0] for how in (False, True, "selective")
+        run_ranks(backward_costs, 1, source, how, products)[0] for how in (False, True, "selective")
     )
     assert selective == few < many
     assert least < most / 2

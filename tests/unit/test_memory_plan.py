@@ -32,6 +32,7 @@ from trainer.planner.memory_plan import SAVE_COPY, MemoryPlan, heaviest_workload
 from trainer.run.compose import load_config
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000, "head_dim": 256}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 RECOMPUTE = "model.enable_gradient_checkpointing=true"
 
 
@@ -170,12 +171,12 @@ def real_step(world: Any, source: Any, seqlens: tuple[int, ...], num_micro_batch
     return dict(max(live.peaks().values(), key=lambda held: held.total()))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_real_step_takes_what_was_planned(tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {}), (2, EXPERTS)])
+def test_a_real_step_takes_what_was_planned(tmp_path: Path, num_ranks: int, changes: dict[str, Any]) -> None:
     words = [*tokens(192, 64, batch=3 * 2 * num_ranks), "trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
-    found = planned(tmp_path, num_ranks, *words)
+    found = planned(tmp_path, num_ranks, *words, **changes)
     assert found.workload == fake_step.Workload((64, 64, 64), 2)
-    real = run_ranks(real_step, num_ranks, write_model_config(tmp_path), (64, 64, 64), 2)[0]
+    real = run_ranks(real_step, num_ranks, write_model_config(tmp_path, **changes), (64, 64, 64), 2)[0]
     assert found.peak_bytes == pytest.approx(sum(real.values()), rel=0.01)
     if num_ranks == 1:  # on two, with half the parameters each, a layer's backward pass is the fullest moment
         assert found.device_bytes[HEAD] > 192 * 160 * 4, "at least the logits of a micro-batch"

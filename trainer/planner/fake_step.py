@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
 from torch.distributed.fsdp import FSDPModule
@@ -124,6 +125,20 @@ def measure(job: Job, num_layers: int) -> Measured:
         gathered_bytes=live.gathered_bytes * job.workload.num_micro_batches // num_run,
         reduced_bytes=live.reduced_bytes * job.workload.num_micro_batches // num_run,
     )
+
+
+@register_op_impl(lambda func: func is torch.ops.aten._grouped_mm.default)
+def _grouped_product(
+    mode: FakeTensorMode, func: Any, left: Tensor, right: Tensor, offsets: Tensor, *_: Any, **__: Any
+) -> Any:
+    """Of experts in float32, which the kernels take and torch's own shape function does not; the rest is left to that.
+
+    Rows by group times a matrix each, or (the gradient of those) rows and columns whose products are summed by group.
+    """
+    if left.dtype == torch.bfloat16:
+        return NotImplemented
+    groups = () if right.ndim == 3 else (len(offsets),)
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
 def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> None:
