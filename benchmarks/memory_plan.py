@@ -45,6 +45,8 @@ class Case:
     dtype: str = "float32"
     recompute: str = "false"
     model: dict[str, Any] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
+    """Words behind the command."""
 
     @property
     def name(self) -> str:
@@ -73,7 +75,7 @@ class Case:
             "trainer.test_freq": -1,
             "trainer.default_local_dir": directory / "run",
         }
-        return [f"{key}={value}" for key, value in values.items()]
+        return [*(f"{key}={value}" for key, value in values.items()), *self.more]
 
 
 WIDE = {"vocab_size": 16384}

@@ -57,6 +57,8 @@ class Case:
     offload: bool = False
     num_micro_batches: int = 2
     optimizer: str = "adamw"
+    kept: str = "float32"
+    """What moments and parameters are kept in."""
     reads_the_loss: bool = False
     """A fault to be found: the host looks at each loss as soon as it is there."""
 
@@ -167,6 +169,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         enable_gradient_checkpointing=case.recompute,
         cpu_offload=case.offload,
         fsdp_size=case.fsdp_size,
+        master_dtype=case.kept,
     )
     reason = assemble.per_document_reason(config, source, max_length=64)
     with fake_world(case) as world:
@@ -178,7 +181,8 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         with mode:
             _fake_buffers(model)
             load.materialize(model, torch.device("cpu") if case.offload else world.device, buffer_device=world.device)
-            run = toy_run(world, model, ToySamples(), total_steps=60, optimizer_name=case.optimizer)
+            optim = {"state_dtype": case.kept}
+            run = toy_run(world, model, ToySamples(), total_steps=60, optimizer_name=case.optimizer, optim=optim)
             if case.reads_the_loss:
                 _read_every_loss(model)
             with patch.object(Packet, "read", read_ones):

@@ -50,10 +50,13 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"offload": True},
     "recompute": {"recompute": True},
     "selective": {"recompute": "selective"},
+    "layer inputs": {"recompute": "offload", "changes": {"num_hidden_layers": 3}},
+    "bfloat16": {"kept": "bfloat16"},
     "one rank": {"num_ranks": 1},
     "muon": {"optimizer": "muon"},
     "reads": {"reads_the_loss": True},
 }
+LAYER_INPUTS = "trainer/model/layer_inputs.py"
 WAITS = {"reads", "offload"}
 """A fault to be found, and an optimizer on the host: it cannot go on before gradients are there."""
 
@@ -81,7 +84,17 @@ def test_no_operation_waits_for_the_device(steps: dict[str, Any], name: str) -> 
     step = steps[name]
     assert step["is_packed"] and step["num_micro_batches"] == 2
     assert step["reads"] == {} and step["waits"] == {}
-    assert [copy for copy in step["copies"] if copy[0] == "cuda to cpu" or copy[1] == "blocking"] == []
+    assert [copy for copy in step["copies"] if copy[1] == "blocking"] == []
+    assert [copy for copy in step["copies"] if copy[0] == "cuda to cpu" and LAYER_INPUTS not in copy[2]] == []
+
+
+def test_inputs_of_layers_go_and_come_beside_the_step(steps: dict[str, Any]) -> None:
+    """Three layers and two micro-batches: the last layer's input is still there when the backward pass begins."""
+    copies = [copy for copy in steps["layer inputs"]["copies"] if LAYER_INPUTS in copy[2]]
+    assert [(way, how, count) for way, how, _, count in copies] == [
+        ("cuda to cpu", "async", 2 * 3),
+        ("cpu to cuda", "async", 2 * 2),
+    ]
 
 
 def test_a_value_that_the_host_reads_is_found(steps: dict[str, Any]) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 CHUNK_NUMEL = 2**22
 """Elements that are updated at once: float32 copies of a whole parameter would take what is saved."""
@@ -40,11 +39,13 @@ def rounded(values: Tensor, key: int, first: int) -> Tensor:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Index in the whole tensor of the first element of this rank's shard, whose rows lie together."""
+    """Index in the whole tensor of the first element of this rank's shard, as FSDP2 shards: by rows, rounded up."""
     if not isinstance(tensor, DTensor):
         return 0
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return int(offset[0]) * math.prod(tensor.shape[1:]) if offset else 0
+    mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
+    assert tensor.placements[last] == Shard(0) and all(map(Placement.is_replicate, tensor.placements[:last]))
+    num_rows = -(-tensor.shape[0] // mesh.size(last))
+    return mesh.get_local_rank(last) * num_rows * math.prod(tensor.shape[1:])
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
