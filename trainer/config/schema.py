@@ -68,6 +68,12 @@ class ModelConfig:
         QUICKSTART, "local directory or Hub id (downloaded once) of a causal LM; quickstart = embedded tiny model"
     )
     random_weights: bool = key(False, "take only the architecture and start from random weights")
+    new_tokens: list[str] = key(
+        [],
+        'special tokens to add, e.g. those of a chat template: ["<|im_start|>","<|im_end|>"]; their rows begin as the '
+        "mean of all others with a little noise",
+        lambda tokens: "" if all(tokens) else "must not be empty",
+    )
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     master_dtype: str = key(
         "float32",

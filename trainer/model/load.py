@@ -20,7 +20,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from trainer import weights
 from trainer.config import ConfigError
-from trainer.model import packed_lm
+from trainer.model import new_tokens, packed_lm
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import INDEX, read_index
 from trainer.runtime import seeding
@@ -53,14 +53,18 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
         return
     found = SourceWeights.of(source)
     found.require_all_of(model)
-    tensors = _stored_tensors(model)
+    tensors, embeddings = _stored_tensors(model), model.get_input_embeddings().weight
+    grown = [embeddings, *model.get_output_embeddings().parameters()] if source.new_tokens else []
     try:
         for group in found.groups:
-            _fill(group, tensors, found.files)
+            _fill(group, tensors, found.files, may_grow=any(tensors[group.own[0]] is tensor for tensor in grown))
     except ConfigError:
         raise
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ConfigError(f"model.partial_pretrain={source.path}: weights cannot be loaded: {error}") from error
+    if source.new_tokens:
+        stored = next(group.stored[0] for group in found.groups if tensors[group.own[0]] is embeddings)
+        new_tokens.fill_rows(model, source.new_tokens, found.files[stored].shape[0], seed=seed)
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,10 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return one.shape == other.shape and all(torch.equal(one.read(part), other.read(part)) for part in parts)
 
 
-def _fill(group: TensorGroup, tensors: dict[str, Tensor], files: dict[str, StoredTensor]) -> None:
-    """This rank's slices of the model's tensors from those of the files."""
+def _fill(
+    group: TensorGroup, tensors: dict[str, Tensor], files: dict[str, StoredTensor], *, may_grow: bool = False
+) -> None:
+    """This rank's slices of the model's tensors from those of the files, which `may_grow`: have fewer rows."""
     stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]
     if all(tensor.is_floating_point() for tensor in own):
         for name, found in zip(group.stored, stored, strict=True):
@@ -201,8 +207,12 @@ def _fill(group: TensorGroup, tensors: dict[str, Tensor], files: dict[str, Store
                 raise ConfigError(f"{found.file}: tensor {name} is {found.dtype}, no floating-point weights")
     slices = [local_slices(tensor) for tensor in own]
     if group.converter is None:
-        _require_shape(stored[0].shape, own[0], f"{stored[0].file}: tensor {group.stored[0]}")
         (local, where), *_ = slices
+        shape = tuple(stored[0].shape)
+        if may_grow and shape[0] < own[0].shape[0]:
+            where = (slice(*(min(row, shape[0]) for row in (where[0].start, where[0].stop))), *where[1:])
+            local, shape = local[: where[0].stop - where[0].start], (own[0].shape[0], *shape[1:])
+        _require_shape(shape, own[0], f"{stored[0].file}: tensor {group.stored[0]}")
         if local.numel():
             local.copy_(stored[0].read(where))
     elif any(local.numel() for local, _ in slices):

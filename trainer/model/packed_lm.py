@@ -6,7 +6,7 @@ Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabu
 import inspect
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class ModelSource:
     path: str
     random_weights: bool
     trust_remote_code: bool
+    new_tokens: dict[str, int] = field(default_factory=dict)
+    """Ids of tokens for which the weights have no trained rows."""
 
 
 def read_config(source: ModelSource) -> PretrainedConfig:

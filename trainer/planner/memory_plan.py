@@ -25,7 +25,7 @@ from trainer.planner.live_storage import (
     SHARDED_GRADIENTS,
     Phase,
 )
-from trainer.run.inputs import resolve_source
+from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype
 
 SAVE_COPY = "copy of an asynchronous save"
@@ -139,8 +139,7 @@ def _source(config: Config) -> ModelSource:
     model = config.model
     if model.partial_pretrain == QUICKSTART:
         return resolve_source(config)
-    path = find_architecture(model.partial_pretrain)
-    return ModelSource(path, random_weights=True, trust_remote_code=model.trust_remote_code)
+    return source_at(config, find_architecture(model.partial_pretrain), random_weights=True)
 
 
 def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:

@@ -17,6 +17,7 @@ from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import Samples, SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
+from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
@@ -92,9 +93,17 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
     model = config.model
     if model.partial_pretrain == QUICKSTART:
-        return ModelSource(str(MODEL_DIR), random_weights=True, trust_remote_code=False)
+        return source_at(config, str(MODEL_DIR), random_weights=True)
     path = find_model(model.partial_pretrain, random_weights=model.random_weights, progress=progress)
-    return ModelSource(path, random_weights=model.random_weights, trust_remote_code=model.trust_remote_code)
+    return source_at(config, path, random_weights=model.random_weights)
+
+
+def source_at(config: Config, path: str, *, random_weights: bool) -> ModelSource:
+    """The model of a directory, with the tokens that the configuration adds."""
+    model, ids = config.model, dict[str, int]()
+    if model.new_tokens:
+        path, ids = new_tokens.extended(path, model.new_tokens, Path(config.data.cache_dir))
+    return ModelSource(path, random_weights, model.trust_remote_code, ids)
 
 
 def _files(config: Config, key: str) -> list[tuple[Source, list[Path]]]:

@@ -1,0 +1,135 @@
+"""Tokens that a model does not have yet: its directory with a longer tokenizer, and rows for them in its weights."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import AddedToken, Tokenizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from trainer.config import ConfigError
+from trainer.errors import CannotWriteError
+from trainer.runtime import seeding
+from trainer.runtime.atomic_files import publish
+
+logger = logging.getLogger(__name__)
+ROW_MULTIPLE = 64
+"""Rows of a vocabulary that grows: matrix products are fast at multiples of it."""
+NOISE = 0.1
+"""Of the rows' own spread: new tokens begin alike, as an average token, but not equal."""
+_CHANGED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, dict[str, int]]:
+    """(a directory like `path` whose tokenizer has `tokens`, the ids of those that were new).
+
+    All but config and tokenizer are links to the files of `path`. Raises `ConfigError`, `CannotWriteError`.
+    """
+    source = Path(path).resolve()
+    try:
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing else
+        raise ConfigError(
+            f"model.new_tokens: {source / 'tokenizer.json'} cannot be read ({error}); tokens are added there: make it "
+            f"with AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
+        ) from error
+    known = {token: number for token in tokens if (number := tokenizer.token_to_id(token)) is not None}
+    if known:
+        logger.warning("model.new_tokens: the tokenizer has %s already: not added", ", ".join(map(repr, known)))
+    if not (new := [token for token in dict.fromkeys(tokens) if token not in known]):
+        return path, {}
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in new])
+    ids: dict[str, Any] = {token: tokenizer.token_to_id(token) for token in new}
+    contents = {"tokenizer.json": tokenizer.to_str(pretty=True), "config.json": _longer(source, max(ids.values()) + 1)}
+    if (source / "tokenizer_config.json").exists():
+        contents["tokenizer_config.json"] = _described(source, ids)
+    try:
+        return str(_directory(source, contents, cache_dir)), ids
+    except OSError as error:
+        fix = "free space or point data.cache_dir to a writable directory"
+        raise CannotWriteError(f"model.new_tokens: cannot write to '{cache_dir}': {error}; {fix}") from error
+
+
+def _longer(source: Path, num_tokens: int) -> str:
+    """config.json with a vocabulary of at least so many rows."""
+    tree = json.loads((source / "config.json").read_text())
+    if "text_config" in tree:
+        raise ConfigError(f"model.new_tokens: {source} is a checkpoint of several parts, whose vocabulary cannot grow")
+    if tree["vocab_size"] < num_tokens:
+        tree["vocab_size"] = -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    return json.dumps(tree, indent=2)
+
+
+def _described(source: Path, ids: dict[str, int]) -> str:
+    """tokenizer_config.json, which lists added tokens once more."""
+    tree = json.loads((source / "tokenizer_config.json").read_text())
+    if "added_tokens_decoder" in tree:
+        flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+        tree["added_tokens_decoder"] |= {str(number): {"content": token, **flags} for token, number in ids.items()}
+    return json.dumps(tree, indent=2, ensure_ascii=False)
+
+
+def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
+    """Named by what it holds, so that it is made once; ranks that make it at the same time make the same."""
+    key = json.dumps([str(source), sorted(os.listdir(source)), contents], sort_keys=True)
+    target = cache_dir.resolve() / "models" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if target.is_dir():
+        return target
+    staging = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}")
+    staging.mkdir(parents=True)
+    for name, text in contents.items():
+        (staging / name).write_text(text, encoding="utf-8")
+    for file in source.iterdir():
+        if file.name not in _CHANGED:
+            (staging / file.name).symlink_to(file.resolve())
+    if not publish(staging, target):
+        shutil.rmtree(staging)
+    return target
+
+
+@torch.no_grad()
+def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, seed: int) -> None:
+    """Rows of new tokens, and those that only fill up the vocabulary: the mean of the trained tokens' rows and noise
+    that (seed, token) decides, whatever the number of ranks. Collective.
+
+    `num_stored`: rows of the weights that were loaded.
+    """
+    head: Any = model.get_output_embeddings()
+    first = min(*ids.values(), num_stored)
+    texts = {number: f"row {number}" for number in range(num_stored, head.out_features)}
+    texts |= {number: token for token, number in ids.items()}
+    parameters = {id(p): p for p in (model.get_input_embeddings().weight, *head.parameters())}
+    for which, parameter in enumerate(parameters.values()):
+        local, begin = _rows(parameter)
+        trained = local[: max(0, first - begin)].double()
+        sums = torch.stack([trained.sum(0), trained.square().sum(0)])
+        count = torch.tensor(float(len(trained)), dtype=torch.float64, device=local.device)
+        dist.all_reduce(sums)
+        dist.all_reduce(count)
+        mean = sums[0] / count
+        spread = (sums[1] / count - mean.square()).clamp(min=0).sqrt()
+        # sums in another order differ in their last digits, which these do not have
+        mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
+        for number, text in texts.items():
+            if begin <= number < begin + len(local):
+                generator = torch.Generator().manual_seed(seeding.key("new token", seed, text, which))
+                noise = torch.randn(mean.shape, generator=generator).to(local.device)
+                local[number - begin] = (mean + NOISE * spread * noise).to(local.dtype)
+
+
+def _rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """(this rank's rows, the number of the first)."""
+    if not isinstance(parameter, DTensor):
+        return parameter.data, 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local().detach(), int(offset[0])
