@@ -52,6 +52,21 @@ def test_errors_are_no_larger_than_those_of_transformers(dtype: torch.dtype) -> 
         assert error <= 1.25 * allowed + 1e-8
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_of_a_gpu_are_no_worse(dtype: torch.dtype) -> None:
+    """There the norm is torch's own, which rounds once where transformers rounds twice."""
+
+    def on_gpu(norm: Any) -> Any:
+        return lambda hidden, weight: norm(hidden.cuda(), weight.cuda()).cpu()
+
+    exact = rounded_reference() if dtype == torch.bfloat16 else outcome(plain, torch.float64)
+    ours, own = (outcome(on_gpu(norm), dtype) for norm in (lambda h, w: rms_norm(h, w, EPS), theirs))
+    for expected, found, other in zip(exact, ours, own, strict=True):
+        error, allowed = ((value - expected).norm() / expected.norm() for value in (found, other))
+        assert error <= 1.25 * allowed + 1e-8
+
+
 def rounded_reference() -> tuple[Tensor, Tensor, Tensor]:
     """Float64 arithmetic on inputs that bfloat16 has rounded."""
 
