@@ -40,9 +40,10 @@ from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import CONTENTS, saved_parts
 
 from trainer.checkpoint import choice
-from trainer.checkpoint.export import ExportSource, export_from_shards
+from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.offline_export import export_from_shards
 from trainer.checkpoint.save import Saver
 from trainer.config import CheckpointConfig
 from trainer.data.batch_plan import START

@@ -29,10 +29,7 @@ def export_model(world: World, model: Any, target: Path, source: ExportSource, *
         parameters=parameters,
         buffers=buffers,
     )
-    plan = export.plan_export(parameters, buffers, export.meta_copy(model), dtype=dtype, whole=source.whole)
-    records = export.write_weights(plan, target, reader, share=(world.rank, world.size))
-    if world.is_main:
-        records += export.write_index(plan, target)
-        records += export.write_companions(plan, target, source)
+    plans = export.plan_exports(model, parameters, source, dtype=dtype, lora="adapter")
+    records = export.write_export(plans, target, reader, source, share=(world.rank, world.size))
     dist.barrier()
     return records

@@ -147,7 +147,8 @@ class StepBatch:
 @dataclass(frozen=True)
 class StepFlops:
     """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, and attention. The head
-    computes the supervised positions only.
+    computes the supervised positions only. A frozen parameter has no gradient of its own: 4; in front of all that is
+    trained its input has none either: 2.
 
     Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two products forward, four
     backward, no credit for causality or recomputation. Source: PaLM (2022), appendix B.

@@ -32,7 +32,7 @@ def place_of(module: str) -> Place:
         return Place(0, "trainer")
     head = parts[1]
     floors = {"config": 0, "errors": 0, "progress": 0, "metrics": 0}
-    floors |= {"batch": 1, "losses": 1, "weights": 1, "runtime": 1, "detection": 1}
+    floors |= {"batch": 1, "losses": 1, "weights": 1, "adapter_names": 1, "runtime": 1, "detection": 1}
     floors |= {"loop": 3, "run": 4}
     if head in floors:
         return Place(floors[head], head)

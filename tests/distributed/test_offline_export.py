@@ -19,8 +19,8 @@ from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import Recipe, Result, checkpoint_manager, run, save_now
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint import export, fsio, layout
-from trainer.checkpoint.export import export_from_shards
+from trainer.checkpoint import export, fsio, layout, offline_export
+from trainer.checkpoint.offline_export import export_from_shards
 from trainer.cli import checkpoint as cli
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
@@ -298,7 +298,7 @@ def test_code_of_a_model_is_taken_along_and_never_run(source, tmp_path: Path) ->
 def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     def known(model_type: str, **more: Any) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type, **more}))
-        return export.known_architecture(tmp_path)[0]
+        return offline_export.known_architecture(tmp_path)[0]
 
     config = json.loads(Path(source.path, "config.json").read_text())
     elsewhere = {"AutoConfig": "someone/model--own.Config", "AutoModelForCausalLM": "someone/model--own.Model"}
@@ -312,10 +312,10 @@ def test_an_architecture_is_known_without_any_code_of_the_model(source, tmp_path
 
 def test_a_version_that_left_out_buffers_is_noticed(trained, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     checkpoint = trained["plain"][0] / "global_step_2"
-    with patch.object(export, "read_torch", lambda _: {}):
+    with patch.object(offline_export, "read_torch", lambda _: {}):
         export_from_shards(checkpoint, tmp_path / "none", dtype="float32")  # this model has none
         with (
-            patch.object(export, "weight_buffers", lambda _: {"bias": 0}),
+            patch.object(offline_export, "weight_buffers", lambda _: {"bias": 0}),
             pytest.raises(ConfigError, match="out bias"),
         ):
             export_from_shards(checkpoint, tmp_path / "export", dtype="float32")

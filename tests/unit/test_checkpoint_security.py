@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_fakes import commit, save
 
-from trainer.checkpoint import choice, export, layout, shards
+from trainer.checkpoint import choice, layout, offline_export, shards
 from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, parse_manifest, verify_files
 from trainer.checkpoint.shards import CorruptShardError, read_torch
 
@@ -96,7 +96,7 @@ def test_code_beside_an_exported_config_is_not_imported(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "modeling_evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
-    assert export.known_architecture(tmp_path) == (None, None)
+    assert offline_export.known_architecture(tmp_path) == (None, None)
     assert not (tmp_path / "canary").exists()
 
 

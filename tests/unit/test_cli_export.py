@@ -39,13 +39,14 @@ def exports(monkeypatch: Patch) -> list[tuple[Path, Path, str]]:
     """What an exporter that makes one file of 2048 bytes was asked for."""
     asked: list[tuple[Path, Path, str]] = []
 
-    def export_from_shards(checkpoint: Path, target: Path, *, dtype: str) -> None:
+    def export_from_shards(checkpoint: Path, target: Path, *, dtype: str, lora: str, base: Path | None) -> None:
+        assert (lora, base) == ("merged", None)
         asked.append((checkpoint, target, dtype))
         target.mkdir()
         (target / "model.safetensors").write_bytes(b"x" * 2048)
 
     monkeypatch.setitem(
-        sys.modules, "trainer.checkpoint.export", SimpleNamespace(export_from_shards=export_from_shards)
+        sys.modules, "trainer.checkpoint.offline_export", SimpleNamespace(export_from_shards=export_from_shards)
     )  # type: ignore[arg-type]
     return asked
 
@@ -102,7 +103,7 @@ def test_an_export_that_fails_ends_with_its_exit_code(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "trainer.checkpoint.export", SimpleNamespace(export_from_shards=fail))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "trainer.checkpoint.offline_export", SimpleNamespace(export_from_shards=fail))  # type: ignore[arg-type]
     found, out, err = call("export", run_dir, "hf")
     assert (found, err) == (code, f"ERROR: {error}\n") and "wrote" not in out
 
@@ -131,7 +132,7 @@ def test_an_interrupted_export_says_so(run_dir: Path, call: Call, monkeypatch: P
         os.kill(os.getpid(), signal.SIGINT)
 
     exporter = SimpleNamespace(export_from_shards=interrupt)
-    monkeypatch.setitem(sys.modules, "trainer.checkpoint.export", exporter)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "trainer.checkpoint.offline_export", exporter)  # type: ignore[arg-type]
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         code, _, err = call("export", run_dir, "hf")

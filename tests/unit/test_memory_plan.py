@@ -216,7 +216,7 @@ BOTH = (RECOMPUTE, SHORT[-1])
 
 def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
     workload = fake_step.Workload((1024,) * 4, 1)
-    return MemoryPlan(num_ranks, workload, 1, 1, (1,), {PARAMETERS: size_bytes}, {}, 0, 0)
+    return MemoryPlan(num_ranks, workload, 1, 1, (1,), {PARAMETERS: size_bytes}, {}, 0, 0, 1)
 
 
 def found_change(fitting: set[Change], *words: str) -> Change | None:

@@ -7,35 +7,32 @@ a GPU or another rank, so it runs behind training, and on any machine afterwards
 import copy
 import dataclasses
 import json
-import os
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
+from transformers import PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 
-from trainer import weights
+from trainer.adapter_names import adapted_name, peft_name
 from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.base_weights import Adapter, BaseWeights, MergedReader, stored_name
 from trainer.checkpoint.fsio import FileRecord
-from trainer.checkpoint.manifest import Manifest, verify_files
-from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers
-from trainer.checkpoint.space import readable
+from trainer.checkpoint.shards import ShardReader, weight_buffers
 from trainer.checkpoint.tensor_file import write_tensors
 from trainer.config import ConfigError
-from trainer.errors import CannotWriteError
-from trainer.weights import TensorGroup, WholeCheckpoint, match, stored_in
+from trainer.weights import TensorGroup, WholeCheckpoint, match
 
 MAX_FILE_BYTES = 5 * 10**9
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = (".safetensors", _INDEX)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -51,6 +48,12 @@ OTHER_PARTS = "model-other-parts.safetensors"
 """What passes through: in every checkpoint, since its shards do not hold it."""
 
 
+class TensorReader(Protocol):
+    """Whole tensors by name, one at a time."""
+
+    def whole(self, name: str) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class ExportSource:
     """What the exported directory takes over: the files of the model trained from, and the template trained with."""
@@ -61,6 +64,8 @@ class ExportSource:
     end_token_ids: tuple[int, ...]
     whole: WholeCheckpoint | None = None
     """Where the model trained is the text part of one of several parts: the export is that again."""
+    adapter: Adapter | None = None
+    """Of a run that trains adapters."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,12 @@ class ExportPlan:
     architecture: PreTrainedModel | None
     whole: WholeCheckpoint | None
     dtype: torch.dtype
+    base: BaseWeights | None = None
+    """What adapters are merged with."""
+
+    @property
+    def is_adapter(self) -> bool:
+        return ADAPTER_WEIGHTS in self.split.filename_to_tensors
 
     @property
     def weights_bytes(self) -> int:
@@ -91,6 +102,50 @@ class ExportPlan:
     @property
     def others_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.others.values())
+
+
+Plans = Mapping[str, ExportPlan]
+"""By the directory below `huggingface/`; '' is that itself."""
+
+
+def num_bytes(plans: Plans, *, has_weights: bool = True) -> int:
+    return sum(plan.others_bytes + plan.weights_bytes * has_weights for plan in plans.values())
+
+
+def plan_exports(
+    model: PreTrainedModel, parameters: Mapping[str, Tensor], source: ExportSource, *, dtype: str, lora: str
+) -> Plans:
+    """What a save of `parameters` exports. `lora`: adapter, merged or both, where these are adapters."""
+    if source.adapter is not None:
+        return plan_lora(parameters, source.adapter, dtype=dtype, lora=lora)
+    return {"": plan_export(parameters, weight_buffers(model), meta_copy(model), dtype=dtype, whole=source.whole)}
+
+
+def plan_lora(shapes: Mapping[str, Tensor], adapter: Adapter, *, dtype: str, lora: str) -> Plans:
+    """Adapters under peft's names in one file, and the base with what they add, under the names of its files.
+
+    Raises `ConfigError` for a base that they cannot be merged with.
+    """
+    plans, target_dtype = dict[str, ExportPlan](), getattr(torch, dtype)
+    if lora != "adapter":
+        base = BaseWeights(adapter.base)
+        for name in shapes:
+            stored_name(base, adapted_name(name))
+        numbers = {name: tensor for name, tensor in base.shapes.items() if tensor.is_floating_point()}
+        others = {name: tensor for name, tensor in base.shapes.items() if name not in numbers}
+        merged = plan_export(numbers, others, None, dtype=dtype)
+        plans[""] = dataclasses.replace(merged, base=base)
+    if lora != "merged":
+        stored = {
+            peft_name(name): torch.empty(t.shape, dtype=target_dtype, device="meta") for name, t in shapes.items()
+        }
+        split = split_state_dict_into_shards_factory(
+            stored, get_storage_size=lambda t: t.nbytes, filename_pattern=ADAPTER_WEIGHTS, max_shard_size=sys.maxsize
+        )
+        groups = {peft_name(name): TensorGroup((peft_name(name),), (name,)) for name in shapes}
+        plan = ExportPlan(stored, split, groups, None, None, target_dtype)
+        plans[layout.LORA_ADAPTER if lora == "both" else ""] = plan
+    return plans
 
 
 def plan_export(
@@ -145,41 +200,47 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     return meta_model
 
 
-def known_architecture(directory: Path) -> tuple[PreTrainedModel | None, PreTrainedModel | None]:
-    """The same from a `config.json`, and the class of the whole where that has more parts than the text; None if the
-    architecture comes with code of its own, which is never run here.
-
-    Raises `ConfigError` if this version of transformers does not know it.
+def write_export(
+    plans: Plans,
+    target: Path,
+    reader: ShardReader,
+    source: ExportSource,
+    *,
+    share: tuple[int, int] = (0, 1),
+    has_weights: bool = True,
+) -> list[FileRecord]:
+    """This writer's share `(index, count)` of the weights' files, in the existing directories below `target`, by
+    their paths from `target`'s own directory; the first writer adds what is beside them.
     """
-    tree = json.loads((directory / "config.json").read_text())
-    if "auto_map" in tree and (any(directory.glob("*.py")) or tree.get("model_type") not in CONFIG_MAPPING):
-        return None, None
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        whole = weights.whole_model(config)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config if whole is None else weights.text_config(whole), trust_remote_code=False
-            )
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"'{directory}' cannot be exported with transformers {__version__}: {error}") from error
-    return model, whole
+    root, is_first = target.parent, share[0] == 0
+    # first: the checkpoint that they are copied from may go while the weights are written
+    records = write_companions(plans[""], target, source) if is_first else []
+    for directory, plan in plans.items():
+        place = target / directory
+        if has_weights:
+            tensors = MergedReader(plan.base, reader, source.adapter) if plan.base and source.adapter else reader
+            records += write_weights(plan, place, tensors, root=root, share=share)
+        if has_weights and is_first:
+            records += write_index(plan, place, root=root)
+        if is_first and plan.is_adapter and source.adapter:
+            records.append(_write_json(place / layout.ADAPTER_CONFIG, source.adapter.settings, root=root))
+    return records
 
 
 def write_weights(
-    plan: ExportPlan, target: Path, reader: ShardReader, *, share: tuple[int, int] = (0, 1)
+    plan: ExportPlan, target: Path, reader: TensorReader, *, root: Path, share: tuple[int, int] = (0, 1)
 ) -> list[FileRecord]:
     """Write this writer's share `(index, count)` of the files into the existing directory `target`; read them back."""
     index, count = share
     mine = {name: names for i, (name, names) in enumerate(plan.split.filename_to_tensors.items()) if i % count == index}
     tensors = _exported(plan, reader, [name for names in mine.values() for name in names])
     return [
-        write_tensors(target / file_name, {name: plan.layout[name] for name in names}, tensors)
+        write_tensors(target / file_name, {name: plan.layout[name] for name in names}, tensors, root=root)
         for file_name, names in mine.items()
     ]
 
 
-def _exported(plan: ExportPlan, reader: ShardReader, names: list[str]) -> Iterator[Tensor]:
+def _exported(plan: ExportPlan, reader: TensorReader, names: list[str]) -> Iterator[Tensor]:
     """The named tensors in the dtype they are exported in; no more in memory than one group of them."""
     made: dict[str, Tensor] = {}
     for name in names:
@@ -191,104 +252,30 @@ def _exported(plan: ExportPlan, reader: ShardReader, names: list[str]) -> Iterat
 
 
 def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> list[FileRecord]:
-    """Everything beside the weights: config.json, generation_config.json, tokenizer, template, the model's own code."""
-    records = [_write_json(target / "config.json", _config(source, plan))]
-    records.append(_write_json(target / "generation_config.json", _generation_config(source)))
+    """Everything beside the weights: config.json, generation_config.json, tokenizer, template, the model's own code.
+
+    An adapter alone has no config.json: with one, transformers takes the directory for a whole model.
+    """
+    root = target.parent
+    records = [] if plan.is_adapter else [_write_json(target / "config.json", _config(source, plan), root=root)]
+    records.append(_write_json(target / "generation_config.json", _generation_config(source), root=root))
     copied = (*_TOKENIZER_FILES, *_VOCABULARIES, *(_TEMPLATES if source.chat_template is None else ()))
     for path in sorted({path for pattern in copied for path in source.model_dir.glob(pattern) if path.is_file()}):
         if source.chat_template is not None and path.name == "tokenizer_config.json":
             config = json.loads(path.read_text()) | {"chat_template": source.chat_template}
-            records.append(_write_json(target / path.name, config))
+            records.append(_write_json(target / path.name, config, root=root))
         else:
-            records.append(fsio.copy_file(path, target / path.name, root=target.parent))
+            records.append(fsio.copy_file(path, target / path.name, root=root))
     if source.chat_template is not None:
         text = source.chat_template.encode()
-        records.append(fsio.write_file(target / "chat_template.jinja", text, root=target.parent))
+        records.append(fsio.write_file(target / "chat_template.jinja", text, root=root))
     if plan.whole is not None:
         others = (tensor.whole() for tensor in plan.whole.others.values())
-        records.append(write_tensors(target / OTHER_PARTS, plan.others, others))
+        records.append(write_tensors(target / OTHER_PARTS, plan.others, others, root=root))
     return records
 
 
-def export_from_shards(checkpoint: Path, target: Path, *, dtype: str) -> None:
-    """Make the new directory `target` from the shards of a committed checkpoint, proving what is read.
-
-    Needs no GPU and no process group, and takes nothing from a run that goes on meanwhile. `target` appears when it
-    is whole. Raises `ConfigError` if the checkpoint is not committed, damaged, or `target` cannot be taken as a name,
-    `CannotWriteError` if it cannot be written.
-    """
-    manifest = _require_exportable(checkpoint, target)
-    plan, reader = _open_shards(checkpoint, manifest, dtype=dtype)
-    source, staging = ExportSource(checkpoint / layout.HUGGINGFACE, None, ()), fsio.temporary_path(target)
-    size_bytes = plan.weights_bytes + plan.others_bytes
-    try:
-        if (free_bytes := fsio.free_bytes(target.parent)) < size_bytes:
-            raise OSError(f"it needs {readable(size_bytes)}, and {readable(free_bytes)} are free")
-        fsio.make_dir(staging)
-        write_companions(plan, staging, source)
-        write_weights(plan, staging, reader)
-        write_index(plan, staging)
-        fsio.fsync_tree(staging)
-        fsio.rename(staging, target)
-    except BaseException as error:
-        with suppress(OSError):
-            fsio.remove_tree(staging)
-        if isinstance(error, OSError):
-            raise CannotWriteError(f"'{target}' cannot be made: {error}") from error
-        raise
-
-
-def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
-    """The manifest, once the files an export reads are proven; weights exported before are not among them."""
-    info = layout.inspect(checkpoint)
-    if info.manifest is None:
-        reason = info.reason or "it was written by verl, without a manifest; use verl's model_merger"
-        raise ConfigError(f"'{checkpoint}' cannot be exported: {reason}")
-    if os.path.lexists(target):
-        raise ConfigError(f"'{target}' exists already: name a new directory")
-    if not target.parent.is_dir():
-        raise ConfigError(f"'{target}' cannot be made: there is no directory '{target.parent}'")
-    if target.parent.resolve().is_relative_to(checkpoint.resolve()):
-        raise ConfigError(f"'{target}' would go when its checkpoint does: name a directory outside of '{checkpoint}'")
-    manifest = info.manifest
-    size = manifest.world_size
-    shards = {layout.extra_file(size, 0), *(layout.model_file(size, rank) for rank in range(manifest.num_shards))}
-    companions = {
-        record.path
-        for record in manifest.files
-        if layout.is_export(record.path)
-        and (record.path.endswith(f"/{OTHER_PARTS}") or not record.path.endswith(_WEIGHTS))
-    }
-    files = tuple(record for record in manifest.files if record.path in shards | companions)
-    if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
-        raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
-    return manifest
-
-
-def _open_shards(checkpoint: Path, manifest: Manifest, *, dtype: str) -> tuple[ExportPlan, ShardReader]:
-    """What to write, and the mapped files to make it from: they stay readable when a running job deletes them."""
-    size = manifest.world_size
-    exported = checkpoint / layout.HUGGINGFACE
-    architecture, model = known_architecture(exported)
-    whole = None
-    if model is not None:
-        whole = WholeCheckpoint(model, manifest.text_names, stored_in(exported / OTHER_PARTS))
-    buffers = read_torch(checkpoint / layout.extra_file(size, 0)).get("buffers", {})
-    if absent := sorted(set(weight_buffers(architecture) if architecture else ()) - set(buffers)):
-        raise ConfigError(f"'{checkpoint}' cannot be exported: it was saved by a version that left out {absent[0]}")
-    shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
-    plan = plan_export(shapes, buffers, architecture, dtype=dtype, whole=whole)
-    reader = ShardReader(
-        checkpoint, world_size=size, num_shards=manifest.num_shards, parameters=shapes, buffers=buffers
-    )
-    if plan.dtype is torch.float16:
-        for name in shapes:
-            if not torch.isfinite(reader.whole(name).to(plan.dtype)).all():
-                raise ConfigError(f"'{name}' has values beyond the range of float16: export in bfloat16 or float32")
-    return plan, reader
-
-
-def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
+def write_index(plan: ExportPlan, target: Path, *, root: Path) -> list[FileRecord]:
     """Which file holds which tensor, where there are several."""
     if not plan.split.is_sharded and plan.whole is None:
         return []
@@ -296,12 +283,13 @@ def write_index(plan: ExportPlan, target: Path) -> list[FileRecord]:
         "metadata": {"total_size": plan.weights_bytes + plan.others_bytes},
         "weight_map": plan.split.tensor_to_filename | dict.fromkeys(plan.others, OTHER_PARTS),
     }
-    return [_write_json(target / _INDEX, index)]
+    return [_write_json(target / _INDEX, index, root=root)]
 
 
 def _config(source: ExportSource, plan: ExportPlan) -> dict[str, object]:
     """The source's own config with the dtype that was written; `torch_dtype` is the key every reader knows."""
-    config: dict[str, object] = json.loads((source.model_dir / "config.json").read_text())
+    directory = source.adapter.base if source.adapter else source.model_dir
+    config: dict[str, object] = json.loads((directory / "config.json").read_text())
     name = str(plan.dtype).removeprefix("torch.")
     config["torch_dtype"] = name
     for part in (config, config.get("text_config")):
@@ -324,7 +312,5 @@ def _generation_config(source: ExportSource) -> dict[str, object]:
     return config
 
 
-def _write_json(path: Path, value: dict[str, object]) -> FileRecord:
-    return fsio.write_file(
-        path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), root=path.parent.parent
-    )
+def _write_json(path: Path, value: Mapping[str, object], *, root: Path) -> FileRecord:
+    return fsio.write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), root=root)

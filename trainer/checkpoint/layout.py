@@ -23,6 +23,8 @@ PUBLISHED = ".published"
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
 HUGGINGFACE = "huggingface"
+LORA_ADAPTER = "lora_adapter"
+ADAPTER_CONFIG = "adapter_config.json"
 STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
@@ -172,7 +174,7 @@ def _open_verl(path: Path, step: int, names: list[str]) -> VerlCheckpoint:
         reason = f"FSDP_version is {version!r:.40}: only FSDP2 saves an optimizer state that other ranks can read"
         raise OSError(f"{reason}; {USE_VERL}")
     if LORA_META in names:
-        raise OSError(f"it holds LoRA adapters ({LORA_META}), and this trainer trains whole models; {USE_VERL}")
+        raise OSError(f"it holds LoRA adapters beside a whole model ({LORA_META}), which is not read; {USE_VERL}")
     kinds = (model_file, optim_file, extra_file)
     rank_files = tuple(file(world_size, rank) for file in kinds for rank in range(world_size))
     _require_filled(path, rank_files)

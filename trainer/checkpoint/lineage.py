@@ -18,6 +18,16 @@ REFUSED = {
 }
 """What makes another run of it, and what happens when `trainer.resume_allow` names it."""
 
+BASE_WEIGHTS = "base_weights"
+FIXED = {
+    BASE_WEIGHTS: "adapters fit the weights they were trained for",
+    **dict.fromkeys(
+        ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"), "adapters were made so"
+    ),
+    "model.freeze": "the optimizer has a state for what was trained",
+}
+"""The same where nothing makes it acceptable."""
+
 WARNED = (
     "data.max_length",
     "data.truncation",
@@ -49,7 +59,9 @@ class Lineage:
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
     """Fingerprints from the resolved configuration, and from `values` for what the configuration does not say."""
-    configured: dict[str, Any] = {key: reduce(getitem, key.split("."), resolved) for key in WARNED if "." in key}
+    configured: dict[str, Any] = {
+        key: reduce(getitem, key.split("."), resolved) for key in (*FIXED, *WARNED) if "." in key
+    }
     return {name: str(value) for name, value in (configured | values).items()}
 
 
@@ -60,13 +72,15 @@ def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
     """
     now = lineage.fingerprints
     changed = {key: f"{key}: {saved[key]} -> {now[key]}" for key in now if saved.get(key, now[key]) != now[key]}
-    refused = [key for key in REFUSED if key in changed and key not in lineage.allow]
+    refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in lineage.allow]
     if refused:
+        reasons, allowed = FIXED | REFUSED, ",".join(key for key in refused if key in REFUSED)
         lines = [f"  {text}{'   <- refused' if key in refused else ''}" for key, text in changed.items()]
+        accept = f", or accept it with trainer.resume_allow=[{allowed}]" if not FIXED.keys() & refused else ""
         raise ConfigError(
             "the checkpoint belongs to another run; saved -> now:\n"
             + "\n".join(lines)
-            + f"\nRestore what is refused, begin anew (trainer.experiment_name=<new name>), or accept it with "
-            f"trainer.resume_allow=[{','.join(refused)}]:\n" + "\n".join(f"  {key}: {REFUSED[key]}" for key in refused)
+            + f"\nRestore what is refused, or begin anew (trainer.experiment_name=<new name>){accept}:\n"
+            + "\n".join(f"  {key}: {reasons[key]}" for key in refused)
         )
     return [text + (f" ({REFUSED[key]})" if key in REFUSED else "") for key, text in changed.items()]

@@ -4,6 +4,7 @@ A crash at any point leaves the older checkpoints as they were and either nothin
 """
 
 import dataclasses
+import json
 import math
 import secrets
 import time
@@ -49,19 +50,17 @@ class Saver:
         self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
         self._source, self._fingerprints, self._lock = source, fingerprints, lock
         self._board, self._number, self._deadline = Board(world), 0, math.inf
-        parameters, buffers = dict(model.named_parameters()), shards.weight_buffers(model)
+        parameters = shards.saved_parameters(model)
         self._tensors = {
             name: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()
         }
         self.device = next(model.parameters()).device
-        self._plan = export.plan_export(
-            parameters, buffers, export.meta_copy(model), dtype=config.export_dtype, whole=source.whole
-        )
+        self._plans = export.plan_exports(model, parameters, source, dtype=config.export_dtype, lora=config.export_lora)
         self._has_weights = "hf_model" in config.save_contents
 
     def size_bytes(self, state: Any) -> int:
         """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much on the others."""
-        exported = self._plan.others_bytes + self._plan.weights_bytes * self._has_weights
+        exported = export.num_bytes(self._plans, has_weights=self._has_weights)
         return shards.num_bytes(state) * self.world.num_data_ranks + exported
 
     def save(self, snapshot: Snapshot) -> int:
@@ -107,7 +106,8 @@ class Saver:
         space.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
         staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
-        fsio.make_dir(staging / layout.HUGGINGFACE)
+        for directory in ("", *filter(None, self._plans)):
+            fsio.make_dir(staging / layout.HUGGINGFACE / directory)
         return staging.name
 
     def _write_shards(self, staging: Path, snapshot: Snapshot) -> list[FileRecord]:
@@ -126,24 +126,24 @@ class Saver:
 
     def _write_export(self, staging: Path, snapshot: Snapshot, written: list[FileRecord]) -> list[FileRecord]:
         """This rank's share of the weights' files, read from all ranks' shards; the main rank adds what is beside."""
-        target, world = staging / layout.HUGGINGFACE, self.world
-        records = []
-        if self._has_weights:
-            needed = {layout.model_file(world.num_data_ranks, rank) for rank in range(world.num_shards)}
-            self._await_files(staging, [record for record in written if record.path in needed])
-            reader = shards.ShardReader(
-                staging,
-                world_size=world.num_data_ranks,
-                num_shards=world.num_shards,
-                parameters=self._tensors,
-                buffers=snapshot.extra["buffers"],
-            )
-            records += export.write_weights(self._plan, target, reader, share=(world.rank, world.size))
-        if world.is_main:
-            if self._has_weights:
-                records += export.write_index(self._plan, target)
-            records += export.write_companions(self._plan, target, self._source)
-        return records
+        world = self.world
+        needed = {layout.model_file(world.num_data_ranks, rank) for rank in range(world.num_shards)}
+        self._await_files(staging, [record for record in written if record.path in needed])
+        reader = shards.ShardReader(
+            staging,
+            world_size=world.num_data_ranks,
+            num_shards=world.num_shards,
+            parameters=self._tensors,
+            buffers=snapshot.extra["buffers"],
+        )
+        return export.write_export(
+            self._plans,
+            staging / layout.HUGGINGFACE,
+            reader,
+            self._source,
+            share=(world.rank, world.size),
+            has_weights=self._has_weights,
+        )
 
     def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
         """Main rank: prove that all files are here, write the manifest, and give the directory its name."""
@@ -151,6 +151,9 @@ class Saver:
             return 0
         text = f'{{"FSDP_version": 2, "world_size": {self.world.num_data_ranks}}}\n'
         records = [*records, fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging)]
+        if self._source.adapter is not None:
+            settings = json.dumps(self._source.adapter.settings, indent=2).encode()
+            records.append(fsio.write_file(staging / layout.ADAPTER_CONFIG, settings, root=staging))
         self._await_files(staging, records)
         manifest = self._manifest(snapshot, records)
         fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
@@ -180,7 +183,7 @@ class Saver:
             files=tuple(records),
             tensors=self._tensors,
             text_names=self._source.whole.text_names if self._source.whole else (),
-            num_passed_through=len(self._plan.others),
+            num_passed_through=len(self._plans[""].others),
             fingerprints=dict(self._fingerprints),
             loss=snapshot.loss,
             grad_norm=snapshot.grad_norm,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.adapter_names import is_adapter
 from trainer.checkpoint import layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
 from trainer.config import ConfigError
@@ -57,10 +58,17 @@ def _without_mesh_warnings() -> Iterator[None]:
         torch_logger.setLevel(before)
 
 
+def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """What a checkpoint holds: all parameters, or adapters alone, since the model they are made for does not change."""
+    named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
+    adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
+    return adapters or named
+
+
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names, written once."""
-    shards = {parameter: _compact(parameter) for parameter in model.parameters()}
-    return {name: shards[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    shards = {parameter: _compact(parameter) for parameter in saved_parameters(model).values()}
+    return {name: shards[p] for name, p in saved_parameters(model, remove_duplicate=False).items()}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -137,8 +145,10 @@ def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: 
 
     `parts`: what `model_state` gave on each of the ranks that hold one whole copy, read from `directory`.
     """
-    for name, parameter in model.named_parameters():
-        _copy_slice([_entry(part, name, directory) for part in parts], parameter, name, "model.master_dtype")
+    for name, parameter in saved_parameters(model).items():
+        may_round = not parameter.requires_grad
+        saved = [_entry(part, name, directory) for part in parts]
+        _copy_slice(saved, parameter, name, "model.master_dtype", may_round=may_round)
 
 
 def load_optimizer(
@@ -146,6 +156,8 @@ def load_optimizer(
 ) -> None:
     """Copy the saved moments and step counts; rates and decay stay as configured now."""
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         saved = [_entry(part["state"], name, directory) for part in parts]
         if saved[0].keys() != optimizer.state[parameter].keys():
             raise CorruptShardError(
@@ -180,13 +192,15 @@ def with_local(value: DTensor, local: Tensor) -> DTensor:
 
 
 @torch.no_grad()
-def _copy_slice(saved: list[Any], live: Tensor, name: str, key: str) -> None:
+def _copy_slice(saved: list[Any], live: Tensor, name: str, key: str, *, may_round: bool = False) -> None:
     """Fill this rank's part of `live`, whose dtype `key` of the configuration decides, from the pieces that `saved`
     holds, in rank order.
+
+    `may_round`: a frozen parameter is held in the dtype it is computed in, whatever it was saved in.
     """
     if tuple(saved[0].shape) != tuple(live.shape):
         raise CorruptShardError(f"'{name}' was saved as {tuple(saved[0].shape)}, the model has {tuple(live.shape)}")
-    if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype:  # widening loses nothing
+    if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:  # widening loses nothing
         raise ConfigError(
             f"'{name}' was saved as {saved[0].dtype}, and {live.dtype} would lose part of it: set {key}=float32, or "
             f"start anew from the checkpoint's huggingface/ with model.partial_pretrain and another "

@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,8 @@ class Start:
     is_complete: bool
     lock: RunLock | None
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Of this run, for its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,14 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
         _require_same_run(checkpoint, config, shape.lineage)
         position = _position(checkpoint, config, shape)
     rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
-    own_lock = lock if world.is_main else None
-    return Start(checkpoint, position, is_complete=False, lock=own_lock, rollbacks=rollbacks)
+    return Start(
+        checkpoint,
+        position,
+        is_complete=False,
+        lock=lock if world.is_main else None,
+        rollbacks=rollbacks,
+        fingerprints=shape.lineage.fingerprints,
+    )
 
 
 def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
@@ -172,9 +180,12 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
 
 
 def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:
-    if "extra" not in config.checkpoint.load_contents or checkpoint.manifest is None:
+    if checkpoint.manifest is None:
         return
-    for change in lineage.compare(checkpoint.manifest.fingerprints, now):
+    saved = checkpoint.manifest.fingerprints
+    if "extra" not in config.checkpoint.load_contents:  # another run may begin from the weights alone
+        saved = {key: value for key, value in saved.items() if key == lineage.BASE_WEIGHTS}
+    for change in lineage.compare(saved, now):
         logger.warning("changed since %s: %s", checkpoint.path.name, change)
 
 

@@ -16,13 +16,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 """As the header of a safetensors file calls them."""
 
 
-def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> FileRecord:
-    """Write a new file of the directory that is being made, and read it back.
+def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Tensor], *, root: Path) -> FileRecord:
+    """Write a new file of the directory that is being made at `root`, and read it back.
 
     layout: name -> tensor without memory, in the order in which `tensors` gives them.
     """
     digests = {}
-    with HashingFile(path, root=path.parent.parent) as file:
+    with HashingFile(path, root=root) as file:
         file.write(_header(layout))
         for name in layout:
             data = bytes_of(next(tensors))

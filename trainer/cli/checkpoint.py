@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.checkpoint import fsio
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.space import readable
 from trainer.checkpoint_tools.listing import (
     RUNS_ROOT,
@@ -34,6 +34,7 @@ from trainer.checkpoint_tools.prune import plan_pruning, prune
 from trainer.cli.arguments import Parser, answer
 from trainer.config import DTYPES
 from trainer.errors import EXIT_CRASH, EXIT_DONE
+from trainer.model.source import find_model
 
 VERIFY_RESUME = "verify-resume"
 AT_ONCE = ("ls", "verify", "prune")
@@ -91,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", metavar="CHECKPOINT", type=_path, help=where)
     command.add_argument("target", metavar="TARGET", type=_path, help="the new directory; its parent must exist")
     command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: %(default)s)")
+    about = "of LoRA adapters: the adapter, the model with what it adds, or both (default: %(default)s)"
+    command.add_argument("--lora", choices=("adapter", "merged", "both"), default="merged", help=about)
+    about = "of LoRA adapters: the directory of the model they were trained for (default: where it was then)"
+    command.add_argument("--base", metavar="DIR", type=_path, help=about)
     command.set_defaults(run=_export)
 
     about = "kill a run at random points and compare what it becomes with a run left alone"
@@ -162,12 +167,22 @@ def _export(arguments: argparse.Namespace) -> int:
     for note in notes:
         print(printable(note))
     started = time.perf_counter()
-    from trainer.checkpoint.export import export_from_shards
+    from trainer.checkpoint.offline_export import export_from_shards
 
     print(printable(f"exporting {checkpoint} in {arguments.dtype}"), flush=True)
-    export_from_shards(checkpoint, target, dtype=arguments.dtype)
+    base = _base(arguments.base, checkpoint)
+    export_from_shards(checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=base)
     print(printable(f"wrote {target}  {readable(tree_bytes(target))}, {time.perf_counter() - started:.1f} s"))
     return EXIT_DONE
+
+
+def _base(given: Path | None, checkpoint: Path) -> Path | None:
+    """The directory of the model that adapters were trained for, which may be in the Hub's cache."""
+    settings = checkpoint / layout.ADAPTER_CONFIG
+    if given is not None or not settings.is_file():
+        return given
+    name = json.loads(settings.read_text())["base_model_name_or_path"]
+    return Path(name) if Path(name).is_absolute() else Path(find_model(name, random_weights=False))
 
 
 if __name__ == "__main__":

@@ -73,9 +73,10 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
     """Bytes of one rank in GiB: the device's column, and the host's where that is other memory."""
     plan, is_cuda = forecast.plan, forecast.is_cuda
     measured = " and ".join(map(str, plan.num_measured_layers))
+    trained = f", {plan.num_trained / 1e9:.3g} B trained" if plan.num_trained < plan.num_parameters else ""
     yield (
-        f"{config.model.partial_pretrain}: {plan.num_parameters / 1e9:.3g} B parameters, {plan.num_layers} layers "
-        f"(a step measured on {measured}), {plan.num_ranks} ranks"
+        f"{config.model.partial_pretrain}: {plan.num_parameters / 1e9:.3g} B parameters{trained}, {plan.num_layers} "
+        f"layers (a step measured on {measured}), {plan.num_ranks} ranks"
     )
     load = plan.workload
     yield (

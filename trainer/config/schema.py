@@ -40,7 +40,8 @@ class FsdpConfig:
 
     param_dtype: str = key(
         AUTO,
-        "compute dtype: bfloat16 | float32 | auto (bfloat16 where the hardware computes it)",
+        "compute dtype, and what frozen parameters are stored in: bfloat16 | float32 | auto (bfloat16 where the "
+        "hardware computes it)",
         one_of(AUTO, *DTYPES[:2]),
     )
     reduce_dtype: str = key(
@@ -103,7 +104,32 @@ class ModelConfig:
         "auto | packed (documents side by side) | per_document (one per forward; any architecture)",
         one_of(AUTO, "packed", "per_document"),
     )
+    lora_rank: int = key(
+        0,
+        "above 0: train LoRA adapters of this rank, which peft makes (extra lora), and freeze the model",
+        not_negative,
+    )
+    lora_alpha: int = key(16, "LoRA: what adapters add is scaled by lora_alpha / lora_rank", positive())
+    use_rslora: bool = key(False, "LoRA: scale by lora_alpha / sqrt(lora_rank)")
+    target_modules: str | list[str] = key(
+        "all-linear",
+        "LoRA: layers that get an adapter: all-linear (all but the head), ends of names as [q_proj,v_proj], or a "
+        "regular expression of whole names",
+        not_empty,
+    )
+    lora_adapter_path: str | None = key(
+        None, "LoRA: directory of an adapter in PEFT's layout to start from; its rank, scaling and layers hold"
+    )
+    freeze: list[str] = key(
+        [],
+        "parameters that are not trained: regular expressions searched in their names, as "
+        "['embed_tokens', 'layers\\.[0-3]\\.']",
+    )
     fsdp_config: FsdpConfig = group(FsdpConfig)
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass(frozen=True)
@@ -112,7 +138,9 @@ class OptimConfig:
 
     name: str = key("adamw", "adamw | muon (orthogonal updates for the layers' matrices, AdamW for the rest)")
     lr: float | None = key(
-        None, "peak learning rate; null = 1e-5 for pretrained weights, 2e-3 for random ones", within("(0, 1)")
+        None,
+        "peak learning rate; null = 1e-5 for pretrained weights, 1e-4 for LoRA adapters, 2e-3 for random weights",
+        within("(0, 1)"),
     )
     betas: list[float] = key(
         [0.9, 0.95],
@@ -171,6 +199,12 @@ class CheckpointConfig:
     )
     export_dtype: str = key(
         "bfloat16", "dtype of the weights in huggingface/: float32 | bfloat16 | float16", one_of(*DTYPES)
+    )
+    export_lora: str = key(
+        "adapter",
+        "what of LoRA is in huggingface/: adapter (PEFT's layout) | merged (the whole model with what adapters add) | "
+        "both (merged, and the adapter in lora_adapter/)",
+        one_of("adapter", "merged", "both"),
     )
     async_save: bool = key(
         True, "write behind training from a copy in host memory; false = training waits for the disk"
@@ -269,6 +303,15 @@ def contradictions(config: Config) -> Iterator[str]:
         yield (
             "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' exclude each other: compiled "
             "layers already compute again what is cheap; use false or true"
+        )
+    if model.has_adapters and model.freeze:
+        yield "'model.freeze' goes with full fine-tuning: LoRA freezes the whole model; remove one of the two"
+    if model.has_adapters and model.new_tokens:
+        yield "'model.new_tokens' goes with full fine-tuning: LoRA would leave the rows of new tokens untrained"
+    if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
+        yield (
+            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, which its checkpoints do "
+            "not hold: name a model in 'model.partial_pretrain', without 'model.random_weights'"
         )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from trainer.config import AUTO, ConfigError, ModelConfig
 from trainer.losses import LOSSES
-from trainer.model import attention, load, packed_lm, parallelize, selfcheck
+from trainer.model import adapters, attention, load, packed_lm, parallelize, selfcheck
 from trainer.model.packed_lm import ModelSource
+from trainer.model.source import require_adapters
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
@@ -59,14 +60,29 @@ def per_document_reason(config: ModelConfig, source: ModelSource, *, max_length:
     return reason
 
 
+def require_parts(config: ModelConfig, source: ModelSource) -> None:
+    """Raises `ConfigError` for adapters, or parameters to freeze, that the model does not take; reads no weights."""
+    if config.has_adapters or config.freeze:
+        require_adapters(config)
+        if config.has_adapters and packed_lm.read_architecture(source)[1] is not None:
+            raise ConfigError(
+                f"model.partial_pretrain={config.partial_pretrain} is a model of several parts, for which adapters "
+                f"cannot be trained; full fine-tuning, or model.freeze, trains its text part"
+            )
+        model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=False)
+        adapters.choose_trained(model, config)
+
+
 def _build(config: ModelConfig, source: ModelSource, *, world: World, seed: int, is_packed: bool) -> PreTrainedModel:
     model = packed_lm.build_on_meta(
         source, packed_lm.read_config(source), is_packed=is_packed, loss=LOSSES[config.loss]
     )
+    adapters.choose_trained(model, config)
     parallelize.parallelize(model, config, world)
     offload = config.fsdp_config.cpu_offload
     load.materialize(model, torch.device("cpu") if offload else world.device, buffer_device=world.device)
     load.load_weights(model, source, seed=seed)
+    adapters.fill(model, config, seed=seed)
     return model
 
 

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.batch import StepFlops
 from trainer.model.experts import experts_of, num_chosen
+from trainer.model.packed_lm import decoder_layers
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:
@@ -37,13 +38,30 @@ def _flops(model: PreTrainedModel) -> StepFlops:
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     head: Any = model.get_output_embeddings()
     outside = {head.weight, *(module.weight for module in model.modules() if isinstance(module, nn.Embedding))}
-    shares = _met_shares(model)
-    matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in outside]
+    shares, per_token, is_reached = _met_shares(model), 0.0, False
+    for parameter in model.parameters():  # in the order they are used in
+        is_reached |= parameter.requires_grad
+        if parameter.ndim >= 2 and parameter not in outside:
+            per_token += _per_use(parameter, is_reached) * parameter.numel() * shares.get(parameter, 1.0)
+    first = _first_reached_layer(model)
     return StepFlops(
-        per_token=6.0 * sum(p.numel() * shares.get(p, 1.0) for p in matrices),
-        per_loss_token=6.0 * head.weight.numel(),
-        per_squared_length=6.0 * sum(_width(layer) for layer in layers),
+        per_token=per_token,
+        per_loss_token=float(_per_use(head.weight, True) * head.weight.numel()),
+        per_squared_length=float(sum((6 if n >= first else 2) * _width(layer) for n, layer in enumerate(layers))),
     )
+
+
+def _per_use(parameter: nn.Parameter, is_reached: bool) -> int:
+    """Two forward, two for the gradient of its input where it or something before it is trained, two for its own."""
+    return 2 + 2 * is_reached + 2 * parameter.requires_grad
+
+
+def _first_reached_layer(model: PreTrainedModel) -> int:
+    """The first layer through which a gradient goes; in front of it nothing is trained."""
+    lookup: Any = model.get_input_embeddings()
+    parts = [[lookup.weight], *(layer.parameters() for layer in decoder_layers(model))]
+    trained = [n for n, part in enumerate(parts) if any(parameter.requires_grad for parameter in part)]
+    return max(0, trained[0] - 1) if trained else len(parts)
 
 
 def _width(layer: PretrainedConfig) -> int:

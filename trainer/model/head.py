@@ -91,8 +91,9 @@ class _ChunkedLoss(torch.autograd.Function):
         loss: LossAndGradient,
     ) -> tuple[Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        _, is_trained, is_bias_trained, *_ = ctx.needs_input_grad
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if is_trained else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and is_bias_trained else None
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         for start in range(0, len(labels_S), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
@@ -102,7 +103,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
             grad_hidden_SH[part] = grad_logits_CV @ weight_VH
-            grad_weight_VH += grad_logits_CV.T @ hidden_CH
+            if grad_weight_VH is not None:
+                grad_weight_VH += grad_logits_CV.T @ hidden_CH
         ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
         ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
         ctx.mark_non_differentiable(losses_S)
@@ -110,13 +112,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         grad_hidden_SH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         scale = grad_total.float()
         return (
             grad_hidden_SH.mul_(scale),
-            grad_weight_VH.mul_(scale).to(weight_dtype),  # in place: it is as large as the weight, in fp32
+            # in place: it is as large as the weight, in fp32
+            None if grad_weight_VH is None else grad_weight_VH.mul_(scale).to(weight_dtype),
             None if grad_bias_V is None else grad_bias_V.mul_(scale).to(bias_dtype),
             None,
             None,

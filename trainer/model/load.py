@@ -19,6 +19,7 @@ from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from trainer import weights
+from trainer.adapter_names import base_name, is_adapter
 from trainer.config import ConfigError
 from trainer.model import new_tokens, packed_lm
 from trainer.model.packed_lm import ModelSource
@@ -156,11 +157,11 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters once each (a tied head is absent), then the buffers that belong to the weights."""
+    """Parameters once each (a tied head is absent), then the buffers that belong to the weights; no adapters."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
-    return parameters | buffers
+    return {base_name(name): tensor for name, tensor in (parameters | buffers).items() if not is_adapter(name)}
 
 
 def _stored_files(path: Path) -> dict[str, StoredTensor]:

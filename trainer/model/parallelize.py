@@ -26,8 +26,10 @@ _MAX_VARIANTS = 32
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """Apply the dtype, activation checkpointing, compilation or faster norms, and FSDP2 in place, as configured."""
+    trained = getattr(torch, config.master_dtype)
+    frozen = compute_dtype(config.fsdp_config.param_dtype, world.device)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
+        parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
     if config.enable_gradient_checkpointing:
         recompute_activations(model, str(config.enable_gradient_checkpointing))
     if config.compile:

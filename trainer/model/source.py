@@ -1,14 +1,16 @@
 """Where a model comes from: a local directory, or the Hub once. What is wrong with it is said before torch is there."""
 
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, ModelConfig
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HUB_TIMEOUT_S = 10.0
 _ARCHITECTURE = ["*.json", "*.py"]
 _FILES = [*_ARCHITECTURE, "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
@@ -36,6 +38,17 @@ def require_model(name: str, *, random_weights: bool) -> None:
         _ask_hub(name)
     else:
         _require(name, problem_of(path))
+
+
+def require_adapters(model: ModelConfig) -> None:
+    """Raises `ConfigError` if there is no peft for the adapters asked for, or nothing to start them from."""
+    if model.has_adapters and importlib.util.find_spec("peft") is None:
+        raise ConfigError("LoRA ('model.lora_rank', 'model.lora_adapter_path') needs peft: pip install 'peft>=0.21'")
+    if (path := model.lora_adapter_path) is None:
+        return
+    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+        if not (Path(path) / name).is_file():
+            raise ConfigError(f"model.lora_adapter_path={path} is no directory with an adapter: {name} is not there")
 
 
 def read_index(path: Path, index: str = INDEX) -> dict[str, str]:

@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
 from trainer.config import AUTO, Config, ConfigError
-from trainer.model import attention, cpu_attention, load, packed_lm, parallelize
+from trainer.model import adapters, attention, cpu_attention, load, packed_lm, parallelize
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.optim import OPTIMIZERS, clip
 from trainer.planner.live_storage import (
+    FROZEN,
     GATHERED,
     HEAD,
     HOST_INPUTS,
@@ -147,7 +148,8 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
     Phases are `(micro-batch, kind, layer)`; the last two layers count from the end, all but the first and last two are
     -3. A layer computed again in the backward pass belongs to that.
     """
-    live.mark([*model.parameters(), *model.buffers()], PARAMETERS)
+    live.mark([*(p for p in model.parameters() if p.requires_grad), *model.buffers()], PARAMETERS)
+    live.mark([p for p in model.parameters() if not p.requires_grad], FROZEN)
     live.mark([tensor for state in optimizer.state.values() for tensor in state.values()], OPTIMIZER)
     layers, num_begun = decoder_layers(model), itertools.count()
     inputs: HostInputs | None = getattr(model, "host_inputs", None)
@@ -162,7 +164,8 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
         if live.phase[1] == "backward":
             return
         hidden = output[0] if isinstance(output, tuple) else output
-        hidden.register_hook(lambda _: live.enter(live.phase[0], "backward", _edge(index, len(layers))))
+        if hidden.requires_grad:  # else nothing in front of it is trained
+            hidden.register_hook(lambda _: live.enter(live.phase[0], "backward", _edge(index, len(layers))))
         if index == len(layers) - 1:
             live.enter(live.phase[0], "head", default=HEAD)
 
@@ -203,7 +206,9 @@ def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
 
 
 def on_meta(job: Job) -> PreTrainedModel:
-    return packed_lm.build_on_meta(job.source, packed_lm.read_config(job.source), is_packed=job.is_packed)
+    model = packed_lm.build_on_meta(job.source, packed_lm.read_config(job.source), is_packed=job.is_packed)
+    adapters.choose_trained(model, job.config.model)
+    return model
 
 
 def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:

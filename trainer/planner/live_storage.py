@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PARAMETERS, OPTIMIZER, GATHERED = "parameters", "optimizer state", "gathered parameters"
+FROZEN = "frozen parameters"
 SHARDED_GRADIENTS, GRADIENTS = "sharded gradients", "gradients being reduced"
 ACTIVATIONS, HEAD, HOST_INPUTS = "activations", "head: logits and loss", "inputs of the layers, put away"
-LASTING = frozenset({PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS})
+LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
 """What a rank holds of the whole state: in host memory with CPU offload."""
 FLASH_BLOCK_TOKENS = 128
 

@@ -15,6 +15,7 @@ from trainer.model.source import find_architecture
 from trainer.planner.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
 from trainer.planner.live_storage import (
     ACTIVATIONS,
+    FROZEN,
     GATHERED,
     GRADIENTS,
     HEAD,
@@ -29,7 +30,7 @@ from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype
 
 SAVE_COPY = "copy of an asynchronous save"
-NAMES = (PARAMETERS, OPTIMIZER, SHARDED_GRADIENTS, GRADIENTS, GATHERED, ACTIVATIONS, HOST_INPUTS, HEAD)
+NAMES = (PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS, GRADIENTS, GATHERED, ACTIVATIONS, HOST_INPUTS, HEAD)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class MemoryPlan:
     host_bytes: dict[str, int]
     gathered_bytes: int
     reduced_bytes: int
+    num_trained: int
 
     @property
     def peak_bytes(self) -> int:
@@ -104,15 +106,16 @@ def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_lay
     device = max(measured.on_device.values(), key=lambda held: held.total())
     most = {name: max(held[name] for held in measured.everything.values()) for name in LASTING | {HOST_INPUTS}}
     host = {name: most[name] for name in NAMES if name in job.elsewhere and most[name]}
-    saved = most[PARAMETERS] + most[OPTIMIZER] if job.config.trainer.checkpoint.async_save else 0
+    saved = most[PARAMETERS] + most[OPTIMIZER] + most[FROZEN] * (not job.config.model.has_adapters)
     return MemoryPlan(
         num_ranks=job.num_ranks,
         workload=job.workload,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         num_layers=measured.num_layers,
         num_measured_layers=num_measured_layers,
-        device_bytes={name: device[name] for name in NAMES if name != HOST_INPUTS or device[name]},
-        host_bytes=host | {SAVE_COPY: saved},
+        device_bytes={name: device[name] for name in NAMES if name not in (HOST_INPUTS, FROZEN) or device[name]},
+        host_bytes=host | {SAVE_COPY: saved * job.config.trainer.checkpoint.async_save},
         gathered_bytes=measured.gathered_bytes,
         reduced_bytes=measured.reduced_bytes,
     )
@@ -143,5 +146,7 @@ def _source(config: Config) -> ModelSource:
 
 
 def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
-    kinds = {(type(layer), *((name, p.shape) for name, p in layer.named_parameters())) for layer in layers}
+    kinds = {
+        (type(layer), *((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())) for layer in layers
+    }
     return len(kinds) == 1 and len(set(getattr(model.config, "layer_types", None) or [""])) == 1

@@ -18,7 +18,7 @@ from trainer.data.samples import Samples, SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
 from trainer.model import new_tokens
-from trainer.model.assemble import per_document_reason
+from trainer.model.assemble import per_document_reason, require_parts
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
@@ -56,6 +56,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     source = resolve_source(config, progress=progress)
     # what config.json alone refuses is refused before anything is tokenised
     per_document_reason(config.model, source, max_length=data.max_length)
+    require_parts(config.model, source)
     if (whole := whole_checkpoint(source)) is not None:
         logger.info("trains the text part; %d other tensors pass through", len(whole.others))
     own = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)

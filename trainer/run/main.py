@@ -9,9 +9,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from trainer.checkpoint.base_weights import Adapter, digest_together
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.lineage import Lineage, describe_run
+from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
@@ -26,7 +27,7 @@ from trainer.guard.evidence import EvidenceKeeper
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
 from trainer.loop.state import stateful_parts
-from trainer.model import flops
+from trainer.model import adapters, flops
 from trainer.model.assemble import build_model
 from trainer.model.experts import Routers
 from trainer.monitor.memory import Memory
@@ -45,8 +46,8 @@ from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking, metrics_file
 
 logger = logging.getLogger(__name__)
-DEFAULT_LR = {False: 1e-5, True: 2e-3}
-"""`optim.lr=null`, for pretrained and for random weights."""
+DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
+"""`optim.lr=null`, for pretrained weights, random ones and LoRA adapters."""
 
 
 def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
@@ -186,7 +187,8 @@ def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan
 
 
 def _lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:
-    peak_lr = config.optim.lr or DEFAULT_LR[inputs.source.random_weights]
+    default = RANDOM_LR if inputs.source.random_weights else ADAPTER_LR if config.model.has_adapters else DEFAULT_LR
+    peak_lr = config.optim.lr or default
     return LrSchedule.from_config(config.optim, peak_lr=peak_lr, total_steps=total_steps)
 
 
@@ -231,12 +233,24 @@ def _checkpoints(
         model,
         world=world,
         config=config.trainer.checkpoint,
-        source=ExportSource(Path(inputs.source.path), inputs.chat_template, inputs.train.end_token_ids, inputs.whole),
+        source=ExportSource(
+            Path(inputs.source.path),
+            inputs.chat_template,
+            inputs.train.end_token_ids,
+            inputs.whole,
+            _adapter(config, inputs, model),
+        ),
         keep=config.trainer.max_ckpt_to_keep,
         lock=start.lock,
-        fingerprints=_lineage(config, inputs).fingerprints,
+        fingerprints=start.fingerprints,
     )
     return CheckpointManager(saver, state=state, tell=tell)
+
+
+def _adapter(config: Config, inputs: Inputs, model: PreTrainedModel) -> Adapter | None:
+    if not config.model.has_adapters:
+        return None
+    return Adapter(adapters.settings(model), Path(inputs.source.path))
 
 
 def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
@@ -271,6 +285,7 @@ def _announce(parts: Run, inputs: Inputs) -> None:
 
 
 def _lineage(config: Config, inputs: Inputs) -> Lineage:
+    """Collective."""
     architecture = hashlib.sha256((Path(inputs.source.path) / "config.json").read_bytes()).hexdigest()[:16]
     fingerprints = describe_run(
         config.resolved,
@@ -283,4 +298,6 @@ def _lineage(config: Config, inputs: Inputs) -> Lineage:
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
+    if config.model.has_adapters:
+        fingerprints[BASE_WEIGHTS] = digest_together(Path(inputs.source.path))
     return Lineage(fingerprints, tuple(config.trainer.resume_allow))

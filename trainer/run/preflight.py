@@ -6,7 +6,7 @@ from trainer.checkpoint.choice import candidates_of, cannot_use
 from trainer.config import QUICKSTART, Config, ConfigError, sources_of
 from trainer.data.rows import resolve_files
 from trainer.detection import parse_rules
-from trainer.model.source import require_model
+from trainer.model.source import require_adapters, require_model
 from trainer.tracking.facade import require_installed
 
 
@@ -17,6 +17,7 @@ def require_ready(config: Config) -> None:
     parse_rules(config.trainer.guard.rules)
     require_installed(config.trainer.logger)
     read_chat_template(config.data.chat_template)
+    require_adapters(config.model)
     if config.model.partial_pretrain != QUICKSTART:
         require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
     for source in sources_of(config.data, "train_files") + sources_of(config.data, "val_files"):

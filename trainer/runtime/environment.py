@@ -20,6 +20,10 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def ranks_on_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """For imports: they make some 350,000 objects that all stay; walking through them again and again takes a fifth of

@@ -1,0 +1,26 @@
+"""What the parameters of a model with LoRA adapters are called: by peft inside it, in its base, in files (floor 1).
+
+peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and `lora_B`.
+"""
+
+NAME = "default"
+"""peft's own name of an adapter."""
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """Of a parameter of the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapted_name(name: str) -> str:
+    """The parameter of the base that an adapter's parameter adds to."""
+    return name.partition(".lora_")[0] + ".weight"
+
+
+def peft_name(name: str) -> str:
+    """Of an adapter's parameter in `adapter_model.safetensors`."""
+    return "base_model.model." + name.replace(f".{NAME}.", ".")

@@ -1,0 +1,143 @@
+"""The weights that adapters are trained for: no checkpoint of theirs holds them, each names their sha256.
+
+An export reads them again, to make one model of both.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
+
+from trainer.adapter_names import adapted_name
+from trainer.checkpoint import fsio
+from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.manifest import deal_by_size
+from trainer.checkpoint.shards import ShardReader
+from trainer.config import ConfigError
+from trainer.runtime.environment import local_rank, ranks_on_machine
+from trainer.weights import stored_in
+
+_SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What adapters are: `settings` as in `adapter_config.json`, and the directory of the model they are for."""
+
+    settings: Mapping[str, Any]
+    base: Path
+
+    @property
+    def scaling(self) -> float:
+        rank = self.settings["r"]
+        return float(self.settings["lora_alpha"] / (math.sqrt(rank) if self.settings.get("use_rslora") else rank))
+
+
+def digest_together(directory: Path) -> str:
+    """One SHA-256 for the weights in `directory`; the ranks of a machine share the reading of its copy. Collective.
+
+    Raises `ConfigError` if they cannot be read, or if two machines hold others.
+    """
+    own: dict[str, str] | ConfigError
+    try:
+        own = _hashes(directory, share=(local_rank(), ranks_on_machine()))
+    except OSError as error:
+        own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    hashes: dict[str, str] = {}
+    for part in parts:
+        if isinstance(part, ConfigError):
+            raise part
+        for name, sha256 in part.items():
+            if hashes.setdefault(name, sha256) != sha256:
+                raise ConfigError(f"model.partial_pretrain={directory}: {name} is not the same on all machines")
+    return _digest(hashes)
+
+
+def digest(directory: Path) -> str:
+    return _digest(_hashes(directory, share=(0, 1)))
+
+
+def _digest(hashes: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+
+
+def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
+    """File name -> sha256, of share `(index, count)` of the files that hold the weights."""
+    index, count = share
+    files = _weight_files(directory)
+    records = tuple(FileRecord(file.name, file.stat().st_size, "") for file in files)
+    # the Hub's cache holds links
+    return {r.path: fsio.sha256_of((directory / r.path).resolve()) for r in deal_by_size(records, count)[index]}
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """As transformers looks for them: one file, else those of the index, else the older format."""
+    if (directory / _SINGLE_FILE).exists():
+        return [directory / _SINGLE_FILE]
+    if (directory / _INDEX).exists():
+        index = json.loads((directory / _INDEX).read_text())["weight_map"]
+        return [directory / name for name in sorted(set(index.values()))]
+    return sorted(directory.glob("pytorch_model*.bin"))
+
+
+class BaseWeights:
+    """The tensors of a base's files under their own names, without their values."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `ConfigError` for weights in another format."""
+        files = _weight_files(directory)
+        if not files or any(file.suffix != ".safetensors" for file in files):
+            raise ConfigError(
+                f"'{directory}' has no safetensors to merge adapters with; trainer.checkpoint.export_lora=adapter "
+                f"needs none"
+            )
+        self._tensors = {name: tensor for file in files for name, tensor in sorted(stored_in(file).items())}
+        self.shapes = {
+            name: torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.dtype], device="meta")
+            for name, tensor in self._tensors.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name].whole()
+
+
+class MergedReader:
+    """Tensors of a base with what adapters add, in float32, one at a time; others as they are stored."""
+
+    def __init__(self, base: BaseWeights, shards: ShardReader, adapter: Adapter) -> None:
+        """Raises `ConfigError` if the base's files call an adapted weight otherwise."""
+        self._base, self._shards, self._adapter = base, shards, adapter
+        adapted = {adapted_name(name): name for name in shards.parameters if ".lora_A." in name}
+        self._adapters = {stored_name(base, name): adapter for name, adapter in adapted.items()}
+
+    def whole(self, name: str) -> Tensor:
+        """The sum that peft's own merge makes of a float32 model."""
+        stored = self._base.tensor(name)
+        if name not in self._adapters:
+            return stored
+        down = self._adapters[name]
+        added = self._shards.whole(down.replace(".lora_A.", ".lora_B.")) @ self._shards.whole(down)
+        if self._adapter.settings.get("fan_in_fan_out"):
+            added = added.T
+        return stored.float() + added * self._adapter.scaling
+
+
+def stored_name(base: BaseWeights, name: str) -> str:
+    """What a base's files call a weight of the model: some leave out the name of the part without the head."""
+    for known in (name, name.partition(".")[2]):
+        if known in base.shapes:
+            return known
+    raise ConfigError(
+        f"the files of the base have no tensor '{name}' to merge an adapter with: they store it in another form; "
+        f"trainer.checkpoint.export_lora=adapter needs none"
+    )
