@@ -14,7 +14,7 @@ from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
 from trainer.loop.run import Cadence, Run
 from trainer.losses import LOSSES
-from trainer.model import flops, load, packed_lm, parallelize
+from trainer.model import adapters, flops, load, packed_lm, parallelize
 from trainer.model.experts import Routers
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
@@ -105,9 +105,11 @@ def build_toy_model(world: World, source: packed_lm.ModelSource, *, is_packed: b
     model = packed_lm.build_on_meta(
         source, packed_lm.read_config(source), is_packed=is_packed, loss=LOSSES[config.loss]
     )
+    adapters.choose_trained(model, config)
     parallelize.parallelize(model, config, world)
     load.materialize(model, world.device, buffer_device=world.device)
     load.load_weights(model, source, seed=7)
+    adapters.fill(model, config, seed=7)
     return model
 
 

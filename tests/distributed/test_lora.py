@@ -1,0 +1,239 @@
+"""LoRA and frozen parameters in whole runs: any number of ranks, kills, another base, what huggingface/ holds.
+
+The base has random weights, as a file: what it says does not matter here, only that it is the same everywhere.
+"""
+
+import json
+import math
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from whole_runs import run, tiny_model
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.offline_export import export_from_shards
+from trainer.checkpoint.shards import read_torch
+from trainer.resume_proof.bit_equality import compare_runs
+from trainer.tracking import read_metrics
+
+LORA = ("model.lora_rank=4", "model.use_rslora=true", "optim.lr=0.01", "trainer.checkpoint.export_dtype=float32")
+RECIPE = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=-1")
+FREEZE = ("model.freeze=[embed_tokens,mlp]", "optim.lr=0.01", "trainer.checkpoint.export_dtype=float32")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def words(root: Path) -> tuple[str, ...]:
+    made = tiny_model(root)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(root / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(root / "model")
+    return (*(word for word in made if "random_weights" not in word), *RECIPE)
+
+
+@pytest.fixture(scope="module")
+def straight(words: tuple[str, ...], root: Path) -> dict[str, Path]:
+    """{case: run directory}."""
+    cases: dict[str, tuple[int, tuple[str, ...]]] = {
+        "lora 1": (1, (*LORA, "trainer.checkpoint.export_lora=both")),
+        "lora 2": (2, LORA),
+        "lora 4": (4, (*LORA, "model.fsdp_config.fsdp_size=2")),
+        "freeze 1": (1, FREEZE),
+        "freeze 2": (2, FREEZE),
+    }
+    for name, (num_ranks, changes) in cases.items():
+        start(root / name, num_ranks, *words, *changes)
+    return {name: root / name for name in cases}
+
+
+def start(run_dir: Path, num_ranks: int, *words: str, code: int | None = 0, before: Any = None) -> str:
+    """The output of a run that ends with `code`; None: it is killed."""
+    words = (*words, f"trainer.default_local_dir={run_dir}")
+    found, output = run(num_ranks, *words, log=run_dir.with_suffix(".log"), before=before)
+    assert (found not in (0, 2)) if code is None else found == code, output
+    return output
+
+
+def curve(run_dir: Path, key: str = "train/loss") -> list[float]:
+    return [row[key] for row in read_metrics(run_dir / "metrics.jsonl") if key in row]
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def kill_in_step(step: int) -> None:
+    """In every rank: it dies within the step, without a word."""
+    import os
+
+    from trainer.loop import fit
+
+    whole = fit.training_step
+
+    def training_step(run: Any, batch: Any) -> Any:
+        if batch.step == step:
+            run.checkpoints.finish()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(run, batch)
+
+    fit.training_step = training_step
+
+
+@pytest.mark.parametrize("kind", ["lora", "freeze"])
+def test_the_number_of_ranks_does_not_matter(straight: dict[str, Path], kind: str) -> None:
+    expected = straight[f"{kind} 1"]
+    for name, run_dir in straight.items():
+        if name.startswith(kind):
+            assert relative(curve(run_dir), curve(expected)) < 1e-6, name
+            assert relative(curve(run_dir, "train/grad_norm"), curve(expected, "train/grad_norm")) < 1e-5, name
+            assert relative(curve(run_dir, "val/loss"), curve(expected, "val/loss")) < 1e-6, name
+    losses = curve(expected)
+    assert len(losses) == 4 and losses[-1] != losses[0]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("lora", LORA), ("freeze", FREEZE)])
+def test_killed_and_started_again_is_bit_equal(
+    words: tuple[str, ...], straight: dict[str, Path], tmp_path: Path, kind: str, changes: tuple[str, ...]
+) -> None:
+    run_dir = tmp_path / "run"
+    start(run_dir, 2, *words, *changes, code=None, before=partial(kill_in_step, 4))
+    assert "continuing at step 3 of 4" in start(run_dir, 2, *words, *changes)
+    found = compare_runs(straight[f"{kind} 2"], run_dir, steps=4)
+    assert found.num_tensors > 10 and not found.differences, found.differences
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("lora", LORA), ("freeze", FREEZE)])
+def test_another_number_of_ranks_continues(
+    words: tuple[str, ...], straight: dict[str, Path], tmp_path: Path, kind: str, changes: tuple[str, ...]
+) -> None:
+    run_dir = tmp_path / "run"
+    start(run_dir, 1, *words, *changes, code=None, before=partial(kill_in_step, 3))
+    start(run_dir, 2, *words, *changes)
+    assert relative(curve(run_dir), curve(straight[f"{kind} 1"])) < 1e-6
+
+
+def test_a_checkpoint_holds_adapters_and_their_moments_alone(straight: dict[str, Path]) -> None:
+    checkpoint = straight["lora 2"] / "global_step_4"
+    manifest = layout.inspect(checkpoint).manifest
+    assert manifest is not None and len(manifest.tensors) == 14
+    assert all(".lora_" in name for name in manifest.tensors) and len(manifest.fingerprints["base_weights"]) == 64
+    model, optimizer = (read_torch(checkpoint / file(2, 1)) for file in (layout.model_file, layout.optim_file))
+    assert set(model) == set(optimizer["state"]) == set(manifest.tensors)
+    names = {path.name for path in (checkpoint / "huggingface").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert not {"config.json", "model.safetensors"} & names, "transformers would take it for a whole model"
+
+
+def test_a_frozen_parameter_stays_and_is_saved_without_moments(straight: dict[str, Path], root: Path) -> None:
+    checkpoint = straight["freeze 2"] / "global_step_4"
+    before, after = (load_file(path / "model.safetensors") for path in (root / "model", checkpoint / "huggingface"))
+    frozen = {name for name in before if "embed_tokens" in name or "mlp" in name}
+    assert before.keys() == after.keys() and len(frozen) == 4
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == (name in frozen), name
+    moments = read_torch(checkpoint / layout.optim_file(2, 0))["state"]
+    saved = set(read_torch(checkpoint / layout.model_file(2, 0)))
+    assert saved - set(moments) - {"lm_head.weight"} == frozen
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.arange(3, 40)[None]).logits
+    return logits
+
+
+def test_exports_load_in_peft_and_transformers(straight: dict[str, Path], root: Path, tmp_path: Path) -> None:
+    whole = straight["lora 1"] / "global_step_4" / "huggingface"
+    alone = straight["lora 2"] / "global_step_4" / "huggingface"
+    for adapter in (whole / "lora_adapter", alone):
+        base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+        plain = logits_of(base)
+        loaded: Any = PeftModel.from_pretrained(base, adapter)
+        assert next(iter(loaded.peft_config.values())).use_rslora and not torch.allclose(logits_of(loaded), plain)
+        values = {name: p for name, p in loaded.named_parameters() if ".lora_" in name}
+        stored = {name.replace(".weight", ".default.weight"): t for name, t in load_file(adapter / ADAPTER).items()}
+        assert values.keys() == stored.keys() and all(torch.equal(values[name], t) for name, t in stored.items())
+        direct = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+        assert torch.equal(logits_of(direct), logits_of(loaded)), "transformers alone, without a word about the base"
+        if adapter != alone:
+            merged = loaded.merge_and_unload()
+    ours = load_file(whole / "model.safetensors")
+    for name, tensor in merged.state_dict().items():
+        if name in ours:
+            ulp = torch.finfo(torch.float32).eps * tensor.abs().clamp(min=1e-30)
+            assert ((ours[name] - tensor).abs() <= ulp).all(), name
+    config = json.loads((whole / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["torch_dtype"] == "float32"
+    _, report = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
+    assert not any(report.values())
+
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def test_an_export_afterwards_is_that_of_the_save(straight: dict[str, Path], root: Path, tmp_path: Path) -> None:
+    checkpoint, moved = straight["lora 1"] / "global_step_4", tmp_path / "moved"
+    for lora in ("merged", "both", "adapter"):
+        export_from_shards(checkpoint, tmp_path / lora, dtype="float32", lora=lora)
+    saved = checkpoint / "huggingface"
+    assert files(tmp_path / "both") == files(saved)
+    assert files(tmp_path / "merged") == {k: v for k, v in files(saved).items() if "lora_adapter" not in k}
+    assert (tmp_path / "adapter" / ADAPTER).read_bytes() == (saved / "lora_adapter" / ADAPTER).read_bytes()
+    shutil.copytree(root / "model", moved)
+    export_from_shards(checkpoint, tmp_path / "of another place", dtype="float32", base=moved)
+    assert files(tmp_path / "of another place") == files(tmp_path / "merged")
+    change(moved / "model.safetensors")
+    with pytest.raises(Exception, match=r"not hold the weights that the adapters in .* were trained for"):
+        export_from_shards(checkpoint, tmp_path / "never", dtype="float32", base=moved)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def change(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_another_base_or_another_adapter_is_refused(
+    words: tuple[str, ...], straight: dict[str, Path], root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(straight["lora 1"], tmp_path / "run")
+    shutil.copytree(root / "model", tmp_path / "model")
+    change(tmp_path / "model" / "model.safetensors")
+    other = [f"model.partial_pretrain={tmp_path}/model" if "partial_pretrain" in word else word for word in words]
+    longer = "trainer.total_training_steps=5"
+    output = start(tmp_path / "run", 1, *other, *LORA, longer, code=2)
+    assert "base_weights" in output and "adapters fit the weights they were trained for" in output
+    output = start(tmp_path / "run", 1, *words, *LORA, longer, "model.lora_alpha=32", code=2)
+    assert "model.lora_alpha: 16 -> 32   <- refused" in output and "resume_allow" not in output
+    begins = (f"trainer.resume_from_path={tmp_path}/run/global_step_4", "trainer.resume_mode=resume_path")
+    begins = (*begins, "trainer.checkpoint.load_contents=[model]")
+    output = start(tmp_path / "new", 1, *other, *LORA, *begins, code=2)
+    assert "base_weights" in output, "from the adapters alone, too"
+    start(tmp_path / "new", 1, *words, *LORA, *begins)
+
+
+def test_an_adapter_begins_where_another_ended(
+    words: tuple[str, ...], straight: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its rank and scaling are its own; one that peft made is no different."""
+    path = straight["lora 2"] / "global_step_4" / "huggingface"
+    start(tmp_path / "on", 1, *words, f"model.lora_adapter_path={path}", "optim.lr=1e-9")
+    expected = curve(straight["lora 2"], "val/loss")[-1]
+    assert math.isclose(curve(tmp_path / "on", "val/loss")[-1], expected, rel_tol=1e-6)
