@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from trainer.checkpoint.export import ExportSource
 from trainer.data.loader import pack
-from trainer.model import flops, load, packed_lm
+from trainer.model import flops, load, packed_lm, state_mixers
 from trainer.model.assemble import build_model
 
 SAMPLES = ToySamples()
@@ -40,6 +40,17 @@ _FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0,
 _ORIGINAL = "original_max_position_embeddings"
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, _ORIGINAL: 8, **_FACTORS}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+_DEEPSEEK: dict[str, Any] = {
+    **_MLA,
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
 PACKED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
@@ -53,17 +64,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "cohere": {"tie_word_embeddings": True, "logit_scale": 0.25},
     "qwen3_moe": _EXPERTS,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        **_MLA,
-        "head_dim": None,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16,
-    },
+    "deepseek_v3": _DEEPSEEK,
     "gpt2": {"tie_word_embeddings": True},
     "gpt_neox": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
@@ -71,10 +72,13 @@ PACKED: dict[str, dict[str, Any]] = {
     "minicpm3": {**_MLA, "head_dim": None, "num_key_value_heads": 4, "v_head_dim": 6},
     "phi3 longrope unreached": {"head_dim": None, "rope_parameters": {**_LONGROPE, _ORIGINAL: 64}, _ORIGINAL: 64},
     "llama dynamic unreached": {"rope_parameters": _DYNAMIC},
-}
-PER_DOCUMENT: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "granite_swa": {"head_dim": None, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "nemotron": {},
+    "stablelm": {"head_dim": None},
+}
+LOOPED: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16, "full_attention_interval": 2},
     "mamba": {"head_dim": None, "num_attention_heads": None},
     "bloom": {"tie_word_embeddings": True},
@@ -83,14 +87,44 @@ PER_DOCUMENT: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, **_STATES, "mamba_rms_norm": True, "mamba_d_ssm": 64},
     "granitemoehybrid": {**_MAMBA, **_STATES, **_GRANITE, "head_dim": None, "layer_types": ["mamba", "attention"]},
     "llama4_text": {**_LLAMA4, "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8},
-    "granite_swa": {"head_dim": None, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "nemotron": {},
+    "lfm2": {"head_dim": None, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "nemotron_h": {
+        **_EXPERTS,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "recurrent_gemma": {
+        "head_dim": None,
+        "attention_window_size": 4,
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
+    "minimax": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 8,
+    },
+    "glm_moe_dsa": {**_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
+    "gptj": {"head_dim": None, "rotary_dim": 4, "n_embd": 32, "n_layer": 2, "n_head": 4},
+}
+"""Packed, with some of their modules looped over the documents."""
+PER_DOCUMENT: dict[str, dict[str, Any]] = {
     "phi3 longrope": {"head_dim": None, "rope_parameters": _LONGROPE, _ORIGINAL: 8},
     "llama dynamic": {"max_position_embeddings": 8, "rope_parameters": _DYNAMIC},
-    "stablelm": {"head_dim": None},
+    "openai-gpt": {"head_dim": None, "tie_word_embeddings": True},
 }
-ARCHITECTURES = PACKED | PER_DOCUMENT
-FULL_LOGITS = {"gemma2", "granite", "cohere", "minicpm3"}
+ARCHITECTURES = PACKED | LOOPED | PER_DOCUMENT
+FULL_LOGITS = {"gemma2", "granite", "cohere", "minicpm3", "recurrent_gemma"}
 
 
 def save_model(path: Path, name: str) -> None:
@@ -173,6 +207,7 @@ def run_one(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     export_model(world, model, export_dir, ExportSource(path, None, ()), dtype="float32")
     return {
         "is_packed": model.is_packed,
+        "looped": state_mixers.looped_kinds(model),
         "forward": model.forward.__name__,
         "quadratic cost": flops.quadratic_cost(model),
         "differing tensors": [name for name, t in tensors.items() if not torch.equal(t, ours[name])],
@@ -214,7 +249,8 @@ def results(request: pytest.FixtureRequest, root: Path) -> tuple[int, dict[str, 
 def test_loss_and_gradients_equal_plain_transformers(results: tuple[int, dict[str, Any]], name: str) -> None:
     result = results[1][name]
     assert isinstance(result, dict), result
-    assert result["is_packed"] == (name in PACKED)
+    assert result["is_packed"] == (name not in PER_DOCUMENT)
+    assert bool(result["looped"]) == (name in LOOPED), result["looped"]
     assert result["forward"] == ("_forward_full_logits" if name in FULL_LOGITS else "_forward_fused")
     assert (result["quadratic cost"] > 0) == (name not in ("mamba", "mamba2"))
     assert result["differing tensors"] == []

@@ -3,6 +3,7 @@
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from trainer.config import ConfigError
 from trainer.model import attention
 from trainer.model.attention import DocumentLengths, packed_attention
+from trainer.model.cpu_attention import Scoring
 
 SEQLENS = (1, 7, 1, 12, 3)
 T, K = sum(SEQLENS), 8
@@ -86,10 +88,7 @@ def test_other_documents_and_later_tokens_do_not_matter_at_all() -> None:
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"softcap": 50.0}, "softcap"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"attention_mask": torch.ones(1, 1, T, T, dtype=torch.bool)}, "mask"),
-        ({"cu_seq_lens_q": None}, "bounds"),
         ({"lengths": None}, "bounds"),
     ],
 )
@@ -99,8 +98,49 @@ def test_refuses_what_it_cannot_express(arguments: dict[str, Any], name: str) ->
         packed_attention(nn.Identity(), *inputs(4, 2), **settings)
 
 
-def test_a_softcap_that_is_off_is_no_reason() -> None:
-    packed_attention(nn.Identity(), *inputs(4, 2), attention_mask=None, softcap=None, s_aux=None, **bounds())
+def test_layers_that_are_not_handed_the_documents_find_those_of_the_forward_pass() -> None:
+    tensors = inputs(4, 2)
+    told, _ = packed_attention(nn.Identity(), *tensors, None, **bounds())
+    with attention.documents(DocumentLengths(SEQLENS)):
+        found, _ = packed_attention(nn.Identity(), *tensors, None)
+    assert torch.equal(told, found)
+    assert attention.running() is None
+
+
+def test_a_chunk_is_a_document_of_its_own() -> None:
+    """No mask is built, so the layer's type alone tells that tokens of one chunk do not see the one before."""
+    module: Any = nn.Identity()
+    module.layer_idx = 1
+    module.config = config = SimpleNamespace(
+        attention_chunk_size=5, layer_types=["full_attention", "chunked_attention"]
+    )
+    attention.mark_chunks(module)
+    tensors = inputs(4, 2)
+    chunked, _ = packed_attention(module, *tensors, None, **bounds())
+    expected, _ = packed_attention(nn.Identity(), *tensors, None, **bounds((1, 5, 2, 1, 5, 5, 2, 3)))
+    assert torch.equal(chunked, expected)
+    module = nn.Identity()
+    module.layer_idx, module.config = 0, config
+    attention.mark_chunks(module)
+    whole, _ = packed_attention(module, *tensors, None, **bounds())
+    assert not torch.equal(chunked, whole)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    ("softcap", "sinks"), [(0.5, None), (None, [0.5, -1.0, 2.0, 0.0]), (0.5, [0.5, -1.0, 2.0, 0.0])]
+)
+def test_one_document_per_call_equals_the_groups_with_caps_and_sinks(
+    softcap: float | None, sinks: list[float] | None, window: int | None
+) -> None:
+    """What a GPU runs in place of its kernel, against what a CPU runs, which is held against float64 elsewhere."""
+    settings = {"softcap": softcap, "s_aux": None if sinks is None else torch.tensor(sinks), "sliding_window": window}
+    module = nn.Identity()
+    on_cpu, _ = packed_attention(module, *inputs(4, 2), None, **settings, **bounds())
+    assert attention.OBSTACLE not in vars(module)
+    on_gpu, _ = packed_attention(module, *inputs(4, 2), None, device_type="cuda", **settings, **bounds())
+    torch.testing.assert_close(on_cpu, on_gpu, rtol=1e-5, atol=1e-6)
+    assert vars(module)[attention.OBSTACLE] == ("soft caps" if sinks is None else "sinks")
 
 
 @pytest.mark.gpu
@@ -116,7 +156,7 @@ def test_the_packed_kernel_equals_its_twin(num_heads: int, num_key_heads: int, w
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
         settings = bounds(seqlens, "cuda")
         if len(results) == 1:
-            output = attention._per_document(*leaves, settings["lengths"], None, window, 0.0)
+            output = attention._per_document(nn.Identity(), *leaves, settings["lengths"], Scoring(64**-0.5, window), "")
         else:
             output, _ = packed_attention(nn.Identity(), *leaves, attention_mask=None, sliding_window=window, **settings)
         output.float().square().sum().backward()

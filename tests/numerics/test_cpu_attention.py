@@ -7,11 +7,10 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.model import cpu_attention as grouped
-from trainer.model.cpu_attention import DocumentGroups, grouped_attention
+from trainer.model.cpu_attention import DocumentGroups, Scoring, grouped_attention
 
 SEQLENS = (1, 30, 28, 7, 64, 29, 1, 17)
 N, M, K = 4, 2, 16
@@ -23,22 +22,34 @@ def leaves(*, num_tokens: int, value_size: int = K, dtype: torch.dtype = torch.f
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, *, seqlens: tuple[int, ...], window: int | None) -> Tensor:
+def one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *, seqlens: tuple[int, ...], scoring: Scoring
+) -> Tensor:
     key, value = (x.repeat_interleave(N // M, dim=1) for x in (key, value))
     outputs = []
-    for parts in zip(*(x.split(seqlens, dim=2) for x in (query, key, value)), strict=True):
-        distance = torch.arange(parts[0].shape[2])[:, None] - torch.arange(parts[0].shape[2])
-        is_seen = (distance >= 0) & (distance < (window or len(distance)))
-        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=is_seen, scale=0.3))
+    for q, k, v in zip(*(x.split(seqlens, dim=2) for x in (query, key, value)), strict=True):
+        distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        is_seen = (distance >= 0) & (distance < (scoring.sliding_window or len(distance)))
+        scores = q @ k.transpose(2, 3) * scoring.scaling
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        weights = scores.masked_fill(~is_seen, float("-inf")).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.exp()[:, None, None]
+        outputs.append(weights / total @ v)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def errors(tensors: list[Tensor], seqlens: tuple[int, ...], window: int | None = None) -> list[float]:
-    """Relative errors (Frobenius) of output and gradients of the grouped products."""
+def errors(
+    tensors: list[Tensor], seqlens: tuple[int, ...], window: int | None = None, softcap: float | None = None
+) -> list[float]:
+    """Relative errors (Frobenius) of output and gradients of the grouped products; a fourth tensor is of sinks."""
     exact = [x.detach().double().requires_grad_() for x in tensors]
     groups = DocumentGroups(seqlens, num_query_heads=N, num_key_heads=M)
-    output = grouped_attention(*tensors, groups, scaling=0.3, sliding_window=window)
-    expected = one_by_one(*exact, seqlens=seqlens, window=window)
+    scoring = Scoring(0.3, window, softcap, tensors[3] if len(tensors) > 3 else None)
+    output = grouped_attention(*tensors[:3], groups, scoring)
+    expected = one_by_one(*exact[:3], exact[3] if len(exact) > 3 else None, seqlens=seqlens, scoring=scoring)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     output.backward(direction)
     expected.backward(direction.double())
@@ -56,6 +67,27 @@ def test_blocks_and_groups_change_nothing(
     monkeypatch.setattr(grouped, "KEEP_LENGTH", keep_length)
     found = errors(leaves(num_tokens=sum(SEQLENS)), SEQLENS, window)
     assert len(found) == 4 and max(found) < 1e-6, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("keep_length", [0, 1000])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.5, False), (None, True), (0.5, True)])
+def test_caps_and_sinks_and_their_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+    softcap: float | None,
+    has_sinks: bool,
+    keep_length: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(grouped, "BLOCK_QUERIES", 8)
+    monkeypatch.setattr(grouped, "KEEP_LENGTH", keep_length)
+    tensors = leaves(num_tokens=sum(SEQLENS), dtype=dtype)
+    if has_sinks:
+        tensors.append(torch.tensor([-1.0, 0.5, 2.0, 4.0]).to(dtype).requires_grad_())
+    found = errors(tensors, SEQLENS, window, softcap)
+    assert len(found) == 4 + has_sinks and max(found) < (1e-6 if dtype == torch.float32 else 2e-2), found
 
 
 def test_values_may_be_narrower_than_keys() -> None:
@@ -88,7 +120,7 @@ def test_padding_gets_no_gradient_and_gives_none() -> None:
     query, key, value = leaves(num_tokens=sum(seqlens))
     groups = DocumentGroups(seqlens, num_query_heads=N, num_key_heads=M)
     assert len(groups.shapes) == 1 and len(groups.keys.rows) > sum(seqlens) * M
-    output = grouped_attention(query, key, value, groups, scaling=0.3, sliding_window=1)
+    output = grouped_attention(query, key, value, groups, Scoring(0.3, 1))
     output.sum().backward()
     assert value.grad is not None
     torch.testing.assert_close(value.grad, torch.full_like(value.grad, N / M))

@@ -132,7 +132,7 @@ def losses(world: Any, root: Path) -> dict[str, Any]:
 
 def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path: Path) -> None:
     for name, (num_calls, packed, per_document) in run_ranks(losses, 1, tmp_path, timeout_s=300)[0].items():
-        assert num_calls > 0, name
+        assert (num_calls > 0) == (name not in ("gemma2", "gpt_oss", "granite_swa")), name
         assert abs(packed - per_document) / per_document < 2e-3, name
 
 

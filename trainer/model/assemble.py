@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from trainer.config import AUTO, ConfigError, ModelConfig
 from trainer.losses import LOSSES
-from trainer.model import adapters, attention, load, packed_lm, parallelize, selfcheck
+from trainer.model import adapters, attention, load, packed_lm, parallelize, selfcheck, state_mixers
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import require_adapters
 from trainer.runtime import distributed
@@ -39,11 +39,19 @@ def build_model(
     if fault is not None:
         way_out = "model.attention=per_document may help" if model.is_packed else "it cannot be trained here"
         raise ConfigError(f"self-check failed: {fault}; {way_out}")
-    if reason is not None:
-        logger.info("documents run one by one (slower): %s", reason)
+    logger.info("%s", how_documents_run(model, reason))
     for note in packed_lm.notes(model.config):
         logger.info("%s", note)
     return model
+
+
+def how_documents_run(model: PreTrainedModel, reason: str | None) -> str:
+    """After a forward pass. What the rest of a layer gains by packing shows in what does not."""
+    if reason is not None:
+        return f"documents run one by one (slower): {reason}"
+    obstacles = sorted({vars(m)[attention.OBSTACLE] for m in model.modules() if attention.OBSTACLE in vars(m)})
+    loops = [*state_mixers.looped_kinds(model), *(f"attention ({obstacle})" for obstacle in obstacles)]
+    return "documents run packed" + (f"; looped over documents: {', '.join(loops)}" if loops else "")
 
 
 def per_document_reason(config: ModelConfig, source: ModelSource, *, max_length: int) -> str | None:
@@ -93,13 +101,14 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
     errors, refusal = selfcheck.Errors(0.0, {"": 0.0}), None
     try:
         errors = selfcheck.compare(model, world.device, max_length=max_length, formula=formula)
-    except ConfigError as error:  # by the packed attention
-        refusal = f"{name}: {error}"
-    except RuntimeError as error:
-        if "does not have a deterministic" not in str(error):
+    except Exception as error:
+        if "does not have a deterministic" in str(error):
+            operation = str(error).split(", but you set")[0]
+            refusal = f"trainer.deterministic=true is not possible with {name} here: {operation}"
+        elif model.is_packed:
+            refusal = f"{name}: {type(error).__name__}: {error}"
+        else:
             raise
-        operation = str(error).split(", but you set")[0]
-        refusal = f"trainer.deterministic=true is not possible with {name} here: {operation}"
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, (errors.loss, errors.foresight, refusal))
     loss, foresight = (max((report[kind] for report in reports), key=_or_infinity) for kind in (0, 1))

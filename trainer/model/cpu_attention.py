@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -24,6 +25,19 @@ MAX_PADDING = 0.1
 KEEP_LENGTH = 512
 """Probabilities of documents up to this length are kept for the backward pass, of longer ones computed again: memory
 stays linear in the length."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What becomes of the products of queries and keys before they weigh values."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    """c makes c * tanh(score / c) of each score."""
+    sinks: Tensor | None = None
+    """[N]: one more score per head in the softmax, as of a key without a value."""
+    dropout: float = 0.0
 
 
 class DocumentGroups:
@@ -102,7 +116,7 @@ class Block:
     last: int
     first_key: int
     heads_per_key: int
-    sliding_window: int | None
+    scoring: Scoring
 
     @property
     def rows(self) -> slice:
@@ -112,21 +126,38 @@ class Block:
     def keys(self) -> slice:
         return slice(self.first_key, self.last)
 
-    def probabilities(self, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-        """softmax over the keys that each query may see: [D * M, B * G, C]."""
-        scores = _scaled_bmm(queries[:, self.rows], keys[:, self.keys].transpose(1, 2), scaling)
+    def probabilities(self, queries: Tensor, keys: Tensor, sinks_MG: Tensor | None) -> Tensor:
+        """softmax over the keys that each query may see: [D * M, B * G, C], and one column more for sinks."""
+        scores = self._scores(queries, keys)
         # without a window all keys before the block are seen by all of its queries
-        first_masked = self.first if self.sliding_window is None else self.first_key
+        window = self.scoring.sliding_window
+        first_masked = self.first if window is None else self.first_key
         scores[:, :, first_masked - self.first_key :] += _mask(
-            self.last - self.first, self.last - first_masked, self.heads_per_key, self.sliding_window, queries.dtype
+            self.last - self.first, self.last - first_masked, self.heads_per_key, window, queries.dtype
         )
+        if sinks_MG is not None:
+            column = sinks_MG.to(scores.dtype).repeat(len(scores) // len(sinks_MG), self.last - self.first)
+            scores = torch.cat([scores, column[..., None]], -1)
         return torch.softmax(scores, -1)
 
+    def score_gradient(self, grad_p: Tensor, p: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Of what `probabilities` made p of; grad_p has no column for sinks, since those have no value."""
+        num_keys = grad_p.shape[2]
+        grad = torch._softmax_backward_data(F.pad(grad_p, (0, p.shape[2] - num_keys)), p, -1, p.dtype)
+        if self.scoring.softcap is not None:
+            grad[..., :num_keys] *= 1 - (self._scores(queries, keys) / self.scoring.softcap).square_()
+        return grad
 
-def blocks(length: int, heads_per_key: int, sliding_window: int | None) -> Iterator[Block]:
+    def _scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        scores = _scaled_bmm(queries[:, self.rows], keys[:, self.keys].transpose(1, 2), self.scoring.scaling)
+        cap = self.scoring.softcap
+        return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+
+def blocks(length: int, heads_per_key: int, scoring: Scoring) -> Iterator[Block]:
     for first in range(0, length, BLOCK_QUERIES):
-        first_key = 0 if sliding_window is None else max(0, first - sliding_window + 1)
-        yield Block(first, min(first + BLOCK_QUERIES, length), first_key, heads_per_key, sliding_window)
+        first_key = 0 if scoring.sliding_window is None else max(0, first - scoring.sliding_window + 1)
+        yield Block(first, min(first + BLOCK_QUERIES, length), first_key, heads_per_key, scoring)
 
 
 @functools.cache
@@ -145,17 +176,15 @@ def _scaled_bmm(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
-def grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, groups: DocumentGroups, *, scaling: float, sliding_window: int | None
-) -> Tensor:
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, groups: DocumentGroups, scoring: Scoring) -> Tensor:
     """Causal attention of queries [1, N, T, K] over keys and values [1, M, T, K]. Returns [1, T, N, K]."""
-    output: Tensor = _GroupedAttention.apply(query, key, value, groups, scaling, sliding_window)
+    output: Tensor = _GroupedAttention.apply(query, key, value, scoring.sinks, groups, scoring)
     return output
 
 
 class _GroupedAttention(torch.autograd.Function):
     """p = softmax(s q k^T), o = p v; dv = p^T do, dz = p * (dp - rowsum(p * dp)) with dp = do v^T, dq = s dz k,
-    dk = s dz^T q.
+    dk = s dz^T q; c * tanh(z / c) has the gradient 1 - tanh(z / c)^2.
     """
 
     @staticmethod
@@ -164,51 +193,65 @@ class _GroupedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         groups: DocumentGroups,
-        scaling: float,
-        sliding_window: int | None,
+        scoring: Scoring,
     ) -> Tensor:
         query_PK = _rows(query.transpose(1, 2))[groups.queries.rows]
         key_PK, value_PK = (_rows(x.transpose(1, 2))[groups.keys.rows] for x in (key, value))
+        sinks_MG = None if sinks is None else sinks.detach().view(groups.num_key_heads, groups.heads_per_key)
         output_PK = query_PK.new_empty(len(query_PK), value_PK.shape[1])
         kept: list[Tensor] = []
         for queries, keys, values, output in groups.split(query_PK, key_PK, value_PK, output_PK):
-            for block in blocks(keys.shape[1], groups.heads_per_key, sliding_window):
-                probabilities = block.probabilities(queries, keys, scaling)
-                output[:, block.rows] = torch.bmm(probabilities, values[:, block.keys])
+            for block in blocks(keys.shape[1], groups.heads_per_key, scoring):
+                probabilities = block.probabilities(queries, keys, sinks_MG)
+                seen = values[:, block.keys]
+                output[:, block.rows] = torch.bmm(probabilities[..., : seen.shape[1]], seen)
                 if _is_kept(keys):
                     kept.append(probabilities)
-        ctx.save_for_backward(query_PK, key_PK, value_PK, *kept)
-        ctx.groups, ctx.scaling, ctx.sliding_window = groups, scaling, sliding_window
+        ctx.save_for_backward(query_PK, key_PK, value_PK, sinks_MG, *kept)
+        ctx.groups, ctx.scoring = groups, scoring
         return output_PK[groups.queries.places].view(1, query.shape[2], query.shape[1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        groups: DocumentGroups = ctx.groups
-        query_PK, key_PK, value_PK, *kept = ctx.saved_tensors
+        groups, scoring = ctx.groups, ctx.scoring
+        query_PK, key_PK, value_PK, sinks_MG, *kept = ctx.saved_tensors
         rows = _rows(grad_output)
         grad_output_PK = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[groups.queries.rows_or_zero]
         grad_query_PK = torch.empty_like(query_PK)
         # blocks add to these, so they are summed in fp32
         grad_key_PK, grad_value_PK = (torch.zeros_like(x, dtype=torch.float32) for x in (key_PK, value_PK))
+        grad_sinks_MG = None if sinks_MG is None else torch.zeros_like(sinks_MG, dtype=torch.float32)
         kept_blocks = iter(kept)
         for queries, keys, values, grad_o, grad_q, grad_k, grad_v in groups.split(
             query_PK, key_PK, value_PK, grad_output_PK, grad_query_PK, grad_key_PK, grad_value_PK
         ):
-            for block in blocks(keys.shape[1], groups.heads_per_key, ctx.sliding_window):
-                p = next(kept_blocks) if _is_kept(keys) else block.probabilities(queries, keys, ctx.scaling)
-                grad_v[:, block.keys] += torch.bmm(p.transpose(1, 2), grad_o[:, block.rows])
-                grad_p = torch.bmm(grad_o[:, block.rows], values[:, block.keys].transpose(1, 2))
-                grad_z = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
-                grad_q[:, block.rows] = _scaled_bmm(grad_z, keys[:, block.keys], ctx.scaling)
-                grad_k[:, block.keys] += _scaled_bmm(grad_z.transpose(1, 2), queries[:, block.rows], ctx.scaling)
+            for block in blocks(keys.shape[1], groups.heads_per_key, scoring):
+                p = next(kept_blocks) if _is_kept(keys) else block.probabilities(queries, keys, sinks_MG)
+                seen = values[:, block.keys]
+                num_seen = seen.shape[1]
+                grad_v[:, block.keys] += torch.bmm(p[..., :num_seen].transpose(1, 2), grad_o[:, block.rows])
+                grad_p = torch.bmm(grad_o[:, block.rows], seen.transpose(1, 2))
+                grad_z = block.score_gradient(grad_p, p, queries, keys)
+                if grad_sinks_MG is not None:
+                    grad_sinks_MG += (
+                        grad_z[..., -1]
+                        .float()
+                        .unflatten(1, (-1, sinks_MG.shape[1]))
+                        .unflatten(0, (-1, len(sinks_MG)))
+                        .sum((0, 2))
+                    )
+                grad_z = grad_z[..., :num_seen]
+                grad_q[:, block.rows] = _scaled_bmm(grad_z, keys[:, block.keys], scoring.scaling)
+                grad_k[:, block.keys] += _scaled_bmm(grad_z.transpose(1, 2), queries[:, block.rows], scoring.scaling)
         num_tokens = grad_output.shape[1]
         return (
             _heads_first(grad_query_PK[groups.queries.places], num_tokens),
             _heads_first(grad_key_PK.to(key_PK.dtype)[groups.keys.places], num_tokens),
             _heads_first(grad_value_PK.to(value_PK.dtype)[groups.keys.places], num_tokens),
-            None,
+            None if grad_sinks_MG is None else grad_sinks_MG.flatten(),
             None,
             None,
         )

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from trainer.model.attention import checkpoint_contexts
+
 T = TypeVar("T")
 
 
@@ -78,7 +80,7 @@ class HostInputs:
     def checkpoint(self, function: Callable[..., T], *args: object) -> T:
         """Call `function`, keep only copies of its arguments, and call it again in the backward pass."""
         with saved_tensors_hooks(self._put_away, HostCopy.get):
-            result: T = checkpoint(function, *args, use_reentrant=False)
+            result: T = checkpoint(function, *args, use_reentrant=False, context_fn=checkpoint_contexts)
         return result
 
     def _put_away(self, tensor: Tensor) -> HostCopy:

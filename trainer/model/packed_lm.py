@@ -5,7 +5,7 @@ Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabu
 
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +14,15 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer import weights
 from trainer.batch import LossOutput, PackedBatch
 from trainer.config import ConfigError
 from trainer.losses import LOSSES, Loss
-from trainer.model import attention, experts, rope
+from trainer.model import attention, experts, rope, state_mixers
 from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead, measure, train
 
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
 
 
@@ -86,42 +84,31 @@ def notes(config: PretrainedConfig) -> Iterator[str]:
 
 def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | None:
     """Why documents of up to `max_length` tokens cannot lie side by side in one forward pass, or None."""
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if odd := layer_types - _PACKABLE_LAYERS:
-        return f"its layers ({', '.join(sorted(odd))}) mix documents or need kernels that know their bounds"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "its attention caps logits"
     limit = rope.length_limit(config)
     if limit is not None and max_length > limit:
         return (
             f"its rotary positions of a document follow the longest beside it above {limit} tokens (packed with "
             f"data.max_length={limit} or less)"
         )
-    model_class = _model_class(config)
-    if not getattr(model_class, "_supports_attention_backend", False):
-        return "its attention cannot be replaced"
-    if not getattr(model_class, "_supports_sdpa", False):
-        return "its attention is more than a scaled dot product (it has sinks, for example)"
-    if getattr(model_class, "_is_stateful", False) and not layer_types:
-        return "its layers carry state from token to token"
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return "its code comes with the model"
     return None
-
-
-def _model_class(config: PretrainedConfig) -> type | None:
-    """transformers' own class for the architecture; None for code that comes with the model."""
-    mapping = AutoModelForCausalLM._model_mapping
-    return _get_model_class(config, mapping) if type(config) in mapping else None
 
 
 def build_on_meta(
     source: ModelSource, config: PretrainedConfig, *, is_packed: bool, loss: Loss = LOSSES["cross_entropy"]
 ) -> PreTrainedModel:
     """The model without weights (buffers are real), its forward replaced by `PackedBatch -> LossOutput`."""
-    model: Any = _empty_model(source, config, is_packed=is_packed)
+    model: Any = _empty_model(source, config)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
     _find_base_model(model)
     _require_trainable(model, source)
     rope.follow_documents(model, is_packed=is_packed)
+    model.attends_packed = is_packed and state_mixers.loop_over_documents(model)
+    if model.attends_packed:
+        attention.register()
+        attention.mark_chunks(model)
+        model.set_attn_implementation(attention.PACKED)
     forward = _forward_fused if _is_head_all(model) else _forward_full_logits
     model.set_output_embeddings(LossHead.from_linear(model.get_output_embeddings(), loss))
     _require_unshared(model, source)
@@ -132,15 +119,11 @@ def build_on_meta(
     return model
 
 
-def _empty_model(source: ModelSource, config: PretrainedConfig, *, is_packed: bool) -> PreTrainedModel:
+def _empty_model(source: ModelSource, config: PretrainedConfig) -> PreTrainedModel:
     experts.register()
-    if is_packed:
-        attention.register()
-        implementations = [attention.PACKED]
-    elif getattr(config, "attn_logit_softcapping", None):
-        implementations = ["eager"]  # the fused one leaves out the cap without a word
-    else:
-        implementations = ["sdpa", "eager"]
+    # the fused one leaves out caps without a word
+    is_capped = getattr(config, "attn_logit_softcapping", None)
+    implementations = ["eager"] if is_capped else ["sdpa", "eager"]
     for implementation in implementations:
         try:
             with init_empty_weights(include_buffers=False):
@@ -229,26 +212,33 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(lists[sizes.index(max(sizes))])
 
 
+def run_plain(model: PreTrainedModel, forward: Callable[..., Any], batch: PackedBatch, **more: Any) -> Any:
+    """Call a forward of the architecture's own; what runs inside knows the documents that lie in the batch."""
+    with attention.documents(DocumentLengths(batch.seqlens) if model.is_packed else None):
+        return forward(**forward_arguments(model, batch), **more)
+
+
 def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
     """What the architecture's forward is called with: a document alone needs neither positions nor bounds."""
     arguments: dict[str, Any] = {"input_ids": batch.input_ids_T[None], "use_cache": False}
     if model.is_packed:
-        return arguments | {
-            "position_ids": batch.position_ids_T[None],
+        arguments["position_ids"] = batch.position_ids_T[None]
+    elif len(batch.seqlens) > 1:
+        raise RuntimeError("several documents in one batch of a model that takes them one by one")
+    if model.attends_packed:
+        arguments |= {
             "cu_seq_lens_q": batch.cu_seqlens_D1,
             "cu_seq_lens_k": batch.cu_seqlens_D1,
             "max_length_q": batch.max_seqlen,
             "max_length_k": batch.max_seqlen,
-            "lengths": DocumentLengths(batch.seqlens),
+            "lengths": attention.running(),
         }
-    if len(batch.seqlens) > 1:
-        raise RuntimeError("several documents in one batch of a model that takes them one by one")
     return arguments
 
 
 def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
     """The loss of the supervised positions; the head sees only those."""
-    hidden_TH = self.base_model(**forward_arguments(self, batch)).last_hidden_state[0]
+    hidden_TH = run_plain(self, self.base_model, batch).last_hidden_state[0]
     head: Any = self.get_output_embeddings()
     output: LossOutput = head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
     return output
@@ -257,11 +247,10 @@ def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
 def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
     """The same for models that transform their logits: their own forward, asked for the supervised positions."""
     plain: Any = self.original_forward
-    arguments = forward_arguments(self, batch)
     if "logits_to_keep" in inspect.signature(plain).parameters:
-        logits_SV = plain(**arguments, logits_to_keep=batch.supervised_S).logits[0]
+        logits_SV = run_plain(self, plain, batch, logits_to_keep=batch.supervised_S).logits[0]
     else:
-        logits_SV = plain(**arguments).logits[0, batch.supervised_S]
+        logits_SV = run_plain(self, plain, batch).logits[0, batch.supervised_S]
     labels_S = batch.labels_T[batch.supervised_S]
     if not torch.is_grad_enabled():
         return measure(logits_SV, labels_S)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, OFFLOAD, SELECTIVE, ConfigError, ModelConfig
+from trainer.model import attention
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.norm import take_over_norms
 from trainer.model.packed_lm import decoder_layers
@@ -47,9 +48,10 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
         raise ConfigError(
             f"{type(model).__name__} cannot recompute activations: set model.enable_gradient_checkpointing=false"
         )
-    settings: dict[str, Any] = {"use_reentrant": False}
+    settings: dict[str, Any] = {"use_reentrant": False, "context_fn": attention.checkpoint_contexts}
     if how == SELECTIVE:
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _expensive())
+        selective = partial(create_selective_checkpoint_contexts, _expensive())
+        settings["context_fn"] = partial(attention.checkpoint_contexts, selective)
     model.gradient_checkpointing_enable(settings)
     if how == OFFLOAD:
         owner: Any = model

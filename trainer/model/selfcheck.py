@@ -22,14 +22,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 from trainer.batch import PackedBatch
 from trainer.losses import Formula
 from trainer.model import rope
-from trainer.model.packed_lm import forward_arguments
+from trainer.model.packed_lm import run_plain
 
 _LENGTHS = (13, 8)
 _BEYOND = (9, 5)
 """How far two documents go beyond each limit: what the first leaves behind would be met by the second."""
 MAX_LIMIT = 1024
 """Tokens of the longest limit that is crossed, so that the check stays cheap; above it, rules alone decide."""
-_LIMITS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
+_LIMITS = re.compile(
+    "(window|window_size|chunk_size|chunk_length|block_size|floor_scale|topk|budget|original_max_position_embeddings)$"
+)
+"""Names of lengths in configurations: of windows, of what is scanned or attended at a time, of what is chosen."""
+_LINEAR_CHUNK = 64
+"""What transformers' linear attention takes at a time, which no configuration names."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative difference of losses: rounding of fp32, and of bf16 where kernels round in another order."""
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
@@ -46,10 +51,12 @@ def document_lengths(config: PretrainedConfig, *, max_length: int) -> tuple[int,
     """Two short documents, and two beyond each length from which on the architecture computes something else, as far
     as documents of up to `max_length` tokens reach: what holds for those need not hold for longer ones.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    named = [getattr(config, name, None) for name in _LIMITS] + [parameters.get(name) for name in _LIMITS]
-    limits = {limit for limit in (*named, rope.length_limit(config)) if isinstance(limit, int)}
-    crossed = sorted(limit for limit in limits if 0 < limit < min(max_length, MAX_LIMIT + 1))
+    named = vars(config) | (getattr(config, "rope_parameters", None) or {})
+    limits = {limit for name, limit in named.items() if _LIMITS.search(name)} | {rope.length_limit(config)}
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.add(_LINEAR_CHUNK)
+    reached = min(max_length, MAX_LIMIT + 1)
+    crossed = sorted(limit for limit in limits if isinstance(limit, int) and min(_LENGTHS) <= limit < reached)
     lengths = _LENGTHS + tuple(limit + beyond for limit in crossed for beyond in _BEYOND)
     return tuple(min(length, max(max_length, 2)) for length in lengths)
 
@@ -234,7 +241,7 @@ def _foresight(model: PreTrainedModel, document: Tensor, device: torch.device) -
 def _influence(model: PreTrainedModel, forms: list[list[Tensor]], tokens: slice, device: torch.device) -> float:
     """Largest relative change of the logits of `tokens` from the first of several packed forms to another."""
     plain: Any = model.original_forward
-    with _forward_replaced(model, lambda batch: plain(**forward_arguments(model, batch)).logits[0]):
+    with _forward_replaced(model, lambda batch: run_plain(model, plain, batch).logits[0]):
         expected_TV, *found = (model(_packed(form).to(device))[tokens].float() for form in forms)
     return max(((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found)
 
