@@ -1,0 +1,147 @@
+"""Modules that carry state from token to token: packed micro-batches equal their documents, whatever else is on."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_parallelize import compiled_like_plain, worst
+from toy import ToySamples, build_toy_model, model_config, write_model_config
+from transformers import PreTrainedModel
+
+from trainer.data.loader import pack
+from trainer.model import attention, packed_lm, state_mixers
+from trainer.model.assemble import build_model, how_documents_run
+from trainer.model.attention import DocumentLengths
+
+SAMPLES = ToySamples()
+DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if length > 1][:6]
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+HYBRID = ("qwen3_5_text", {**_LINEAR, "layer_types": ["linear_attention", "full_attention"]})
+MASKED = ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4})
+
+
+def step(world: Any, source: Any, batches: list[list[int]], settings: dict[str, Any]) -> tuple[float, list[Any]]:
+    """(loss, gradients); all forward passes come before all backward passes."""
+    model = build_toy_model(world, source, **settings)
+    model.train()
+    losses = [model(pack(SAMPLES, members)).loss_sum for members in batches]
+    for loss in losses:
+        loss.backward()
+    grads = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+    return sum(loss.item() for loss in losses), grads
+
+
+@pytest.mark.parametrize("kind", [HYBRID, MASKED], ids=lambda kind: kind[0])
+@pytest.mark.parametrize(
+    "how", [{}, {"enable_gradient_checkpointing": True}, {"enable_gradient_checkpointing": "selective"}]
+)
+def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(
+    tmp_path: Path, kind: tuple[str, dict[str, Any]], how: bool | str
+) -> None:
+    """Two micro-batches of different documents with an empty one between them."""
+    source = write_model_config(tmp_path, kind[0], **{"tie_word_embeddings": False, **kind[1]})
+    one_by_one = run_ranks(step, 1, source, [[index] for index in DOCUMENTS], {"is_packed": False})[0]
+    packed = run_ranks(step, 1, source, [DOCUMENTS[:2], [], DOCUMENTS[2:]], {"enable_gradient_checkpointing": how})[0]
+    assert abs(packed[0] - one_by_one[0]) / one_by_one[0] < 1e-6
+    assert worst(packed, one_by_one) < 1e-5
+
+
+def test_a_compiled_layer_leaves_its_loop_out(tmp_path: Path) -> None:
+    """The eager backend runs the captured graphs as they are: what is shown is the capture, whatever compiles it."""
+    source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
+    difference, total, ok, _ = run_ranks(compiled_like_plain, 1, source, "eager", [DOCUMENTS])[0]
+    assert difference < 1e-6
+    assert 0 < total == ok
+
+
+def gathers(world: Any, source: Any, members: list[int]) -> int:
+    """All-gathers of a training step on one micro-batch."""
+    model = build_toy_model(world, source, reshard_after_forward=True)
+    with torch.profiler.profile() as profile:
+        model(pack(SAMPLES, members)).loss_sum.backward()
+    return sum("all_gather" in event.name for event in profile.events())
+
+
+def test_shards_are_gathered_once_per_micro_batch_not_per_document(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
+    assert run_ranks(gathers, 2, source, DOCUMENTS) == run_ranks(gathers, 2, source, DOCUMENTS[:1])
+
+
+def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
+    """(whether packed, the line that says so) of a model whose mixers are looped, or are not known as such."""
+    loop = (lambda model: True) if is_missed else state_mixers.loop_over_documents
+    with patch.object(state_mixers, "loop_over_documents", loop):
+        model: Any = build_model(model_config(), source, world=world, seed=1, max_length=64)
+    reason = None if model.is_packed else "packed ones fail the self-check"
+    return model.is_packed, how_documents_run(model, reason)
+
+
+def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
+    looped, missed = (run_ranks(built, 2, source, is_missed) for is_missed in (False, True))
+    assert looped == [(True, "documents run packed; looped over documents: Qwen3_5GatedDeltaNet")] * 2
+    assert missed == [(False, "documents run one by one (slower): packed ones fail the self-check")] * 2
+
+
+def bf16_error(world: Any, source: Any) -> bool:
+    return build_model(
+        model_config(param_dtype="bfloat16"), source, world=world, seed=1, max_length=64
+    ).is_packed  # raises where the self-check fails
+
+
+@pytest.mark.parametrize("kind", [HYBRID, MASKED], ids=lambda kind: kind[0])
+def test_bfloat16_passes_the_self_check(tmp_path: Path, kind: tuple[str, dict[str, Any]]) -> None:
+    source = write_model_config(tmp_path, kind[0], **{"tie_word_embeddings": False, **kind[1]})
+    assert run_ranks(bf16_error, 1, source) == [True]
+
+
+def empty(tmp_path: Path, kind: str, **changes: Any) -> PreTrainedModel:
+    source = write_model_config(tmp_path, kind, **changes)
+    return packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "looped", "attends_packed"),
+    [
+        ("llama", {}, [], True),
+        (*HYBRID, ["Qwen3_5GatedDeltaNet"], True),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, ["Lfm2ShortConv"], True),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, ["JambaMambaMixer"], True),
+        (*MASKED, ["GPTJAttention"], False),
+        ("mamba", {}, ["MambaMixer"], False),
+    ],
+)
+def test_what_is_looped_is_found_from_the_architecture(
+    tmp_path: Path, kind: str, changes: dict[str, Any], looped: list[str], attends_packed: bool
+) -> None:
+    model: Any = empty(tmp_path, kind, **{"tie_word_embeddings": False, **changes})
+    assert (state_mixers.looped_kinds(model), model.attends_packed) == (looped, attends_packed)
+
+
+def test_a_looped_module_never_runs_without_knowing_its_documents(tmp_path: Path) -> None:
+    model: Any = empty(tmp_path, *HYBRID[:1], **HYBRID[1])
+    with pytest.raises(RuntimeError, match=r"Qwen3_5GatedDeltaNet runs outside of attention\.documents"):
+        model.model.layers[0].linear_attn(torch.empty(1, 4, 64, device="meta"))
+
+
+def test_the_mask_is_that_of_the_longest_document_wherever_it_lies() -> None:
+    """One corner serves all: the whole micro-batch's would grow with its square."""
+    seqlens = (2, 5, 3)
+    document_T = torch.repeat_interleave(torch.arange(3), torch.tensor(seqlens))
+
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (document_T[query] == document_T[key])
+
+    with attention.documents(DocumentLengths(seqlens)):
+        mask = state_mixers._mask_of_longest(
+            state_mixers.sdpa_mask,
+            batch_size=1,
+            q_length=10,
+            kv_length=10,
+            mask_function=seen,
+            allow_is_causal_skip=False,
+        )
+    assert mask is not None and torch.equal(mask[0, 0], torch.ones(5, 5, dtype=torch.bool).tril())
