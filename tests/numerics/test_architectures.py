@@ -155,8 +155,9 @@ def save_model(path: Path, name: str) -> None:
             setattr(config, key, 0.0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for tensor in {id(t): t for t in model.state_dict().values()}.values():
-            tensor.add_(torch.randn_like(tensor) * 0.1)
+        for name, tensor in {id(t): (n, t) for n, t in model.state_dict().items()}.values():
+            if not name.endswith("_decay"):  # MiniMax keeps its causality in them
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(path)
 
 
