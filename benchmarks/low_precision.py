@@ -2,7 +2,7 @@
 
     python benchmarks/low_precision.py
 
-The quickstart's model from random weights, three seeds, each way with the same data in the same order: the difference
+The quickstart's model from random weights, each way with the same data in the same order: the difference
 to float32 of the same seed stands beside the spread between seeds.
 """
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     runs = [
