@@ -1,0 +1,136 @@
+"""Real runs of a tiny model: the command on two ranks, killed with SIGKILL in a step, resumed, exported."""
+
+import json
+import os
+import random
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import whole_runs
+from families import VOCAB
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from trainer.errors import EXIT_DONE
+from trainer.resume_proof.bit_equality import compare_runs
+
+NUM_RANKS = 2
+TOTAL_STEPS = 6
+KILLED_IN_STEP = 5
+SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+
+
+def save_tokenizer(path: Path) -> None:
+    """Of as many words as the tiny models know."""
+    words = [*SPECIAL, *(f"w{number}" for number in range(VOCAB - len(SPECIAL)))]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+
+
+def write_samples(path: Path) -> None:
+    """24 conversations of 6 to 40 tokens."""
+    drawn = random.Random(0)
+
+    def words() -> str:
+        return " ".join(f"w{drawn.randrange(VOCAB - len(SPECIAL))}" for _ in range(drawn.randrange(1, 18)))
+
+    rows = ({"instruction": words(), "output": words()} for _ in range(24))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
+    """`root` holds samples.jsonl and the cache of its tokens."""
+    return (
+        f"data.train_files={root}/samples.jsonl",
+        f"data.cache_dir={root}/cache",
+        f"model.partial_pretrain={model}",
+        f"trainer.default_local_dir={run_dir}",
+        f"trainer.total_training_steps={TOTAL_STEPS}",
+        "data.val_ratio=0",
+        "data.max_length=40",
+        "data.train_batch_size=4",
+        "data.num_workers=0",
+        "model.fsdp_config.param_dtype=float32",
+        "optim.lr=1e-2",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.save_freq=2",
+        "trainer.test_freq=-1",
+        "trainer.checkpoint.async_save=false",
+        "trainer.checkpoint.export_dtype=float32",
+    )
+
+
+def kill_in_step(number: int) -> None:
+    """Let this rank die by SIGKILL when it begins that step. For `before` of `whole_runs`."""
+    from trainer.loop import fit
+
+    train = fit.training_step
+
+    def until(run: Any, batch: Any) -> Any:
+        if batch.step == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train(run, batch)
+
+    fit.training_step = until
+
+
+def interrupted_run(root: Path, model: Path) -> dict[str, Any]:
+    """What differs between a run in one go and one that was killed and started again; `root` is the model's own."""
+    straight, killed = root / "straight", root / "killed"
+    code, output = whole_runs.run(NUM_RANKS, *words_of_run(root, model, straight), log=root / "straight.log")
+    if code != EXIT_DONE:
+        return {"exit code": code, "said": last_words(output).replace(str(model), "MODEL")}
+    kill, words = partial(kill_in_step, KILLED_IN_STEP), words_of_run(root, model, killed)
+    code, output = whole_runs.run(NUM_RANKS, *words, log=root / "killed.log", before=kill)
+    assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)
+    code, output = whole_runs.run(NUM_RANKS, *words, log=root / "resumed.log")
+    if code != EXIT_DONE:
+        return {"exit code": code, "said": last_words(output)}
+    assert "/global_step_4 (" not in output and "/global_step_6 (" in output, output
+    compared = compare_runs(straight, killed, steps=TOTAL_STEPS)
+    assert compared.num_steps == TOTAL_STEPS and compared.num_tensors > 0
+    return {"exit code": EXIT_DONE, "differences": list(compared.differences)[:5]}
+
+
+def last_words(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.strip()), "")
+
+
+def export_faults(world: Any, checkpoint: Path) -> list[str]:
+    """What is wrong with the export of a checkpoint, for transformers alone: keys, or logits that are not those of the
+    parameters in the shards.
+    """
+    export = checkpoint / "huggingface"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    served, report = loaded
+    faults = [f"{kind}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]
+    trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(export), dtype=torch.float32)
+    trained.load_state_dict(served.state_dict() | whole_state(checkpoint))  # buffers are not trained
+    ids = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (model.eval()(input_ids=ids, use_cache=False).logits for model in (served, trained))
+    return faults + ([] if torch.equal(ours, theirs) else ["logits differ from those of the trained parameters"])
+
+
+def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The parameters of all ranks' shards, put together by nothing of ours."""
+    from torch.distributed.tensor import DTensor
+
+    paths = [checkpoint / f"model_world_size_{NUM_RANKS}_rank_{rank}.pt" for rank in range(NUM_RANKS)]
+    shards = [torch.load(path, weights_only=True) for path in paths]
+    return {
+        name: torch.cat([shard[name]._local_tensor for shard in shards]) if isinstance(tensor, DTensor) else tensor
+        for name, tensor in shards[0].items()
+    }

@@ -1,0 +1,133 @@
+"""What is tried with a tiny model of a family: its first step beside plain transformers', its export, a killed run."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from exports import export_model
+from families import COMMON, FAMILIES, VARIANTS
+from toy import ToySamples, model_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.checkpoint.export import ExportSource
+from trainer.config import ConfigError
+from trainer.data.loader import pack
+from trainer.model import flops
+from trainer.model.assemble import build_model
+from trainer.model.packed_lm import ModelSource
+
+PACKED, PER_DOCUMENT, REFUSED = "packed", "per document", "refused"
+SAMPLES = ToySamples()
+MAX_LENGTH = int(max(SAMPLES.lengths))
+DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= length <= 25][:3]
+NUM_TOKENS = int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
+
+
+def save_model(path: Path, name: str) -> None:
+    """A random model of the family or variant in which no parameter has the value that a missing one would get."""
+    settings = {**COMMON, **(FAMILIES | VARIANTS)[name]}
+    removed = {key for key in COMMON if settings[key] is None and COMMON[key] is not None}
+    config = AutoConfig.for_model(name.split()[0], **{k: v for k, v in settings.items() if k not in removed})
+    for key in vars(config):
+        if key.endswith(("pdrop", "dropout", "dropout_prob", "dropout_p", "layerdrop", "jitter_noise")):
+            setattr(config, key, 0.0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    with torch.no_grad():
+        for key, tensor in {id(t): (k, t) for k, t in model.state_dict(keep_vars=True).items()}.values():
+            if id(tensor) in parameters or "bias" in key:  # other buffers are tables that follow from the configuration
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(path)
+
+
+def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """(mean loss, gradients) of transformers' own model, eager, as new for each document: dynamic RoPE remembers."""
+    new = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    loss = torch.zeros((), dtype=torch.float64)
+    grads: dict[str, torch.Tensor] = {}
+    for index in DOCUMENTS:
+        model = copy.deepcopy(new)
+        ids, mask = (torch.from_numpy(x) for x in SAMPLES.sample(index))
+        logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, :-1]
+        labels = torch.where(mask[1:], ids[1:].long(), -100)
+        part = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double() / NUM_TOKENS
+        part.backward()
+        loss += part.detach()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grads[name] = grads.get(name, 0) + parameter.grad
+    return loss.item(), grads
+
+
+def dealt(world: Any, *, together: bool) -> list[list[int]]:
+    """The documents of this rank's micro-batches: as many on every rank, none in those of a rank that has none left."""
+    first, second, third = DOCUMENTS
+    if together:
+        return [[first, second, third]] if world.size == 1 else [[[first, second], []], [[], [third]]][world.rank]
+    return [[first], [second], [third]] if world.size == 1 else [[[first], [second]], [[third], []]][world.rank]
+
+
+def our_step(world: Any, model: Any, *, together: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """(mean loss, gradients) of the model that the trainer built. Collective."""
+    model.train()
+    model.zero_grad()
+    loss = torch.zeros((), dtype=torch.float64)
+    for members in dealt(world, together=together):
+        part = model(pack(SAMPLES, members)).loss_sum / NUM_TOKENS
+        part.backward()
+        loss += part.detach()
+    torch.distributed.all_reduce(loss)
+    return loss.item(), {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the trainer logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("trainer")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
+    """How the family is trained, and how far the first step of any dealing is from plain transformers'. Collective."""
+    source = ModelSource(str(path), random_weights=False, trust_remote_code=False)
+    with heard() as lines:
+        try:
+            model: Any = build_model(model_config(), source, world=world, seed=1, max_length=MAX_LENGTH)
+        except ConfigError as error:
+            return {"how": REFUSED, "reason": str(error).replace(str(path), "MODEL")}
+    reasons = [line.partition("): ")[2] for line in lines if line.startswith("documents run one by one")]
+    plain_loss, plain_grads = plain_step(path)
+    norm = torch.stack([grad.norm() for grad in plain_grads.values()]).norm()
+    errors: dict[str, list[float]] = {"loss error": [], "norm error": [], "gradient error": []}
+    for together in (True, False) if model.is_packed else (False,):
+        loss, grads = our_step(world, model, together=together)
+        errors["loss error"].append(abs(loss - plain_loss) / plain_loss)
+        errors["norm error"].append(abs(float(torch.stack([g.norm() for g in grads.values()]).norm() / norm) - 1))
+        nothing = torch.zeros(())
+        differences = [(grad - plain_grads.get(name, nothing)).norm() / norm for name, grad in grads.items()]
+        errors["gradient error"].append(float(max(differences)))
+    export_model(world, model, export_dir, ExportSource(path, None, ()), dtype="float32")
+    return {
+        "how": PACKED if model.is_packed else PER_DOCUMENT,
+        "reason": "".join(reasons),
+        "forward": model.forward.__name__,
+        "quadratic cost": flops.quadratic_cost(model),
+        "gradients missing": sorted(set(plain_grads) - set(grads)),
+        **{key: max(values) for key, values in errors.items()},
+    }
