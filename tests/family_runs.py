@@ -91,21 +91,23 @@ def interrupted_run(root: Path, model: Path) -> dict[str, Any]:
     straight, killed = root / "straight", root / "killed"
     code, output = whole_runs.run(NUM_RANKS, *words_of_run(root, model, straight), log=root / "straight.log")
     if code != EXIT_DONE:
-        return {"exit code": code, "said": last_words(output).replace(str(model), "MODEL")}
+        return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
     kill, words = partial(kill_in_step, KILLED_IN_STEP), words_of_run(root, model, killed)
     code, output = whole_runs.run(NUM_RANKS, *words, log=root / "killed.log", before=kill)
     assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)
     code, output = whole_runs.run(NUM_RANKS, *words, log=root / "resumed.log")
     if code != EXIT_DONE:
-        return {"exit code": code, "said": last_words(output)}
+        return {"exit code": code, "said": error_in(output)}
     assert "/global_step_4 (" not in output and "/global_step_6 (" in output, output
     compared = compare_runs(straight, killed, steps=TOTAL_STEPS)
     assert compared.num_steps == TOTAL_STEPS and compared.num_tensors > 0
     return {"exit code": EXIT_DONE, "differences": list(compared.differences)[:5]}
 
 
-def last_words(output: str) -> str:
-    return next((line for line in reversed(output.splitlines()) if line.strip()), "")
+def error_in(output: str) -> str:
+    """What a run that failed says of it."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("ERROR")), "".join(lines[-1:]))
 
 
 def export_faults(world: Any, checkpoint: Path) -> list[str]:
