@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import whole_runs
 from families import VOCAB
+from family_trials import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -25,6 +26,13 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
+
+
+def prepare(root: Path, name: str) -> None:
+    """The model with a tokenizer, and samples."""
+    save_model(root / "model", name)
+    save_tokenizer(root / "model")
+    write_samples(root / "samples.jsonl")
 
 
 def save_tokenizer(path: Path) -> None:
@@ -110,7 +118,7 @@ def error_in(output: str) -> str:
     return next((line for line in lines if line.startswith("ERROR")), "".join(lines[-1:]))
 
 
-def export_faults(world: Any, checkpoint: Path) -> list[str]:
+def export_faults(checkpoint: Path) -> list[str]:
     """What is wrong with the export of a checkpoint, for transformers alone: keys, or logits that are not those of the
     parameters in the shards.
     """

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from exports import export_model
 from families import COMMON, FAMILIES, VARIANTS
 from toy import ToySamples, model_config
+from toy_runs import Recipe, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint.export import ExportSource
@@ -20,6 +21,8 @@ from trainer.data.loader import pack
 from trainer.model import flops
 from trainer.model.assemble import build_model
 from trainer.model.packed_lm import ModelSource
+from trainer.optim.clip import local_square_sum
+from trainer.runtime.signals import StopRequest
 
 PACKED, PER_DOCUMENT, REFUSED = "packed", "per document", "refused"
 SAMPLES = ToySamples()
@@ -131,3 +134,27 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
         "gradients missing": sorted(set(plain_grads) - set(grads)),
         **{key: max(values) for key, values in errors.items()},
     }
+
+
+def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]:
+    """What differs after six steps between a run in one go, `root`/straight, and one that stopped after the fourth and
+    was built anew from its checkpoint. Collective.
+    """
+    source, form = ModelSource(str(path), random_weights=False, trust_remote_code=False), {"is_packed": is_packed}
+    straight = run(world, root / "straight", source, Recipe(), model=form)
+    stop, steps = StopRequest(), iter(range(1, 7))
+
+    def stopping_sum(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) == 3:
+            stop.signal_name = "SIGTERM"
+        return local_square_sum(*args, **kwargs)
+
+    run(world, root / "stopped", source, Recipe(), model=form, stop=stop, local_square_sum=stopping_sum)
+    again = run(world, root / "stopped", source, Recipe(), model=form)
+    assert straight.exit_code == again.exit_code == 0 and 0 < again.start_step < Recipe().total_steps
+    assert len(straight.losses) == Recipe().total_steps
+    late = {step: values for step, values in straight.losses.items() if step > again.start_step}
+    pairs = {"losses": (late, again.losses), "lengths": (len(straight.moments), len(again.moments))}
+    faults = [name for name, (left, right) in pairs.items() if left != right]
+    states = (straight.parameters, again.parameters), (straight.moments, again.moments)
+    return faults + [name for left, right in states for name in left if not torch.equal(left[name], right[name])]

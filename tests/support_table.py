@@ -1,11 +1,11 @@
 """What trains, and how far that is exact: tries a tiny model of every family and writes down what came of it.
 
 `python tests/support_table.py` goes on where benchmarks/results/support.json ends, `python tests/support_table.py lfm2
-zamba` tries these anew, `--write` only renders the table of docs/models.md again. Everything runs in processes of its
-own with a time limit; what fails is recorded with its reason. For each family the product is run on one and two ranks:
+zamba` tries these anew, `--write` only renders the table of docs/models.md again. Each family runs in processes of its
+own with a time limit; what fails is recorded with its reason. The product's own parts train it on one and two ranks:
 all documents in one micro-batch and each alone, beside transformers' own eager forward pass, document by document; then
-the command on two ranks, in one go and killed with SIGKILL in a step and started again; then transformers loads the
-export.
+six steps on two ranks, in one go, and stopped and built anew from a checkpoint; then transformers loads the export. (A
+whole run of the command, killed and started again, takes above 10 s a family: tests/distributed/test_families.py.)
 """
 
 import argparse
@@ -24,11 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from families import FAMILIES, LEFT_OUT, VARIANTS
-from family_runs import NUM_RANKS, TOTAL_STEPS, export_faults, interrupted_run, save_tokenizer, write_samples
-from family_trials import PACKED, PER_DOCUMENT, REFUSED, first_step, save_model
+from family_runs import NUM_RANKS, TOTAL_STEPS, export_faults
+from family_trials import PACKED, PER_DOCUMENT, REFUSED, first_step, resumed, save_model
 from ranks import run_ranks
-
-from trainer.errors import EXIT_DONE, EXIT_USAGE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "support.json"
@@ -36,63 +34,66 @@ PAGE = REPOSITORY / "docs" / "models.md"
 BEGIN, END = "<!-- written by tests/support_table.py -->", "<!-- end of what it writes -->"
 NAMES = (*FAMILIES, *VARIANTS)
 LIMITS = {"loss error": 1e-6, "norm error": 1e-5, "gradient error": 1e-5}
+PLACES = ("1 rank", f"{NUM_RANKS} ranks")
 TRIED_WITHIN_S = 120.0
 
 
-def prepare(world: Any, root: Path, name: str) -> None:
-    """The model with a tokenizer, and samples."""
+def try_alone(world: Any, root: Path, name: str) -> dict[str, Any]:
+    """What one rank finds."""
     save_model(root / "model", name)
-    save_tokenizer(root / "model")
-    write_samples(root / "samples.jsonl")
+    return first_step(world, root / "model", root / "export")
+
+
+def try_together(world: Any, root: Path) -> dict[str, Any]:
+    """What two ranks find. Collective."""
+    found = first_step(world, root / "model", root / "export-together")
+    if found["how"] == REFUSED:
+        return found
+    found["resume faults"] = resumed(world, root / "model", root, is_packed=found["how"] == PACKED)
+    found["export faults"] = export_faults(root / "straight" / f"global_step_{TOTAL_STEPS}") if world.is_main else []
+    return found
 
 
 def attempt(root: Path, name: str) -> dict[str, Any]:
     """The entry of a family. What fails is under "failed"."""
-    entry: dict[str, Any] = {}
     try:
-        run_ranks(prepare, 1, root, name, timeout_s=TRIED_WITHIN_S)
-        for world_size in (1, NUM_RANKS):
-            export = root / f"export-{world_size}"
-            found = run_ranks(first_step, world_size, root / "model", export, timeout_s=TRIED_WITHIN_S)[0]
-            entry |= {"how": found["how"], "reason": found["reason"], f"{world_size} ranks": errors(found)}
-        entry["run"] = interrupted_run(root, root / "model")
-        if entry["how"] != REFUSED and entry["run"]["exit code"] == EXIT_DONE:
-            checkpoint = root / "straight" / f"global_step_{TOTAL_STEPS}"
-            entry["export faults"] = run_ranks(export_faults, 1, checkpoint, timeout_s=TRIED_WITHIN_S)[0]
+        alone = run_ranks(try_alone, 1, root, name, timeout_s=TRIED_WITHIN_S)[0]
+        together = run_ranks(try_together, NUM_RANKS, root, timeout_s=TRIED_WITHIN_S)[0]
     except Exception as error:
-        entry["failed"] = str(error).replace(str(root), "")[-600:]
-    return entry
+        return {"failed": str(error).replace(str(root), "")[-600:]}
+    if alone["how"] == REFUSED:
+        return {key: alone[key] for key in ("how", "reason")}
+    measured = {"1 rank": errors(alone), f"{NUM_RANKS} ranks": errors(together)}
+    return {key: together[key] for key in ("how", "reason", "resume faults", "export faults")} | measured
 
 
 def errors(found: dict[str, Any]) -> dict[str, Any]:
     return {key: found[key] for key in (*LIMITS, "gradients missing") if key in found}
 
 
-def is_exact(entry: dict[str, Any], world_sizes: Iterable[int], *keys: str) -> bool:
-    """Whether what was measured on these numbers of ranks is within the limits."""
-    measured = [entry.get(f"{world_size} ranks", {}) for world_size in world_sizes]
-    return all(key in of_one and of_one[key] < LIMITS[key] for of_one in measured for key in keys)
+def is_exact(entry: dict[str, Any], places: Iterable[str], *keys: str) -> bool:
+    """Whether what was measured there is within the limits, and no parameter was without its gradient."""
+    measured = [entry.get(place, {}) for place in places]
+    return all(
+        of_one.get("gradients missing") == [] and of_one[key] < LIMITS[key] for of_one in measured for key in keys
+    )
 
 
 def marks(entry: dict[str, Any]) -> dict[str, bool]:
     """What a family shows, by column."""
-    run = entry.get("run", {})
     return {
-        "first step": is_exact(entry, [1], "loss error", "gradient error"),
-        "ranks and micro-batches": is_exact(entry, [1, NUM_RANKS], "loss error", "norm error"),
-        "killed and resumed": run.get("exit code") == EXIT_DONE and run["differences"] == [],
+        "first step": is_exact(entry, PLACES[:1], "loss error", "gradient error"),
+        "ranks and micro-batches": is_exact(entry, PLACES, "loss error", "norm error"),
+        "resumed": entry.get("resume faults") == [],
         "export": entry.get("export faults") == [],
     }
 
 
 def faults(entry: dict[str, Any]) -> list[str]:
-    """Why a family is not all that the table promises; a refusal is none if the command makes it, with exit code 2."""
+    """Why a family is not all that the table promises. A refusal is as promised."""
     if "failed" in entry:
         return [f"failed: {entry['failed']}"]
-    if entry["how"] == REFUSED:
-        return [] if entry["run"]["exit code"] == EXIT_USAGE else [f"refused with {entry['run']}"]
-    missing = [key for size in (1, NUM_RANKS) for key in entry[f"{size} ranks"]["gradients missing"]]
-    return [mark for mark, shown in marks(entry).items() if not shown] + missing
+    return [] if entry["how"] == REFUSED else [mark for mark, shown in marks(entry).items() if not shown]
 
 
 def table(results: dict[str, Any]) -> str:

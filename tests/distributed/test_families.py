@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import pytest
-from family_runs import TOTAL_STEPS, export_faults, interrupted_run
-from ranks import run_ranks
-from support_table import prepare
+from family_runs import TOTAL_STEPS, export_faults, interrupted_run, prepare
 
 KINDS = ("gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba2", "lfm2")
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_killed_run_continues_bit_equal_and_its_export_is_what_was_trained(tmp_path: Path, name: str) -> None:
-    run_ranks(prepare, 1, tmp_path, name)
+    prepare(tmp_path, name)
     assert interrupted_run(tmp_path, tmp_path / "model") == {"exit code": 0, "differences": []}
-    assert run_ranks(export_faults, 1, tmp_path / "straight" / f"global_step_{TOTAL_STEPS}")[0] == []
+    assert export_faults(tmp_path / "straight" / f"global_step_{TOTAL_STEPS}") == []

@@ -27,16 +27,16 @@ def test_a_family_that_fails_is_no_family_that_trains() -> None:
     entry = {
         "how": "packed",
         "reason": "",
-        "1 ranks": exact,
+        "1 rank": exact,
         "2 ranks": exact,
-        "run": {"exit code": 0, "differences": []},
+        "resume faults": [],
         "export faults": [],
     }
     assert all(marks(entry).values()) and support_table.faults(entry) == []
     changes = {
-        "first step": {"1 ranks": exact | {"loss error": 2e-6}},
+        "first step": {"1 rank": exact | {"loss error": 2e-6}},
         "ranks and micro-batches": {"2 ranks": exact | {"norm error": 2e-5}},
-        "killed and resumed": {"run": {"exit code": 0, "differences": ["step 5"]}},
+        "resumed": {"resume faults": ["losses"]},
         "export": {"export faults": ["missing_keys: x"]},
     }
     for mark, change in changes.items():
