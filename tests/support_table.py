@@ -1,20 +1,19 @@
 """What trains, and how far that is exact: tries a tiny model of every family and writes down what came of it.
 
 `python tests/support_table.py` goes on where benchmarks/results/support.json ends, `python tests/support_table.py lfm2
-zamba` tries these anew, `--write` only renders the table of docs/models.md again. Each family runs in processes of its
-own with a time limit; what fails is recorded with its reason. The product's own parts train it on one and two ranks:
-all documents in one micro-batch and each alone, beside transformers' own eager forward pass, document by document; then
-six steps on two ranks, in one go, and stopped and built anew from a checkpoint; then transformers loads the export. (A
-whole run of the command, killed and started again, takes above 10 s a family: tests/distributed/test_families.py.)
+zamba` tries these anew, `--write` only renders the table of docs/models.md again. The families run in processes of
+their own with a time limit; what fails is recorded with its reason. The product's own parts train each on one and two
+ranks: all documents in one micro-batch and each alone, beside transformers' own eager forward pass, document by
+document; then six steps on two ranks, in one go, and stopped and built anew from a checkpoint; then transformers loads
+the export. (A whole run of the command, killed and started again, takes above 10 s a family:
+tests/distributed/test_families.py.)
 """
 
 import argparse
 import json
 import platform
-import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -35,34 +34,46 @@ BEGIN, END = "<!-- written by tests/support_table.py -->", "<!-- end of what it 
 NAMES = (*FAMILIES, *VARIANTS)
 LIMITS = {"loss error": 1e-6, "norm error": 1e-5, "gradient error": 1e-5}
 PLACES = ("1 rank", f"{NUM_RANKS} ranks")
-TRIED_WITHIN_S = 120.0
+TRIED_WITHIN_S, STARTED_WITHIN_S = 60.0, 60.0
+TOGETHER = 11
+"""Families in the same processes: to start these takes longer than to try one."""
 
 
-def try_alone(world: Any, root: Path, name: str) -> dict[str, Any]:
-    """What one rank finds."""
-    save_model(root / "model", name)
-    return first_step(world, root / "model", root / "export")
+def try_all(world: Any, root: Path, names: list[str]) -> list[dict[str, Any]]:
+    """What is found of each family, or how it failed. Collective."""
+    return [_caught(world, root / name, name) for name in names]
 
 
-def try_together(world: Any, root: Path) -> dict[str, Any]:
-    """What two ranks find. Collective."""
-    found = first_step(world, root / "model", root / "export-together")
-    if found["how"] == REFUSED:
-        return found
-    found["resume faults"] = resumed(world, root / "model", root, is_packed=found["how"] == PACKED)
-    found["export faults"] = export_faults(root / "straight" / f"global_step_{TOTAL_STEPS}") if world.is_main else []
+def _caught(world: Any, root: Path, name: str) -> dict[str, Any]:
+    try:
+        if world.size == 1:
+            save_model(root / "model", name)
+        found = first_step(world, root / "model", root / f"export-{world.size}")
+        if world.size > 1 and found["how"] != REFUSED:
+            found["resume faults"] = resumed(world, root / "model", root, is_packed=found["how"] == PACKED)
+            checkpoint = root / "straight" / f"global_step_{TOTAL_STEPS}"
+            found["export faults"] = export_faults(checkpoint) if world.is_main else []
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}".replace(str(root), "")[:600]}
     return found
 
 
-def attempt(root: Path, name: str) -> dict[str, Any]:
-    """The entry of a family. What fails is under "failed"."""
+def attempt(root: Path, names: list[str]) -> list[dict[str, Any]]:
+    """The entries of families tried in the same processes; each in its own if one brings these down."""
+    limit_s = STARTED_WITHIN_S + TRIED_WITHIN_S * len(names)
     try:
-        alone = run_ranks(try_alone, 1, root, name, timeout_s=TRIED_WITHIN_S)[0]
-        together = run_ranks(try_together, NUM_RANKS, root, timeout_s=TRIED_WITHIN_S)[0]
-    except Exception as error:
-        return {"failed": str(error).replace(str(root), "")[-600:]}
-    if alone["how"] == REFUSED:
-        return {key: alone[key] for key in ("how", "reason")}
+        alone, together = (run_ranks(try_all, size, root, names, timeout_s=limit_s)[0] for size in (1, NUM_RANKS))
+    except AssertionError as error:
+        if len(names) == 1:
+            return [{"failed": str(error)[-600:]}]
+        return [entry for name in names for entry in attempt(root / f"{name} alone", [name])]
+    return [_entry(*pair) for pair in zip(alone, together, strict=True)]
+
+
+def _entry(alone: dict[str, Any], together: dict[str, Any]) -> dict[str, Any]:
+    for found in (alone, together):
+        if "failed" in found or found["how"] == REFUSED:
+            return {key: found[key] for key in ("how", "reason", "failed") if key in found}
     measured = {"1 rank": errors(alone), f"{NUM_RANKS} ranks": errors(together)}
     return {key: together[key] for key in ("how", "reason", "resume faults", "export faults")} | measured
 
@@ -143,19 +154,18 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     results = read_results()
     names = arguments.names or [name for name in NAMES if name not in results["families"]]
-    for name in [] if arguments.write else names:
-        begun = time.monotonic()
-        root = Path(tempfile.mkdtemp(prefix="family-"))
-        entry = attempt(root, name)
-        shutil.rmtree(root)
+    for begin in range(0, 0 if arguments.write else len(names), TOGETHER):
+        group = list(names[begin : begin + TOGETHER])
+        with tempfile.TemporaryDirectory(prefix="families-") as root:
+            entries = attempt(Path(root), group)
         results |= {
             "command": "python tests/support_table.py",
             "versions": {"python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers")},
         }
-        results["families"][name] = entry
+        results["families"] |= dict(zip(group, entries, strict=True))
         write_results(results)
-        said = ", ".join(faults(entry)) or "as promised"
-        print(f"{name}: {entry.get('how')}: {said} ({time.monotonic() - begun:.0f} s)", flush=True)
+        for name, entry in zip(group, entries, strict=True):
+            print(f"{name}: {entry.get('how')}: {', '.join(faults(entry)) or 'as promised'}", flush=True)
     PAGE.write_text(page(results, PAGE.read_text()))
     return int(any(faults(entry) for entry in results["families"].values()))
 
