@@ -286,11 +286,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama dynamic": {"max_position_embeddings": 8, "rope_parameters": _DYNAMIC},
 }
 LEFT_OUT = {
-    "its text part is a family of its own here; of several parts as a whole": (
+    "of several parts, whose text part is tried under a name of its own": (
         *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "llama4", "fuyu"),
         *("qwen3_5", "qwen3_5_moe", "qwen4_exp"),
     ),
-    "its text part has no configuration of its own, or no causal language model": (
+    "of several parts, whose text part has no name of its own in that list": (
         "emu3",
         "mllama",
         "git",
