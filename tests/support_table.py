@@ -34,6 +34,7 @@ BEGIN, END = "<!-- written by tests/support_table.py -->", "<!-- end of what it 
 NAMES = (*FAMILIES, *VARIANTS)
 LIMITS = {"loss error": 1e-6, "norm error": 1e-5, "gradient error": 1e-5}
 PLACES = ("1 rank", f"{NUM_RANKS} ranks")
+LOOPED = ", looped:"
 TRIED_WITHIN_S, STARTED_WITHIN_S = 60.0, 60.0
 TOGETHER = 11
 """Families in the same processes: to start these takes longer than to try one."""
@@ -115,13 +116,14 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"{len(entries)} configurations of {len({name.split()[0] for name in entries})} families: "
         + ", ".join(f"{hows.count(how)} {how}" for how in (PACKED, PER_DOCUMENT, REFUSED))
+        + f" ({sum(entry.get('how') == PACKED and bool(entry['reason']) for entry in entries.values())} with loops)"
         + f". transformers {results['versions']['transformers']}, torch {results['versions']['torch']}.",
         "",
         f"| family | documents | {' | '.join(columns)} |",
         f"|---|---|{'---|' * len(columns)}",
     ]
     for name, entry in entries.items():
-        reason = f": {entry['reason']}" if entry.get("reason") else ""
+        reason = f"{LOOPED if entry['how'] == PACKED else ':'} {entry['reason']}" if entry.get("reason") else ""
         cells = ["yes" if shown else "no" for shown in marks(entry).values()]
         if entry.get("how") == REFUSED:
             cells = ["" for _ in cells]
