@@ -36,7 +36,7 @@ from trainer.run.compose import load_config
 WITHOUT_KERNEL = ("gemma2", "gpt_oss", "granite_swa")
 NAMES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi", "phi3", "olmo2", "granite", "cohere", "qwen3_moe"),
-    *("mixtral", "deepseek_v3", "gpt2", "gpt_neox", "opt", "granitemoehybrid attention", "minicpm3", "nemotron"),
+    *("deepseek_v3", "gpt2", "gpt_neox", "opt", "granitemoehybrid attention", "minicpm3", "nemotron"),
     *("stablelm", "phi3 longrope unreached", "llama dynamic unreached", *WITHOUT_KERNEL),
 )
 
