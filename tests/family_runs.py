@@ -126,12 +126,21 @@ def export_faults(checkpoint: Path) -> list[str]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     served, report = loaded
     faults = [f"{kind}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]
-    trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(export), dtype=torch.float32)
-    trained.load_state_dict(served.state_dict() | whole_state(checkpoint))  # buffers are not trained
+    served_state, trained = served.state_dict(), whole_state(checkpoint)
+    faults += [f"not in the shards: {name}" for name, _ in served.named_parameters() if name not in trained]
+    states = served_state, served_state | trained  # buffers are not trained
     ids = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        ours, theirs = (model.eval()(input_ids=ids, use_cache=False).logits for model in (served, trained))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(export), dtype=torch.float32).eval()
+    ours, theirs = (_logits(model, state, ids) for state in states)
     return faults + ([] if torch.equal(ours, theirs) else ["logits differ from those of the trained parameters"])
+
+
+@torch.no_grad()
+def _logits(model: Any, state: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """In the memory of one model: kernels round otherwise where tensors lie as a file has them."""
+    model.load_state_dict(state)
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
