@@ -21,7 +21,9 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+import torch
 from measuring import REPOSITORY, header, own_peak_bytes, table, write_result
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.batch import StepBatch
 from trainer.quickstart import MODEL_DIR
@@ -50,7 +52,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        changes = " ".join(f"{key}={value}" for key, value in self.model.items())
+        changes = " ".join([*(f"{key}={value}" for key, value in self.model.items()), *self.more])
         return f"{self.hidden} x {self.layers} {changes}".strip()
 
     def words(self, directory: Path) -> list[str]:
@@ -66,7 +68,6 @@ class Case:
             "data.num_workers": 0,
             "data.cache_dir": directory / "cache",
             "model.partial_pretrain": model_dir,
-            "model.random_weights": "true",
             "model.enable_gradient_checkpointing": self.recompute,
             "model.fsdp_config.param_dtype": self.dtype,
             "trainer.device": "cpu",
@@ -91,6 +92,9 @@ CASES = [
     Case(512, 8, 2048, 512, ranks=2, micro_batches=2, recompute="selective"),
     Case(768, 8, 1024, 512, ranks=2, model=WIDE),
     Case(768, 8, 1024, 512, ranks=2, dtype="bfloat16", recompute="true", model=WIDE),
+    Case(512, 8, 2048, 512, ranks=2, dtype="bfloat16", more=("model.lora_rank=16",)),
+    Case(768, 8, 1024, 512, ranks=2, dtype="bfloat16", recompute="true", model=WIDE, more=("model.lora_rank=16",)),
+    Case(512, 8, 2048, 512, ranks=2, more=(r"model.freeze=['embed_tokens','layers\.[0-3]\.']",)),
     Case(256, 4, 2048, 256, model=EXPERTS),
     Case(256, 8, 2048, 256, ranks=2, dtype="bfloat16", recompute="selective", model=EXPERTS),
 ]
@@ -148,12 +152,14 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def write_inputs(directory: Path, case: Case) -> None:
-    """A model directory without weights, and rows that are all longer than `max_length`."""
+    """A model directory with random weights, and rows that are all longer than `max_length`."""
     shutil.copytree(MODEL_DIR, directory / "model")
     quickstart = json.loads((MODEL_DIR / "config.json").read_text())
     size = {"hidden_size": case.hidden, "intermediate_size": case.hidden * 11 // 4, "num_hidden_layers": case.layers}
     heads = {"num_attention_heads": case.hidden // 64, "num_key_value_heads": case.hidden // 128}
     (directory / "model" / "config.json").write_text(json.dumps(quickstart | size | heads | case.model))
+    config = AutoConfig.from_pretrained(directory / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory / "model")
     turns = [
         {"role": "user", "content": "Count."},
         {"role": "assistant", "content": "one two three " * case.max_length},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from ranks import run_ranks
 from toy import (
     ToySamples,
@@ -44,15 +45,21 @@ def train(  # type: ignore[no-untyped-def]
     return rows.column("train/loss"), rows.column("train/grad_norm"), rows.column("val/loss"), full_parameters(model)
 
 
-def plain_transformers(source):  # type: ignore[no-untyped-def]
-    """The same run as an unpacked loop over a stock model: one sample per forward, nothing of ours but the order."""
+def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
+    """The same run as an unpacked loop over a stock model: one sample per forward, nothing of ours but the order.
+
+    `adapter`: directory of one that peft loads and trains, with the model frozen.
+    """
     torch.manual_seed(seeding.key("init", 7))
     config = AutoConfig.from_pretrained(source.path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
     lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses, norms = [], []
@@ -65,8 +72,8 @@ def plain_transformers(source):  # type: ignore[no-untyped-def]
             total = total + F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double()
             count += int(mask[1:].sum())
         (total / count).backward()
-        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
-        for p in model.parameters():
+        norm = torch.stack([p.grad.double().square().sum() for p in trained]).sum().sqrt()
+        for p in trained:
             p.grad *= min(1.0, 1.0 / norm.item())
         for group in optimizer.param_groups:
             group["lr"] = lr.lr_at(step)

@@ -126,7 +126,9 @@ def _given(path: str) -> "LoraConfig":
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ConfigError(f"model.lora_adapter_path={path} has no usable adapter_config.json: {error}") from error
     plain, own = LoraConfig().to_dict(), found.to_dict()
-    odd = [key for key in own if key not in _FREE | _HELD and own[key] != plain.get(key)]
+    # how its first values were drawn says nothing, but for ways that change the base
+    free = _FREE | {"init_lora_weights"} if own["init_lora_weights"] in (True, False, "gaussian") else _FREE
+    odd = [key for key in own if key not in free | _HELD and own[key] != plain.get(key)]
     if odd:
         values = ", ".join(f"{key}={own[key]}" for key in odd)
         raise ConfigError(f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: {values}")

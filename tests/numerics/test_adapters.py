@@ -1,0 +1,167 @@
+"""LoRA against peft's own forward pass and autograd in a plain loop, in every way of running; refusals; costs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from ranks import run_ranks
+from test_invariance import plain_transformers, relative, train
+from torch.utils.flop_counter import FlopCounterMode
+from toy import build_toy_model, model_config, write_model_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config import ConfigError
+from trainer.model import adapters, assemble, flops, packed_lm, source
+from trainer.planner.live_storage import FROZEN
+from trainer.planner.memory_plan import plan_memory
+from trainer.run.compose import load_config
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def write_adapter(model: Any, path: Path, **settings: Any) -> str:
+    """One that adds something from the start."""
+    torch.manual_seed(5)
+    config = LoraConfig(
+        **({"r": 3, "lora_alpha": 8, "target_modules": "all-linear"} | settings), init_lora_weights=False
+    )
+    get_peft_model(model, config).save_pretrained(path)
+    return str(path)
+
+
+def plain_model(path: str, **settings: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32, **settings)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path: Path, is_tied: bool) -> None:
+    model = write_model_config(tmp_path / "model", tie_word_embeddings=is_tied)
+    path = write_adapter(plain_model(model.path), tmp_path / "adapter")
+    losses, norms = plain_transformers(model, path)
+    ways: dict[str, tuple[int, dict[str, Any]]] = {
+        "one rank": (1, {}),
+        "micro-batches": (2, {"max_samples": 1}),
+        "replicas, fewer rows than ranks": (4, {"fsdp_size": 4}),
+        "recomputed": (2, {"enable_gradient_checkpointing": True}),
+        "one document": (1, {"is_packed": False}),
+    }
+    for name, (num_ranks, changes) in ways.items() if is_tied else [("one rank", ways["one rank"])]:
+        found = run_ranks(train, num_ranks, model, lora_adapter_path=path, **changes)[0]
+        assert relative(found[0], losses) < 1e-5, name
+        assert relative(found[1], norms) < 1e-5, name
+    assert losses[-1] < losses[0]
+
+
+def first_values(world: Any, model: Any, **changes: Any) -> dict[str, torch.Tensor]:
+    built = build_toy_model(world, model, **changes)
+    return {name: p.full_tensor() for name, p in built.named_parameters() if ".lora_" in name}
+
+
+def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    model = write_model_config(tmp_path)
+    one, two = (run_ranks(first_values, n, model, lora_rank=5)[0] for n in (1, 2))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    for name, value in one.items():
+        if ".lora_B." in name:
+            assert not value.any()
+        else:
+            bound = value.shape[1] ** -0.5
+            assert 0.9 * bound < value.abs().max() <= bound and value.std() > 0.5 * bound
+    downs = [value for name, value in one.items() if ".lora_A." in name and value.shape == (5, 64)]
+    assert not torch.equal(downs[0], downs[1]), "drawn anew for each name"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 4, "target_modules": ["nope"]}, "nope.* not found in the base model"),
+        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "embeddings or the output head"),
+        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "embeddings or the output head"),
+        ({"freeze": ["layers.7"]}, "'layers.7' is in the name of no parameter"),
+        ({"freeze": ["("]}, "no regular expression"),
+        ({"freeze": ["."]}, "nothing is left to train"),
+        ({"lora_adapter_path": "dora"}, "more than plain LoRA, .*use_dora=True"),
+        ({"lora_adapter_path": "plain", "lora_rank": 9}, "has rank 3: leave model.lora_rank out"),
+        ({"lora_adapter_path": "missing"}, "adapter_config.json is not there"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model = write_model_config(tmp_path / "model")
+    if path := changes.get("lora_adapter_path"):
+        changes = changes | {"lora_adapter_path": str(tmp_path / path)}
+    if path in ("dora", "plain"):
+        write_adapter(plain_model(model.path), tmp_path / path, use_dora=path == "dora")
+    with pytest.raises(ConfigError, match=message):
+        assemble.require_parts(model_config(**changes), model)
+
+
+def test_experts_stay_as_they_are_or_are_refused(tmp_path: Path) -> None:
+    model = write_model_config(tmp_path / "model", "qwen3_moe", **EXPERTS)
+    built = packed_lm.build_on_meta(model, packed_lm.read_config(model), is_packed=True)
+    adapters.choose_trained(built, model_config(lora_rank=4))
+    trained = {name.split(".")[-4] for name, p in built.named_parameters() if p.requires_grad}
+    assert trained == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match="takes in experts"):
+        assemble.require_parts(model_config(lora_rank=4, target_modules=["gate_proj", "up_proj"]), model)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.lora_rank=8"], "LoRA .* needs pretrained weights"),
+        (["model.lora_rank=8", "model.partial_pretrain=x", "model.freeze=[norm]"], "LoRA freezes the whole model"),
+        (["model.lora_rank=8", "model.partial_pretrain=x", "model.new_tokens=[new]"], "rows of new tokens untrained"),
+    ],
+)
+def test_keys_that_contradict_each_other(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(words)
+
+
+def test_without_peft_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install 'peft"):
+        source.require_adapters(model_config(lora_rank=8))
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"freeze": ["embed", r"layers\.[01]\."]}], ids=str)
+def test_operations_are_those_that_torch_counts(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Of eager attention, which computes the whole square."""
+    model, num_tokens = write_model_config(tmp_path, num_hidden_layers=4, tie_word_embeddings=False), 64
+    built: Any = packed_lm.build_on_meta(model, packed_lm.read_config(model), is_packed=True)
+    adapters.choose_trained(built, model_config(**changes))
+    plain = plain_model(model.path, attn_implementation="eager")
+    if "lora_rank" in changes:
+        plain = get_peft_model(plain, LoraConfig(r=4, target_modules="all-linear"))
+    trained = {name for name, p in built.named_parameters() if p.requires_grad}
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name.removeprefix("base_model.model.") in trained)
+    with FlopCounterMode(display=False) as counted:
+        plain(input_ids=torch.zeros(1, num_tokens, dtype=torch.long)).logits.sum().backward()
+    cost = flops.step_flops(built)
+    assert cost is not None
+    ours = num_tokens * (cost.per_token + cost.per_loss_token) + num_tokens**2 * cost.per_squared_length
+    assert ours == pytest.approx(counted.get_total_flops(), rel=0.03)
+
+
+def test_a_plan_knows_what_is_frozen_and_what_a_save_copies(tmp_path: Path) -> None:
+    model = write_model_config(tmp_path, num_hidden_layers=8)
+    words = [
+        f"model.partial_pretrain={model.path}",
+        "trainer.device=cpu",
+        "data.max_length=64",
+        "data.train_batch_size=4",
+    ]
+    words.append("model.fsdp_config.param_dtype=bfloat16")
+    lora, part = (
+        plan_memory(load_config([*words, word]), 2) for word in ("model.lora_rank=4", "model.freeze=[layers]")
+    )
+    for plan in (lora, part):
+        frozen = plan.num_parameters - plan.num_trained
+        assert plan.device_bytes[FROZEN] == pytest.approx(frozen * 2 / 2, rel=0.01)
+        assert plan.device_bytes["optimizer state"] == pytest.approx(plan.num_trained * 8 / 2, rel=0.05)
+    assert lora.host_bytes["copy of an asynchronous save"] < part.device_bytes[FROZEN]
+    assert part.host_bytes["copy of an asynchronous save"] > part.device_bytes[FROZEN]
