@@ -85,4 +85,5 @@ def test_an_adapter_and_its_merged_model_serve_what_was_trained(cache: str, tmp_
     assert found == pytest.approx(expected, rel=1e-5)
     num_values = sum(parameter.numel() for name, parameter in adapted.named_parameters() if ".lora_" in name)
     saved = [path.stat().st_size for path in (*checkpoint.glob("*.pt"), *(merged / "lora_adapter").iterdir())]
-    assert sum(saved) < 1.05 * (4 + 8 + 4) * num_values, "adapters, two moments, and the adapter exported in float32"
+    # adapters, two moments, the adapter exported in float32; and what files, names and states of the run take
+    assert sum(saved) < (4 + 8 + 4) * num_values + 300_000
