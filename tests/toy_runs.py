@@ -97,7 +97,13 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
         max_nonfinite_steps=3,
         dist_timeout_s=60,
         hang_timeout_s=60,
-        checkpoint=CheckpointConfig(CONTENTS, CONTENTS[:3], "float32", recipe.async_save, recipe.save_timeout_s),
+        checkpoint=CheckpointConfig(
+            save_contents=CONTENTS,
+            load_contents=CONTENTS[:3],
+            export_dtype="float32",
+            async_save=recipe.async_save,
+            save_timeout_s=recipe.save_timeout_s,
+        ),
     )
 
 
