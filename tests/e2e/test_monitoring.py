@@ -14,7 +14,13 @@ from trainer.metrics.table import ALIASES, PHASES
 from trainer.tracking import read_metrics
 
 NEEDS_CUDA = ("memory/", "system/gpu_", "throughput/train/mfu")
-NOT_ALWAYS = {"checkpoint/failed_in_a_row", "train/loss_by/<source>", "val/loss_by/<source>"}
+NOT_ALWAYS = {
+    "checkpoint/failed_in_a_row",
+    "train/loss_by/<source>",
+    "val/loss_by/<source>",
+    "moe/router_loss",
+    "moe/load_max_over_mean",
+}
 NUM_STEPS = 52
 """Past the step in which slow things are measured."""
 
