@@ -24,7 +24,7 @@ from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import load
 from trainer.model.assemble import build_model
-from trainer.model.packed_lm import ModelSource, forward_arguments
+from trainer.model.packed_lm import ModelSource, run_plain
 from trainer.run import inputs
 from trainer.run.compose import load_config
 
@@ -66,7 +66,7 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
         for tensor in (*model.parameters(), *weight_buffers(model).values()):
             tensor.mul_(1.25)
         ours, plain = model.forward, model.original_forward
-        model.forward = lambda batch: plain(**forward_arguments(model, batch)).logits
+        model.forward = lambda batch: run_plain(model, plain, batch).logits
         logits = model(pack(SAMPLES, DOCUMENTS[:1]))
         model.forward = ours
     whole = load.whole_checkpoint(source)
