@@ -14,7 +14,8 @@ from transformers import AutoModelForMultimodalLM
 from whole_models import write_whole_model
 
 from trainer.checkpoint import layout
-from trainer.checkpoint.export import OTHER_PARTS, export_from_shards
+from trainer.checkpoint.export import OTHER_PARTS
+from trainer.checkpoint.offline_export import export_from_shards
 from trainer.config import ConfigError
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
