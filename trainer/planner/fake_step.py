@@ -170,6 +170,8 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
             live.enter(live.phase[0], "head", default=HEAD)
 
     def update_begins(*_: Any) -> None:
+        if live.phase[1] == "update":  # torch's own step, within ours, calls the hooks again
+            return
         live.mark([p.grad for p in model.parameters() if p.grad is not None], SHARDED_GRADIENTS)
         live.enter(0, "update")
 
