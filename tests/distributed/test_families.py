@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from family_runs import TOTAL_STEPS, export_faults, interrupted_run, prepare
 
-KINDS = ("gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba2", "lfm2")
+KINDS = ("gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 
 
 @pytest.mark.parametrize("name", KINDS)
