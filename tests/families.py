@@ -7,7 +7,8 @@ further forms of some, named family first. `LEFT_OUT` has the other names of tra
 
 from typing import Any
 
-VOCAB = 160
+from toy import VOCAB
+
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

@@ -4,23 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from families import COMMON
 from safetensors.torch import load_file, save_file
-from toy import VOCAB
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from trainer.model.packed_lm import ModelSource
 
 _TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
+    key: value for key, value in COMMON.items() if key not in ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 }
 _SIGHT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _IMAGE = {**_SIGHT, "image_size": 28, "patch_size": 14}

@@ -3,6 +3,7 @@
 peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and `lora_B`.
 """
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"
 """peft's own name of an adapter."""
 

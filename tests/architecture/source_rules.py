@@ -26,13 +26,14 @@ class Place:
 
 
 def place_of(module: str) -> Place:
-    """Raises `ValueError` for a file that has no floor yet: DESIGN.md decides where a new package stands."""
+    """Raises `ValueError` for a file that has no floor yet: docs/architecture.md says where packages stand."""
     parts = module.split(".")
     if len(parts) == 1:
         return Place(0, "trainer")
     head = parts[1]
     floors = {"config": 0, "errors": 0, "progress": 0, "metrics": 0}
-    floors |= {"batch": 1, "losses": 1, "weights": 1, "adapter_names": 1, "runtime": 1, "detection": 1}
+    ones = "batch", "losses", "weights", "weight_files", "adapter_names", "runtime", "detection"
+    floors |= dict.fromkeys(ones, 1)
     floors |= {"loop": 3, "run": 4}
     if head in floors:
         return Place(floors[head], head)

@@ -23,9 +23,8 @@ from trainer.checkpoint.manifest import deal_by_size
 from trainer.checkpoint.shards import ShardReader
 from trainer.config import ConfigError
 from trainer.runtime.environment import local_rank, ranks_on_machine
+from trainer.weight_files import weight_files
 from trainer.weights import stored_in
-
-_SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ def digest_together(directory: Path) -> str:
     own: dict[str, str] | ConfigError
     try:
         own = _hashes(directory, share=(local_rank(), ranks_on_machine()))
+    except ConfigError as error:
+        own = error
     except OSError as error:
         own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
     parts: list[Any] = [None] * dist.get_world_size()
@@ -74,20 +75,10 @@ def _digest(hashes: Mapping[str, str]) -> str:
 def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
     """File name -> sha256, of share `(index, count)` of the files that hold the weights."""
     index, count = share
-    files = _weight_files(directory)
+    files = weight_files(directory)
     records = tuple(FileRecord(file.name, file.stat().st_size, "") for file in files)
     # the Hub's cache holds links
     return {r.path: fsio.sha256_of((directory / r.path).resolve()) for r in deal_by_size(records, count)[index]}
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """As transformers looks for them: one file, else those of the index, else the older format."""
-    if (directory / _SINGLE_FILE).exists():
-        return [directory / _SINGLE_FILE]
-    if (directory / _INDEX).exists():
-        index = json.loads((directory / _INDEX).read_text())["weight_map"]
-        return [directory / name for name in sorted(set(index.values()))]
-    return sorted(directory.glob("pytorch_model*.bin"))
 
 
 class BaseWeights:
@@ -95,7 +86,7 @@ class BaseWeights:
 
     def __init__(self, directory: Path) -> None:
         """Raises `ConfigError` for weights in another format."""
-        files = _weight_files(directory)
+        files = weight_files(directory)
         if not files or any(file.suffix != ".safetensors" for file in files):
             raise ConfigError(
                 f"'{directory}' has no safetensors to merge adapters with; trainer.checkpoint.export_lora=adapter "

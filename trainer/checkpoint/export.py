@@ -21,18 +21,17 @@ from transformers import PreTrainedModel, __version__
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 
-from trainer.adapter_names import adapted_name, peft_name
+from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_name, peft_name
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, BaseWeights, MergedReader, stored_name
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.shards import ShardReader, weight_buffers
 from trainer.checkpoint.tensor_file import write_tensors
 from trainer.config import ConfigError
+from trainer.weight_files import INDEX
 from trainer.weights import TensorGroup, WholeCheckpoint, match
 
 MAX_FILE_BYTES = 5 * 10**9
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -223,7 +222,7 @@ def write_export(
         if has_weights and is_first:
             records += write_index(plan, place, root=root)
         if is_first and plan.is_adapter and source.adapter:
-            records.append(_write_json(place / layout.ADAPTER_CONFIG, source.adapter.settings, root=root))
+            records.append(_write_json(place / ADAPTER_CONFIG, source.adapter.settings, root=root))
     return records
 
 
@@ -283,7 +282,7 @@ def write_index(plan: ExportPlan, target: Path, *, root: Path) -> list[FileRecor
         "metadata": {"total_size": plan.weights_bytes + plan.others_bytes},
         "weight_map": plan.split.tensor_to_filename | dict.fromkeys(plan.others, OTHER_PARTS),
     }
-    return [_write_json(target / _INDEX, index, root=root)]
+    return [_write_json(target / INDEX, index, root=root)]
 
 
 def _config(source: ExportSource, plan: ExportPlan) -> dict[str, object]:

@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 
 from trainer import weights
+from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import (
@@ -85,7 +86,7 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
         if layout.is_export(record.path)
         and (record.path.endswith(f"/{OTHER_PARTS}") or not record.path.endswith(_WEIGHTS))
     }
-    files = tuple(record for record in manifest.files if record.path in shards | companions | {layout.ADAPTER_CONFIG})
+    files = tuple(record for record in manifest.files if record.path in shards | companions | {ADAPTER_CONFIG})
     if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
         raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
     return manifest
@@ -93,9 +94,9 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
 
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:
     """What a checkpoint says of its adapters. Raises `ConfigError` if `base` is not what they were trained for."""
-    if not (checkpoint / layout.ADAPTER_CONFIG).exists():
+    if not (checkpoint / ADAPTER_CONFIG).exists():
         return None
-    settings = json.loads((checkpoint / layout.ADAPTER_CONFIG).read_text())
+    settings = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
     adapter = Adapter(settings, base or Path(settings["base_model_name_or_path"]))
     if not adapter.base.is_dir() or digest(adapter.base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import export, fsio, layout, rollback, shards, space
 from trainer.checkpoint.board import Board, SaveFailedError
 from trainer.checkpoint.export import ExportSource
@@ -153,7 +154,7 @@ class Saver:
         records = [*records, fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging)]
         if self._source.adapter is not None:
             settings = json.dumps(self._source.adapter.settings, indent=2).encode()
-            records.append(fsio.write_file(staging / layout.ADAPTER_CONFIG, settings, root=staging))
+            records.append(fsio.write_file(staging / ADAPTER_CONFIG, settings, root=staging))
         self._await_files(staging, records)
         manifest = self._manifest(snapshot, records)
         fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)

@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.checkpoint import fsio, layout
+from trainer.adapter_names import ADAPTER_CONFIG
+from trainer.checkpoint import fsio
 from trainer.checkpoint.space import readable
 from trainer.checkpoint_tools.listing import (
     RUNS_ROOT,
@@ -178,7 +179,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _base(given: Path | None, checkpoint: Path) -> Path | None:
     """The directory of the model that adapters were trained for, which may be in the Hub's cache."""
-    settings = checkpoint / layout.ADAPTER_CONFIG
+    settings = checkpoint / ADAPTER_CONFIG
     if given is not None or not settings.is_file():
         return given
     name = json.loads(settings.read_text())["base_model_name_or_path"]

@@ -16,10 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.adapter_names import NAME, is_adapter, peft_name
+from trainer.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
 from trainer.config import ConfigError, ModelConfig, did_you_mean
 from trainer.model.load import local_slices
-from trainer.model.source import ADAPTER_WEIGHTS
 from trainer.runtime import seeding
 
 if TYPE_CHECKING:

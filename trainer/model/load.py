@@ -23,12 +23,11 @@ from trainer.adapter_names import base_name, is_adapter
 from trainer.config import ConfigError
 from trainer.model import new_tokens, packed_lm
 from trainer.model.packed_lm import ModelSource
-from trainer.model.source import INDEX, read_index
 from trainer.runtime import seeding
+from trainer.weight_files import INDEX, SINGLE_FILE, weight_files
 from trainer.weights import StoredTensor, TensorGroup, WholeCheckpoint
 
 logger = logging.getLogger(__name__)
-_SINGLE_FILE = "model.safetensors"
 _ROWS = 4096
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 
@@ -165,17 +164,15 @@ def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _stored_files(path: Path) -> dict[str, StoredTensor]:
-    """What the files of a directory hold, looked for in transformers' order: one file, else the index of several."""
-    for single, index, read in (
-        (_SINGLE_FILE, INDEX, weights.stored_in),
-        ("pytorch_model.bin", "pytorch_model.bin.index.json", _stored_in_pickle),
-    ):
-        files = [path / single] if (path / single).exists() else []
-        if not files and (path / index).exists():
-            files = sorted({path / file for file in read_index(path, index).values()})
-        if files:
-            return {name: tensor for file in files for name, tensor in read(file).items()}
-    raise ConfigError(f"model.partial_pretrain={path}: weights cannot be loaded: there is no {_SINGLE_FILE} or {INDEX}")
+    """What the files of a directory hold."""
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(path):
+        stored |= weights.stored_in(file) if file.suffix == ".safetensors" else _stored_in_pickle(file)
+    if not stored:
+        raise ConfigError(
+            f"model.partial_pretrain={path}: weights cannot be loaded: there is no {SINGLE_FILE} or {INDEX}"
+        )
+    return stored
 
 
 def _stored_in_pickle(file: Path) -> dict[str, StoredTensor]:

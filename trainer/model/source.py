@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.config import ConfigError, ModelConfig
+from trainer.weight_files import INDEX, SINGLE_FILE, read_index
 
-INDEX = "model.safetensors.index.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HUB_TIMEOUT_S = 10.0
 _ARCHITECTURE = ["*.json", "*.py"]
 _FILES = [*_ARCHITECTURE, "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
@@ -46,20 +46,9 @@ def require_adapters(model: ModelConfig) -> None:
         raise ConfigError("LoRA ('model.lora_rank', 'model.lora_adapter_path') needs peft: pip install 'peft>=0.21'")
     if (path := model.lora_adapter_path) is None:
         return
-    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(path) / name).is_file():
             raise ConfigError(f"model.lora_adapter_path={path} is no directory with an adapter: {name} is not there")
-
-
-def read_index(path: Path, index: str = INDEX) -> dict[str, str]:
-    """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of them is not there."""
-    try:
-        weight_map: dict[str, str] = json.loads((path / index).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path / index} is no index of weights: {error!r}") from error
-    if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):
-        raise ConfigError(f"{path / index} names files that are not there: {', '.join(missing)}")
-    return weight_map
 
 
 def _local(name: str) -> Path | None:
@@ -82,7 +71,7 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
         return "has no tokenizer (tokenizer.json, or the files it is made from); copy it there"
     if random_weights:
         return None
-    if (path / INDEX).exists() and not (path / "model.safetensors").exists():
+    if (path / INDEX).exists() and not (path / SINGLE_FILE).exists():
         try:
             read_index(path)
         except ConfigError as error:
