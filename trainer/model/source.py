@@ -13,7 +13,8 @@ from trainer.weight_files import INDEX, SINGLE_FILE, read_index
 
 HUB_TIMEOUT_S = 10.0
 _ARCHITECTURE = ["*.json", "*.py"]
-_FILES = [*_ARCHITECTURE, "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken"]
+_WITHOUT_WEIGHTS = [*_ARCHITECTURE, "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_FILES = [*_WITHOUT_WEIGHTS, "*.safetensors"]
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken", "vocab.*")
 
 
@@ -22,7 +23,8 @@ def find_model(name: str, *, random_weights: bool, progress: Callable[[], None] 
 
     `progress` is called as bytes arrive. Raises `ConfigError` when there is none, or when it lacks what a run needs.
     """
-    return str(_find(name, _FILES, partial(_problem, random_weights=random_weights), progress))
+    patterns = _WITHOUT_WEIGHTS if random_weights else _FILES
+    return str(_find(name, patterns, partial(_problem, random_weights=random_weights), progress))
 
 
 def find_architecture(name: str) -> str:

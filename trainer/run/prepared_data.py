@@ -1,0 +1,131 @@
+"""The tokens and masks of a run and their tokenizer, prepared: a step of its own, for who only looks at them."""
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.config import QUICKSTART, Config, Source, sources_of
+from trainer.data.chat import tokenizer_digest
+from trainer.data.conversation import RowKeys
+from trainer.data.rows import resolve_files
+from trainer.data.sample_writer import PrepareOptions
+from trainer.data.samples import Samples, SourceSamples
+from trainer.data.token_cache import prepare
+from trainer.errors import DataError
+from trainer.quickstart import TRAIN_FILE
+from trainer.run.preflight import read_chat_template
+
+logger = logging.getLogger(__name__)
+Renderer = tuple[PreTrainedTokenizerBase, str]
+"""A tokenizer with a chat template, and the digest of both."""
+Files = list[tuple[Source, list[Path]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """What is trained and validated on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """With the chat template that is exported; its `tokenizer_digest` covers both."""
+    tokenizer_digest: str
+    chat_template: str | None
+    train: Samples
+    validation: Samples | None
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The sources of `data.train_files` and `data.val_files` with their files."""
+
+    train: Files
+    validation: Files
+
+
+def find_files(config: Config) -> DataFiles:
+    """Raises `DataError` for what is missing or no data file."""
+    return DataFiles(_files(config, "train_files"), _files(config, "val_files"))
+
+
+def prepare_data(config: Config, files: DataFiles, tokenizer_dir: str, *, progress: Callable[[], None]) -> PreparedData:
+    """The samples of `files`, with the tokenizer of a model's directory; the first process that asks does the work.
+
+    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`.
+    """
+    data = config.data
+    own = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=config.model.trust_remote_code)
+
+    @cache
+    def renderer(chat_template: str | None) -> Renderer:
+        tokenizer = copy.copy(own)
+        tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
+        return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
+
+    train = _prepare(config, files.train, renderer, progress)
+    if files.validation:
+        held_out = _prepare(config, files.validation, renderer, progress)
+    else:
+        limit = None if data.val_max_samples == -1 else data.val_max_samples
+        parts = [source.split(val_ratio=data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train]
+        train, held_out = [part for part, _ in parts], [part for _, part in parts]
+    if own_templates := [source.name for source, _ in files.train if source.chat_template != data.chat_template]:
+        logger.warning(
+            "rendered with chat templates of their own, which huggingface/ does not carry: %s", ", ".join(own_templates)
+        )
+    tokenizer, digest = renderer(data.chat_template)
+    validation = Samples(held_out)
+    return PreparedData(
+        tokenizer=tokenizer,
+        tokenizer_digest=digest,
+        chat_template=read_chat_template(data.chat_template),
+        train=Samples(train),
+        validation=validation if len(validation.lengths) else None,
+    )
+
+
+def _files(config: Config, key: str) -> Files:
+    def resolved(files: str | list[str]) -> list[Path]:
+        if files == QUICKSTART:
+            return [TRAIN_FILE]
+        return resolve_files(files)
+
+    return [(source, resolved(source.files)) for source in sources_of(config.data, key)]
+
+
+def _prepare(
+    config: Config,
+    sources: Files,
+    renderer: Callable[[str | None], Renderer],
+    progress: Callable[[], None],
+) -> list[SourceSamples]:
+    """Each source with a cache entry of its own."""
+    data, prepared = config.data, []
+    for source, files in sources:
+        tokenizer, digest = renderer(source.chat_template)
+        options = PrepareOptions(
+            keys=RowKeys(source.messages_key, source.tools_key, source.prompt_key, source.response_key),
+            max_length=data.max_length,
+            truncation=data.truncation,
+            on_bad_row=data.on_bad_row,
+            max_bad_fraction=data.max_bad_fraction,
+            max_samples=source.max_samples,
+            special_in_content=data.special_in_content,
+            template_kwargs=data.apply_chat_template_kwargs,
+        )
+        try:
+            dataset = prepare(
+                files,
+                tokenizer=tokenizer,
+                tokenizer_digest=digest,
+                options=options,
+                cache_dir=Path(data.cache_dir),
+                progress=progress,
+            )
+        except DataError as error:
+            raise error if len(sources) == 1 else DataError(f"source '{source.name}': {error}") from error
+        prepared.append(dataset.whole(source.name, source.repeat))
+    return prepared
