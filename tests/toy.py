@@ -42,8 +42,11 @@ class OneSource:
     def source_of(self, ids: Any) -> np.ndarray:
         return np.zeros(len(ids), dtype=np.int64)
 
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        return rows
 
-class ToySamples:
+
+class ToySamples(OneSource):
     """Random conversations of 2 to 40 tokens; about half the tokens supervised, at least one."""
 
     def __init__(self, num_samples: int = 24, seed: int = 0, *, shares: tuple[Share, ...] = ()) -> None:
@@ -57,9 +60,13 @@ class ToySamples:
             self._samples.append((generator.integers(0, VOCAB, length).astype(np.int32), mask))
         self.lengths = np.array([len(ids) for ids, _ in self._samples])
         self.num_loss_tokens = np.array([int(mask[1:].sum()) for _, mask in self._samples])
-        self.shares = shares or (Share(num_samples),)
-        self.names = tuple(f"source{number}" for number in range(len(self.shares)))
-        self._ends = np.cumsum([share.num_rows for share in self.shares])
+        self._shares = shares or (Share(num_samples),)
+        self.names = tuple(f"source{number}" for number in range(len(self._shares)))
+        self._ends = np.cumsum([share.num_rows for share in self._shares])
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return self._shares
 
     def source_of(self, ids: Any) -> np.ndarray:
         return np.searchsorted(self._ends, ids, side="right")

@@ -239,7 +239,7 @@ class Tracer(Recorder):
             "loss": float(data["train/loss"]).hex(),
             "grad_norm": float(data["train/grad_norm"]).hex(),
             "lr": float(data["train/lr(1e-3)"]).hex(),
-            "ids": hashlib.sha256(self._schedule.samples(step).tobytes()).hexdigest()[:16],
+            "ids": hashlib.sha256(self._schedule.rows(step).tobytes()).hexdigest()[:16],
             "state": self._digest(),
         }
         os.write(self._file, (json.dumps(line) + "\n").encode())

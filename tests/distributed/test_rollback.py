@@ -51,7 +51,7 @@ class Samples(OneSource):
 
 def samples_of(step: int) -> frozenset[int]:
     order = Schedule((Share(NUM_STEPS * BATCH_SIZE),), BATCH_SIZE, seed=3)
-    return frozenset(int(i) for i in order.samples(step))
+    return frozenset(int(i) for i in order.rows(step))
 
 
 class WatchedGuard(Guard):

@@ -67,7 +67,7 @@ def train_in_parts(world: Any, run_dir: Path, source: Any, files: Path) -> tuple
 def train_and_check(world: Any, run_dir: Path, source: Any, files: Path) -> tuple[Result, dict[str, float]]:
     """(A run, the losses of its first batch by hand)."""
     samples = inputs_of(files).train
-    first = [int(index) for index in Schedule(samples.shares, 8, seed=3).samples(1)]
+    first = [int(index) for index in Schedule(samples.shares, 8, seed=3).rows(1)]
     by_hand = losses_by_hand(world, source, samples, first)
     return train(world, run_dir, source, files), by_hand
 

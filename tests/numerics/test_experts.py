@@ -74,7 +74,7 @@ def plain_loop(source: Any) -> dict[str, list[float]]:
     fractions = torch.zeros(EXPERTS, dtype=torch.float64)
     for step in range(1, STEPS + 1):
         loss, count, logits = torch.zeros((), dtype=torch.float64), 0, []
-        for index in schedule.samples(step):
+        for index in schedule.rows(step):
             ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
             output = model(input_ids=ids[None].long(), output_router_logits=True)
             labels = torch.where(mask[1:], ids[1:].long(), -100)

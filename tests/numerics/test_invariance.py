@@ -65,7 +65,7 @@ def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         total, count = torch.zeros((), dtype=torch.float64), 0
-        for index in schedule.samples(step):
+        for index in schedule.rows(step):
             ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
             logits = model(input_ids=ids[None].long()).logits[0, :-1]
             labels = torch.where(mask[1:], ids[1:].long(), -100)

@@ -96,7 +96,7 @@ def test_every_epoch_is_a_permutation(num_samples: int, batch_size: int) -> None
     per_epoch = -(-num_samples // batch_size)
     assert schedule.steps_per_epoch == per_epoch
     for epoch in range(4):
-        batches = [schedule.samples(step) for step in range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)]
+        batches = [schedule.rows(step) for step in range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)]
         assert sorted(np.concatenate(batches)) == list(range(num_samples))
         assert [len(batch) for batch in batches[:-1]] == [batch_size] * (per_epoch - 1)
         assert len(batches[-1]) == num_samples - batch_size * (per_epoch - 1)
@@ -105,11 +105,11 @@ def test_every_epoch_is_a_permutation(num_samples: int, batch_size: int) -> None
 def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         schedule = Schedule((Share(50),), 50, seed=seed)
-        return schedule.samples(epoch + 1).tolist()
+        return schedule.rows(epoch + 1).tolist()
 
     assert order(1, 0) == order(1, 0)
     assert len({str(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
-    small = [Schedule((Share(50),), 7, seed=1).samples(step) for step in range(1, 9)]
+    small = [Schedule((Share(50),), 7, seed=1).rows(step) for step in range(1, 9)]
     assert np.concatenate(small).tolist() == order(1, 0), "the batch size only cuts the order, it does not change it"
 
 
@@ -131,18 +131,18 @@ def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples: int
         assert again.steps_until(3) == total_steps
         for later in range(step, total_steps):
             assert again.position(later) == whole.position(later)
-            assert np.array_equal(again.samples(later + 1), whole.samples(later + 1))
+            assert np.array_equal(again.rows(later + 1), whole.rows(later + 1))
 
 
 def test_another_batch_size_leaves_no_sample_of_the_epoch_out() -> None:
     first = Schedule((Share(24),), 8, seed=2)
     second = Schedule((Share(24),), 5, seed=2, start=first.position(1))
     assert second.steps_until(1) == 1 + 4, "16 samples left, 5 at a time"
-    order = [*first.samples(1), *(index for step in range(2, 6) for index in second.samples(step))]
+    order = [*first.rows(1), *(index for step in range(2, 6) for index in second.rows(step))]
     assert sorted(order) == list(range(24))
     assert second.position(5).epoch == 1 and second.position(5).samples_consumed == 0
 
 
 def test_a_place_before_the_start_is_an_error() -> None:
     with pytest.raises(ValueError, match="before the start"):
-        Schedule((Share(24),), 8, seed=2, start=Position(4, 1, 8)).samples(4)
+        Schedule((Share(24),), 8, seed=2, start=Position(4, 1, 8)).rows(4)

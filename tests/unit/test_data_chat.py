@@ -31,7 +31,13 @@ def encode(
     tokenizer = make_tokenizer(template)
     encoder = ChatEncoder(tokenizer, template_kwargs=kwargs, special_in_content=special)
     [encoded] = encoder.encode([conversation])
-    return tokenizer, str(encoded) if isinstance(encoded, UnusableError) else encoded
+    return tokenizer, str(encoded) if isinstance(encoded, UnusableError) else only(encoded)
+
+
+def only(samples: list[Encoded] | UnusableError) -> Encoded:
+    assert isinstance(samples, list), samples
+    [sample] = samples
+    return sample
 
 
 def supervised(template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any) -> list[str]:
@@ -71,8 +77,8 @@ def test_masks_are_equal_with_and_without_tags_and_with_trimmed_offsets() -> Non
     for template in CHATML_LIKE.values():
         for trim_offsets in (True, False):
             tokenizer = make_tokenizer(template, trim_offsets=trim_offsets)
-            [encoded] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(*ANSWERS)])
-            assert isinstance(encoded, Encoded)
+            [samples] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(*ANSWERS)])
+            encoded = only(samples)
             masks.append((encoded.input_ids.tolist(), encoded.loss_mask.tolist()))
     assert all(mask == masks[0] for mask in masks)
 
@@ -158,8 +164,8 @@ def test_end_token_that_swallows_the_newline_behind_it() -> None:
     backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
     tokenizer = type(tokenizer)(tokenizer_object=backend, eos_token="<|end|>")
     tokenizer.chat_template = fixtures.CHATML.replace("<|im_end|>", "<|end|>")
-    [encoded] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat("one", "two")])
-    assert isinstance(encoded, Encoded)
+    [samples] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat("one", "two")])
+    encoded = only(samples)
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "one<|end|>two<|end|>"
 
 
@@ -202,7 +208,7 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> 
     refused = chat("one", system=True)
     surrogate = chat("half \ud83d of a pair")
     first, second, third, fourth = encoder.encode([chat("one"), refused, surrogate, chat("two")])
-    assert isinstance(first, Encoded) and isinstance(fourth, Encoded)
+    assert only(first) and only(fourth)
     assert str(second) == "chat template: refuses the conversation: TemplateError: " + (
         "Conversation roles must alternate user/assistant"
     )
@@ -213,7 +219,7 @@ def test_many_batches_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.chat.BATCH_CHARS", 100)
     tokenizer = make_tokenizer(fixtures.CHATML)
     results = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(f"answer {i}") for i in range(50)])
-    kept = [tokenizer.decode(r.input_ids[r.loss_mask]) for r in results if isinstance(r, Encoded)]
+    kept = [tokenizer.decode(r.input_ids[r.loss_mask]) for r in map(only, results)]
     assert kept == [f"answer {i}<|im_end|>" for i in range(50)]
 
 
@@ -223,7 +229,7 @@ def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={})
     results = list(encoder.encode([chat("one"), bad[0], bad[1], bad[2], chat("two")]))
     assert results[1:4] == bad
-    assert isinstance(results[0], Encoded) and isinstance(results[4], Encoded)
+    assert only(results[0]) and only(results[4])
 
 
 def test_conversations_are_read_a_bounded_number_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,13 @@ def encode(
     row = Row(Path("a.jsonl"), 1, {"messages": list(messages), "tools": tools})
     encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content=special)
     [result] = encoder.encode([to_conversation(row, RowKeys())])
-    return (str(result) if isinstance(result, UnusableError) else result), encoder
+    return (str(result) if isinstance(result, UnusableError) else only(result)), encoder
+
+
+def only(samples: list[Encoded] | UnusableError) -> Encoded:
+    assert isinstance(samples, list), samples
+    [sample] = samples
+    return sample
 
 
 def supervised(template: str, *messages: dict[str, Any], **options: Any) -> str:
@@ -250,7 +256,7 @@ def test_rows_with_and_without_forged_tokens_keep_their_order() -> None:
     encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content="text")
     results = encoder.encode([Conversation(row, None) for row in rows])
     for result, row in zip(results, rows, strict=True):
-        assert isinstance(result, Encoded) and result.input_ids.tolist() == ordinary_ids(tokenizer, row)
+        assert only(result).input_ids.tolist() == ordinary_ids(tokenizer, row)
 
 
 def test_characters_that_stand_for_a_forged_token_are_refused_beside_it() -> None:

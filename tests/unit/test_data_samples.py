@@ -83,7 +83,7 @@ def test_another_batch_size_goes_on_in_the_same_epoch() -> None:
     shares = (Share(7, 2.5), Share(4))
     first = Schedule(shares, 8, seed=2)
     second = Schedule(shares, 5, seed=2, start=first.position(1))
-    order = [*first.samples(1), *(index for step in range(2, 5) for index in second.samples(step))]
+    order = [*first.rows(1), *(index for step in range(2, 5) for index in second.rows(step))]
     assert np.array_equal(order, epoch_order(shares, seed=2, epoch=0)) and len(order) == 22
     assert second.position(4).epoch == 1
 
@@ -95,6 +95,7 @@ def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> Source
         summary=summary,
         lengths=np.arange(count) + 1,
         num_loss_tokens=np.arange(count),
+        bounds=changes.get("bounds"),
         sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),
         location=lambda index: f"{name}.jsonl:{index + 1}",
     )
@@ -108,6 +109,24 @@ def test_ids_are_common_to_all_sources_and_lead_back_to_the_row() -> None:
     assert samples.source_of(range(7)).tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert samples.lengths.tolist() == [1, 2, 3, 2, 4, 1, 2]
     assert int(samples.sample(4)[0][0]) == 3
+
+
+def test_the_samples_of_a_row_stand_together_and_count_once() -> None:
+    several = np.array([0, 1, 4, 4 + 2])  # rows of one, three and two samples
+    three = np.arange(3)
+    parts = [np.array([0, 2]), three]
+    samples = Samples(
+        [source("a", 2), *(source(n, 6, indices=i, bounds=several) for n, i in zip("bc", parts, strict=True))]
+    )
+    assert [share.num_rows for share in samples.shares] == [2, 2, 3]
+    assert samples.of_rows(np.array([4, 3, 0, 3])).tolist() == [5, 3, 4, 0, 3, 4]
+    assert [samples.location(i) for i in (2, 3, 4, 6)] == ["b.jsonl:1", "b.jsonl:5", "b.jsonl:6", "c.jsonl:2"]
+    assert samples.source_of(samples.of_rows(np.arange(7))).tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert sorted(samples.of_rows(np.arange(7)).tolist()) == list(range(len(samples.lengths)))
+    train, val = source("b", 6, indices=three, bounds=several).split(val_ratio=0.3, seed=1, limit=None)
+    assert sorted([*train.samples, *val.samples]) == list(range(6)) and len(val.indices) == 1
+    whole = [source("a", 6, indices=three, bounds=bounds) for bounds in (several, None)]
+    assert len({part.fingerprint for part in whole}) == 2, "other rows make other batches of the same samples"
 
 
 def test_the_fingerprint_is_what_it_was_and_covers_sources_and_repeats() -> None:
@@ -180,10 +199,10 @@ def test_every_rank_builds_its_part_of_mixed_batches_with_their_sources(tmp_path
     ]
     for step, batches in enumerate(zip(*ranks, strict=True), start=1):
         packs = [pack for batch in batches for pack in batch.micro_batches]
-        assert sorted(i for pack in packs for i in pack.sample_ids) == sorted(schedule.samples(step))
+        assert sorted(i for pack in packs for i in pack.sample_ids) == sorted(schedule.rows(step))
         for pack in packs:
             assert pack.sources_D.tolist() == [int(i >= 5) for i in pack.sample_ids] or not pack.sample_ids
-        ids = schedule.samples(step)
+        ids = schedule.rows(step)
         by_source = [int(samples.num_loss_tokens[ids[(ids >= 5) == number]].sum()) for number in (False, True)]
         assert all(batch.loss_tokens_by == dict(zip("ab", by_source, strict=True)) for batch in batches)
         assert sum(by_source) == batches[0].num_loss_tokens

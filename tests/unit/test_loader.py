@@ -150,9 +150,9 @@ def test_another_number_of_ranks_continues_with_the_same_samples(world_size: int
         ranks.append(list(loader(rank=rank, world_size=world_size, start=two.position)))
     for position, step in enumerate(range(2, TWO_EPOCHS + 1)):
         trained = sample_ids([batches[position] for batches in ranks])
-        assert sorted(trained) == sorted(schedule.samples(step))
+        assert sorted(trained) == sorted(schedule.rows(step))
         assert {batches[position].num_loss_tokens for batches in ranks} == {
-            int(ToySamples(NUM_SAMPLES).num_loss_tokens[schedule.samples(step)].sum())
+            int(ToySamples(NUM_SAMPLES).num_loss_tokens[schedule.rows(step)].sum())
         }
 
 

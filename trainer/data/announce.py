@@ -24,19 +24,20 @@ def announce(
     device: str,
 ) -> None:
     """The plan in one line, what was left out or cut, and the next sample as the model sees it."""
-    first = schedule.samples(schedule.start.step + 1)
+    rows = schedule.rows(schedule.start.step + 1)
+    first = train.of_rows(rows)
     dealt = split_batch(
         train.lengths[first], num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
     num_rows, tokens, supervised = train.total("num_rows"), int(train.lengths.sum()), int(train.num_loss_tokens.sum())
     logger.info(
-        f"plan: batch {len(first)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
+        f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
         f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
         f"{supervised / tokens:.1%} supervised, no padding; rows: {train.total('num_truncated') / num_rows:.1%} cut, "
         f"{train.total('num_dropped')} dropped, {train.total('num_bad_rows')} bad; {_left_out(train)}"
         f"{len(validation.lengths) if validation else 0} validation samples; {lr}"
     )
-    if len(train.sources) > 1 or schedule.num_samples != len(train.lengths):
+    if len(train.sources) > 1 or schedule.num_samples != sum(share.num_rows for share in train.shares):
         for source in train.sources:
             logger.info(_source_line(source))
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
@@ -49,7 +50,7 @@ def announce(
 
 
 def _source_line(source: SourceSamples) -> str:
-    share, tokens = source.share, int(source.dataset.lengths[source.indices].sum())
+    share, tokens = source.share, int(source.dataset.lengths[source.samples].sum())
     repeated = f"repeat {share.repeat:g}: {share.num_samples} samples an epoch"
     return f"source {source.name}: {share.num_rows} rows, {tokens} tokens; {repeated}"
 

@@ -1,6 +1,8 @@
-"""Which samples a step trains, and how ranks share them: pure functions of lengths and counts, no torch.
+"""Which rows a step trains, and how ranks share their samples: pure functions of lengths and counts, no torch.
 
-A global batch is a set of samples; splitting it into micro-batches and ranks only decides who computes what.
+A global batch is a set of rows, each one sample or, where a conversation is taken apart, several that stay together.
+Where samples of an epoch, a batch or a position are counted, rows are. Splitting a batch into micro-batches and ranks
+only decides who computes what.
 """
 
 import functools
@@ -39,7 +41,7 @@ class Share:
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(shares: tuple[Share, ...], *, seed: int, epoch: int) -> np.ndarray:
-    """Sample ids of one epoch in the order they are trained, int64: a pure function of its arguments.
+    """Row ids of one epoch in the order they are trained, int64: a pure function of its arguments.
 
     Ids count the rows of all sources, source by source. Rows that come once more are the next so many of an order of
     their own, walked round and round over the epochs: none comes twice as often as another.
@@ -102,8 +104,8 @@ class Schedule:
         first = self._steps_left_in_first_epoch if total_epochs > self.start.epoch else 0
         return self.start.step + first + later_epochs * self.steps_per_epoch
 
-    def samples(self, step: int) -> np.ndarray:
-        """Sample ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
+    def rows(self, step: int) -> np.ndarray:
+        """Row ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
         position = self.position(step - 1)
         order = epoch_order(self.shares, seed=self.seed, epoch=position.epoch)
         return order[position.samples_consumed :][: self.batch_size]

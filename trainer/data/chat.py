@@ -81,8 +81,8 @@ class ChatEncoder:
         """Ids seen closing an assistant turn so far: what generation must stop at."""
         return sorted(self._end_token_ids)
 
-    def encode(self, conversations: Iterable[Conversation | UnusableError]) -> Iterator[Encoded | UnusableError]:
-        """In order: tokens and mask of each conversation, or the reason why it has none.
+    def encode(self, conversations: Iterable[Conversation | UnusableError]) -> Iterator[list[Encoded] | UnusableError]:
+        """In order: the samples of each conversation, or the reason why it has none.
 
         It reads a bounded number of conversations ahead: the tokenizer leaves Python free to render the next ones.
         """
@@ -154,12 +154,12 @@ class ChatEncoder:
             if not READ_KEYS.issuperset(message):
                 self.unread_keys.update(message.keys() - READ_KEYS - template.words)
 
-    def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[Encoded | UnusableError]:
+    def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[list[Encoded] | UnusableError]:
         located = {aliased: iter(tokens()) for aliased, tokens in waiting.items()}
         for item in batch:
             yield self._masked(*next(located[item.aliased])) if isinstance(item, MarkedText) else item
 
-    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> Encoded | UnusableError:
+    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> list[Encoded] | UnusableError:
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1]) if first < last else None
@@ -169,7 +169,7 @@ class ChatEncoder:
                 )
             loss_mask[first:last] = True
             self._end_token_ids.add(end_id)
-        return Encoded(input_ids, loss_mask)
+        return [Encoded(input_ids, loss_mask)]
 
 
 def _trained_spans(spans: list[Span], messages: list[Message], untrained: frozenset[int]) -> list[Span]:

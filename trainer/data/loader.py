@@ -92,7 +92,8 @@ class _StepDataset(Dataset[StepBatch]):
 
     def __getitem__(self, step: int) -> StepBatch:
         epoch = self.schedule.position(step - 1).epoch
-        return build_step(self.samples, self.schedule.samples(step), self.plan, step=step, epoch=epoch)
+        ids = self.samples.of_rows(self.schedule.rows(step))
+        return build_step(self.samples, ids, self.plan, step=step, epoch=epoch)
 
 
 class _WorkerHandle(popen_fork.Popen):

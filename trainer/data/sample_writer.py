@@ -47,7 +47,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Summary:
-    """What happened to every row: `num_rows` = samples + bad rows + dropped ones."""
+    """What happened to every row: `num_rows` = kept rows + bad rows + dropped ones."""
 
     num_rows: int
     num_samples: int
@@ -64,6 +64,11 @@ class Summary:
     """Keys of messages that nothing reads, with the number of messages."""
     end_token_ids: list[int]
     fingerprint: str
+
+    @property
+    def num_kept_rows(self) -> int:
+        """Each has one sample or more."""
+        return self.num_rows - self.num_bad_rows - self.num_dropped
 
 
 class BadRows:
@@ -132,36 +137,39 @@ class SampleWriter:
         with self._files:
             self._write_pending()
 
-    def add(self, row: Row, file_index: int, encoded: Encoded | UnusableError) -> None:
-        """Append a sample, cut to the longest length, or drop its row, or count and list it among the bad ones."""
+    def add(self, row: Row, file_index: int, encoded: list[Encoded] | UnusableError) -> None:
+        """Append the samples of a row, cut to the longest length, or drop it, or list it among the bad ones."""
         if isinstance(encoded, UnusableError):
             return self._reject(row, str(encoded))
         max_length, truncation = self.options.max_length, self.options.truncation
-        num_cut = max(0, len(encoded.input_ids) - max_length)
-        if num_cut and truncation == "error":
-            num_tokens = len(encoded.input_ids)
+        num_cut, num_tokens = 0, max(len(sample.input_ids) for sample in encoded)
+        if num_tokens > max_length and truncation == "error":
             return self._reject(row, f"over-long: {num_tokens} tokens > data.max_length {max_length}")
-        if num_cut and truncation == "drop":
+        if num_tokens > max_length and truncation == "drop":
             self._counts.update(num_rows=1, num_dropped=1)
-            return self._list_over_long(row, encoded, "dropped")
-        kept = slice(num_cut, None) if truncation == "left" else slice(None, max_length)
-        input_ids, loss_mask = encoded.input_ids[kept], encoded.loss_mask[kept]
-        num_loss_tokens = int(np.count_nonzero(loss_mask[1:]))
-        if num_loss_tokens == 0:
+            return self._list_over_long(row, num_tokens, "dropped")
+        kept = []
+        for sample in encoded:
+            part = slice(-max_length, None) if truncation == "left" else slice(None, max_length)
+            input_ids, loss_mask = sample.input_ids[part], sample.loss_mask[part]
+            if num_loss_tokens := int(np.count_nonzero(loss_mask[1:])):
+                kept.append((Encoded(input_ids, loss_mask), (file_index, row.line, len(input_ids), num_loss_tokens)))
+            num_cut += len(sample.input_ids) - len(input_ids)
+        if not kept:
             when = f" after data.truncation={truncation} to data.max_length {max_length}" if num_cut else ""
-            return self._reject(row, f"nothing supervised: none of {len(input_ids)} tokens carries a label{when}")
+            num_tokens = min(num_tokens, max_length)
+            return self._reject(row, f"nothing supervised: none of {num_tokens} tokens carries a label{when}")
         if num_cut:
-            self._list_over_long(row, encoded, "cut")
+            self._list_over_long(row, num_tokens, "cut")
         counts = self._counts
         counts["num_rows"] += 1
-        counts["num_samples"] += 1
+        counts["num_samples"] += len(kept)
         counts["num_truncated"] += num_cut > 0
         counts["num_cut_tokens"] += num_cut
-        counts["num_tokens"] += len(input_ids)
-        counts["num_loss_tokens"] += num_loss_tokens
-        kept_row = (file_index, row.line, len(input_ids), num_loss_tokens)
-        self._pending.append((Encoded(input_ids, loss_mask), kept_row))
-        if len(self._pending) == SAMPLES_PER_WRITE:
+        counts["num_tokens"] += sum(length for _, (_, _, length, _) in kept)
+        counts["num_loss_tokens"] += sum(num_labels for _, (_, _, _, num_labels) in kept)
+        self._pending += kept
+        if len(self._pending) >= SAMPLES_PER_WRITE:
             self._write_pending()
         return None
 
@@ -179,8 +187,8 @@ class SampleWriter:
         for digest, array in zip(self._digests, (ids, mask, num_before + np.cumsum(rows["num_tokens"])), strict=True):
             digest.update(array.data)
 
-    def _list_over_long(self, row: Row, encoded: Encoded, action: str) -> None:
-        entry = {"file": str(row.file), "line": row.line, "num_tokens": len(encoded.input_ids), "action": action}
+    def _list_over_long(self, row: Row, num_tokens: int, action: str) -> None:
+        entry = {"file": str(row.file), "line": row.line, "num_tokens": num_tokens, "action": action}
         self._over_long_rows.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def _reject(self, row: Row, reason: str) -> None:

@@ -30,6 +30,8 @@ class TokenDataset:
     """`ROW` of each sample."""
     ends: np.ndarray
     """Where each sample ends in `tokens`, int64."""
+    bounds: np.ndarray | None
+    """Where the samples of each kept row begin, int64 with the end of the last; None: each row is one sample."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -73,7 +75,8 @@ class TokenDataset:
 
     def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
         """All samples, as a source."""
-        return SourceSamples(name, self, np.arange(len(self)), repeat)
+        num_rows = len(self) if self.bounds is None else len(self.bounds) - 1
+        return SourceSamples(name, self, np.arange(num_rows), repeat)
 
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
@@ -81,12 +84,25 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     tokens: np.ndarray = np.memmap(directory / TOKENS, TOKEN, "r")
     rows: np.ndarray = np.memmap(directory / ROWS, ROW, "r")
     summary = Summary(**json.loads((directory / "summary.json").read_text()))
-    return TokenDataset(directory, files, summary, tokens, rows, np.cumsum(rows["num_tokens"], dtype=np.int64))
+    ends, bounds = np.cumsum(rows["num_tokens"], dtype=np.int64), None
+    if len(rows) != summary.num_kept_rows:
+        places = rows[["file", "line"]]
+        bounds = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1], [True]]))
+    return TokenDataset(directory, files, summary, tokens, rows, ends, bounds)
+
+
+def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
+    """The samples of `rows`, those of a row side by side."""
+    if bounds is None:
+        return rows
+    counts = bounds[rows + 1] - bounds[rows]
+    ends = np.cumsum(counts)
+    return np.arange(counts.sum()) + np.repeat(bounds[rows] - ends + counts, counts)
 
 
 @dataclass(frozen=True, eq=False)
 class SourceSamples:
-    """The samples of one source: the rows `indices` (int64 [N]) of a prepared dataset."""
+    """The samples of one source: those of the kept rows `indices` (int64 [N]) of a prepared dataset."""
 
     name: str
     dataset: TokenDataset
@@ -102,36 +118,56 @@ class SourceSamples:
             raise DataError(f"{what}; raise it or leave the source out")
         return share
 
+    @cached_property
+    def samples(self) -> np.ndarray:
+        """Their numbers in the dataset, int64."""
+        return _samples_of(self.indices, self.dataset.bounds)
+
+    @property
+    def row_sizes(self) -> np.ndarray:
+        """Number of samples of each row, int64."""
+        bounds = self.dataset.bounds
+        return np.ones_like(self.indices) if bounds is None else np.diff(bounds)[self.indices]
+
     @property
     def fingerprint(self) -> str:
-        """Equal for equal samples in equal order."""
+        """Equal for equal samples in equal order, of rows with equally many."""
         digest = hashlib.sha256(self.dataset.summary.fingerprint.encode())
         digest.update(np.ascontiguousarray(self.indices, dtype=np.int64).tobytes())
+        if self.dataset.bounds is not None:
+            digest.update(self.dataset.bounds.tobytes())
         return digest.hexdigest()[:16]
 
     def split(self, *, val_ratio: float, seed: int, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
-        """(training, validation samples), in their order: drawn by their number, ratio and seed alone.
+        """(training, validation samples), in their order: whole rows, drawn by their number, ratio and seed alone.
 
         At least one on each side when `val_ratio` is positive and there are two; of the second the first `limit`.
         """
-        num_samples, num_val = len(self.indices), 0
-        if val_ratio > 0 and num_samples >= 2:
-            num_val = min(max(1, round(num_samples * val_ratio)), num_samples - 1)
+        num_rows, num_val = len(self.indices), 0
+        if val_ratio > 0 and num_rows >= 2:
+            num_val = min(max(1, round(num_rows * val_ratio)), num_rows - 1)
         rng = np.random.Generator(np.random.Philox(key=[seed % 2**64, SPLIT_STREAM]))
-        order = self.indices[rng.permutation(num_samples)]
+        order = self.indices[rng.permutation(num_rows)]
         train, val = np.sort(order[num_val:]), np.sort(order[:num_val])[:limit]
         return replace(self, indices=train), replace(self, indices=val, repeat=1.0)
 
 
 class Samples:
-    """The samples of all sources under ids of their own, source by source."""
+    """The samples of all sources under ids of their own, source by source; so are their rows."""
 
     def __init__(self, sources: Sequence[SourceSamples]) -> None:
         self.sources = tuple(sources)
         self.shares = tuple(source.share for source in sources)
-        self._bounds = np.cumsum([0, *(len(source.indices) for source in sources)])
-        self.lengths = np.concatenate([source.dataset.lengths[source.indices] for source in sources])
-        self.num_loss_tokens = np.concatenate([source.dataset.num_loss_tokens[source.indices] for source in sources])
+        self._bounds = np.cumsum([0, *(len(source.samples) for source in sources)])
+        self._row_bounds: np.ndarray | None = None
+        if any(source.dataset.bounds is not None for source in sources):
+            self._row_bounds = np.cumsum(np.concatenate([[0], *(source.row_sizes for source in sources)]))
+        self.lengths = np.concatenate([source.dataset.lengths[source.samples] for source in sources])
+        self.num_loss_tokens = np.concatenate([source.dataset.num_loss_tokens[source.samples] for source in sources])
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Ids of the samples of rows (int64 ids), in their order."""
+        return _samples_of(rows, self._row_bounds)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -171,4 +207,4 @@ class Samples:
     def _locate(self, sample_id: int) -> tuple[TokenDataset, int]:
         number = int(self.source_of([sample_id])[0])
         source = self.sources[number]
-        return source.dataset, int(source.indices[sample_id - self._bounds[number]])
+        return source.dataset, int(source.samples[sample_id - self._bounds[number]])

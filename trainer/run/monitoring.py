@@ -55,7 +55,7 @@ def _data_facts(inputs: Inputs) -> dict[str, float]:
     total = inputs.train.total
     return {
         "data/truncated": total("num_truncated"),
-        "data/truncated_frac": total("num_truncated") / max(1, total("num_samples")),
+        "data/truncated_frac": total("num_truncated") / max(1, total("num_kept_rows")),
         "data/dropped": total("num_dropped") + total("num_bad_rows"),
     }
 
