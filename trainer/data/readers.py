@@ -1,9 +1,10 @@
 """Files to rows, streamed one by one: those that cannot be read with the reason."""
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,8 @@ from trainer.data.rows import Row, UnusableError
 from trainer.errors import DataError
 
 PARQUET_BATCH_ROWS = 1000
+COMPRESSED = (".gz", ".zst")
+BUFFER_BYTES = 1 << 20
 
 
 def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
@@ -21,15 +24,19 @@ def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
     """
     if path.suffix == ".parquet":
         return _iter_parquet(path, columns)
-    return _iter_jsonl(path) if path.suffix == ".jsonl" else _iter_json(path)
+    return _iter_json(path) if path.suffix == ".json" else _iter_jsonl(path)
 
 
 def _iter_jsonl(path: Path) -> Iterator[Row]:
+    number = 0
     with _open(path) as file:
-        for number, raw in enumerate(file, start=1):
-            line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
-            if line:
-                yield _parse_line(path, number, line)
+        try:
+            for number, raw in enumerate(file, start=1):
+                line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
+                if line:
+                    yield _parse_line(path, number, line)
+        except OSError as error:  # of an archive: torn, damaged, or none
+            raise DataError(f"'{path}' cannot be read behind line {number}: {error}") from error
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> Row:
@@ -46,7 +53,7 @@ def _parse_line(path: Path, number: int, line: bytes) -> Row:
     return _as_row(path, number, record)
 
 
-def _as_row(path: Path, number: int, record: Any) -> Row:
+def _as_row(path: Path, number: int, record: object) -> Row:
     if not isinstance(record, dict):
         reason = f"not an object: the row is a {type(record).__name__}, expected columns with names"
         return Row(path, number, record, problem=UnusableError(reason))
@@ -106,7 +113,7 @@ def _is_part(name: str, column: str) -> bool:
     return name == column or name.startswith(f"{column}.")
 
 
-def _batch_records(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
+def _batch_records(batch: pa.RecordBatch) -> Iterator[dict[str, object] | str]:
     """Records, or for what Python has no value for (such as a date in the year 20000) the reason."""
     try:
         yield from batch.to_pylist()
@@ -115,8 +122,8 @@ def _batch_records(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
             yield _record(batch.slice(index, 1))
 
 
-def _record(row: pa.RecordBatch) -> dict[str, Any] | str:
-    record: dict[str, Any] = {}
+def _record(row: pa.RecordBatch) -> dict[str, object] | str:
+    record: dict[str, object] = {}
     for name, values in zip(row.schema.names, row.columns, strict=True):
         try:
             record[name] = values.to_pylist()[0]
@@ -127,7 +134,7 @@ def _record(row: pa.RecordBatch) -> dict[str, Any] | str:
     return record
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     """Parquet gives every struct of a column the same fields and fills the absent ones with nulls: undo that."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
@@ -136,8 +143,11 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> BinaryIO:
+    """Its bytes, unpacked."""
     try:
+        if path.suffix in COMPRESSED:  # pyarrow unpacks by that suffix, and no other package here knows zstd
+            return io.BufferedReader(pa.input_stream(path), BUFFER_BYTES)
         return path.open("rb")
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.errors import DataError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
 """What `line` counts in files without lines, or whose lines are not known."""
 FIXES = {
@@ -80,7 +80,7 @@ def _resolve_one(entry: str) -> list[Path]:
     if not paths:
         what = "no file matches" if glob.has_magic(entry) else "no such file:"
         fix = "give an existing path or glob"
-        if HUB_ID.fullmatch(entry) and path.suffix not in SUFFIXES:
+        if HUB_ID.fullmatch(entry) and not entry.endswith(SUFFIXES):
             fix += f"; a dataset of the Hub is fetched with: hf download --repo-type dataset {entry} --local-dir DIR"
         raise DataError(f"{what} '{entry}' (current directory: {Path.cwd()}); {fix}")
     for found in paths:
@@ -96,7 +96,7 @@ def _check_file(path: Path) -> None:
     for is_kind, what in KINDS:
         if is_kind(mode):
             raise DataError(f"'{path}' is {what.format(path=path)}")
-    if path.suffix not in SUFFIXES:
+    if not path.name.endswith(SUFFIXES):
         fix = FIXES.get(path.suffix, "").format(path=path)
         supported = f"supported are {', '.join(SUFFIXES)}"
         raise DataError(f"'{path}' has an unsupported format '{path.suffix}': {supported}{fix and '; ' + fix}")
