@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.optim.schedule import LrSchedule
+from trainer.report.collapse import collapse
 from trainer.report.generalisation import train_losses_at
 from trainer.report.learning_rate import learning_rate
 from trainer.report.run_log import Series
@@ -183,3 +184,11 @@ def test_the_schedules_of_this_trainer_are_recognised_however_short(kind: str, t
     few_points = {"wsd": "step"} if total_steps == 40 else {}  # its decay is four points long
     assert told.schedule == few_points.get(kind, kind) and told.raised == ()
     assert told.warmup_steps == total_steps // 10
+
+
+def test_a_fall_is_found_in_a_million_points_without_a_window_for_each() -> None:
+    values = np.random.default_rng(4).normal(1.0, 0.1, 1_000_000)
+    values[700_000:] -= 0.5
+    found = collapse(series(values), merged(None))
+    assert found is not None and abs(found.steps[0] - 700_000) < 30_000
+    assert (found.before, found.after) == pytest.approx((1.0, 0.5), abs=0.01)
