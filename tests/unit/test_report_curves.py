@@ -6,10 +6,11 @@ import re
 import numpy as np
 import pytest
 
+from trainer.report.axis import Scale, axis_labels, scale_of
 from trainer.report.curves import bin_means, decimate, gaps, smooth, within
 from trainer.report.formatting import clean, interval, number
 from trainer.report.run_log import Series
-from trainer.report.svg import NUM_COLUMNS, Panel, Scale, axis_labels, scale_of
+from trainer.report.svg import NUM_COLUMNS, Panel
 
 SEED = 5
 
@@ -103,6 +104,13 @@ def test_every_axis_has_room_few_ticks_and_different_words(values: list[float], 
 )
 def test_ticks_are_round_and_their_words_short(low: float, high: float, words: list[str]) -> None:
     assert axis_labels(Scale(low, high).ticks(), is_log=False) == words
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.1, 4.9), (10.4, 19.0), (3.0, 3.001), (0.21, 0.49), (5.1e4, 9e4)])
+def test_a_log_axis_between_two_powers_still_has_ticks(low: float, high: float) -> None:
+    scale = scale_of([low, high], is_log=True)
+    words = axis_labels(scale.ticks(), is_log=True)
+    assert len(set(words)) == len(words) >= 2 and all(scale.low <= tick <= scale.high for tick in scale.ticks())
 
 
 def test_a_log_axis_counts_in_powers_of_ten() -> None:

@@ -37,8 +37,8 @@ def _report(argv: list[str]) -> int:
             print_section(console, around(load_log(path), step=arguments.around, window=arguments.window))
         return EXIT_DONE
     runs = [load(path, arguments) for path in arguments.paths]
-    for report, log in runs:
-        print_report(console, report, log)
+    for report, _ in runs:
+        print_report(console, report)
         console.print()
     if arguments.html:
         _write(arguments.html, as_page(runs))

@@ -52,30 +52,35 @@ def duration(seconds: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Names come from files anyone may have written: no control characters reach a terminal or a page."""
+    """Names come from files anyone may have written: no control characters reach a terminal or a page.
+
+    Whatever prints or draws text calls this; sections hold it as it was read.
+    """
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
-def measured(finding: Finding) -> str:
-    """What a finding measured, against which limit."""
-    if finding.value is None:
-        return ""
-    limit = "" if finding.threshold is None else f" (limit {number(finding.threshold)})"
-    return f"{number(finding.value)}{limit}"
+def clean_lines(text: str) -> str:
+    return "\n".join(map(clean, text.splitlines()))
+
+
+def capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def place(finding: Finding) -> str:
-    """Where a finding is: metric, steps, and what was measured."""
-    return ", ".join(clean(part) for part in (finding.metric or "", interval(finding.steps), measured(finding)) if part)
+    """Where a finding is: metric, steps, and what was measured against which limit."""
+    limit = "" if finding.threshold is None else f" (limit {number(finding.threshold)})"
+    measured = "" if finding.value is None else f"{number(finding.value)}{limit}"
+    return ", ".join(part for part in (finding.metric or "", interval(finding.steps), measured) if part)
 
 
 def facts(report: Report) -> tuple[str, tuple[str, ...]]:
     """The header's facts: short ones as one line, long ones each as its own."""
-    words = [f"{clean(name)} {clean(value)}" for name, value in report.facts.items()]
+    words = [f"{name} {value}" for name, value in report.facts.items()]
     return " · ".join(w for w in words if len(w) <= LONG_FACT), tuple(w for w in words if len(w) > LONG_FACT)
 
 
 def companions(anomaly: Anomaly) -> str:
     """The other metrics that moved with an anomaly, with direction and peak."""
     others = (mover for mover in anomaly.movers if mover.metric != anomaly.metric)
-    return ", ".join(f"{clean(mover.metric)} {ARROWS[mover.sign]} {number(mover.peak_value)}" for mover in others)
+    return ", ".join(f"{mover.metric} {ARROWS[mover.sign]} {number(mover.peak_value)}" for mover in others)

@@ -1,28 +1,31 @@
-"""The report for a terminal of 80 to 120 columns: verdict, what to do, then sections that have something to say."""
+"""The report for a terminal of 80 to 120 columns: verdict, what to do, then as much as a screen has room for."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from trainer.report.formatting import clean, facts, place
+from trainer.report.formatting import clean_lines, facts, place
 from trainer.report.result import Finding, Report
-from trainer.report.run_log import RunLog
 from trainer.report.sections import Section, Table, sections
 
-MAX_WIDTH = 120
-MAX_ROWS = {"anomalies": 10, "validation": 10, "throughput": 6, "metrics": 10, "checklist": 8, "limits": 0}
-"""What a table may take of the screen; page and JSON have it all."""
-LEFT_OUT = {
-    "metrics": ("group", "min", "median", "better", "meaning"),
-    "anomalies": ("z", "together with"),
-    "checklist": ("phase",),
-}
-"""Columns that page and JSON have alone, as they have the trends, and the checks that passed or are unknown."""
-MAX_OTHERS, MAX_NOTES = 8, 6
+MAX_WIDTH, MAX_LINES = 120, 40
+MAX_OTHERS, FEW = 6, 3
+MATTERS = (
+    "validation",
+    "anomalies",
+    "findings",
+    "metrics",
+    "throughput",
+    "checklist",
+    "learning-rate",
+    "next",
+    "limits",
+)
+"""Sections besides the three main findings, by what they tell; page and JSON have all of all of them."""
+REST = "The rest: --html FILE, or --json FILE."
 STYLES = {
     "FAIL": "bold red",
     "ATTENTION": "bold yellow",
@@ -35,84 +38,96 @@ STYLES = {
 }
 
 
-def print_report(console: Console, report: Report, log: RunLog) -> None:
-    """All words are data: none of them is read as markup."""
-    for part in _parts(report, log):
-        console.print(part, highlight=False, markup=False, soft_wrap=False, width=min(console.width, MAX_WIDTH))
+def print_report(console: Console, report: Report) -> None:
+    """At most `MAX_LINES`, unless the three main findings alone take more."""
+    by_id = {section.id: section for section in sections(report)}
+    first = Group(*_head(report), *(line for finding in by_id["top"].findings for line in _main(finding)), "")
+    room = MAX_LINES - 1 - _height(console, first)
+    chosen: dict[str, RenderableType] = {}
+    for section in (by_id[id_] for id_ in MATTERS if not by_id[id_].is_empty):
+        fitting = (form for form in _forms(section) if _height(console, form) <= room)
+        if (form := next(fitting, None)) is not None:
+            chosen[section.id] = form
+            room -= _height(console, form)
+    _print(console, first, *(chosen[id_] for id_ in by_id if id_ in chosen), Text(REST, style="dim"))
 
 
 def print_section(console: Console, section: Section) -> None:
     """One section whole, with all its rows and columns."""
-    for part in _section(section, max_rows=None, left_out=()):
+    _print(console, _text(f"\n{section.title}", "bold"), *_body(section))
+
+
+def _print(console: Console, *parts: RenderableType) -> None:
+    """All words are data: none of them is read as markup."""
+    for part in parts:
         console.print(part, highlight=False, markup=False, width=min(console.width, MAX_WIDTH))
 
 
-def _parts(report: Report, log: RunLog) -> Iterator[RenderableType]:
-    short, long = facts(report)
-    yield Text(f"{clean(report.title)}  ({clean(report.source)} log, profile {report.profile})", style="bold")
-    if short:
-        yield Text(short, style="dim")
-    yield Text.assemble((report.verdict, STYLES[report.verdict]), f"  {clean(report.headline)}")
-    for finding in report.top:
-        yield from _top(finding)
-    others = [finding for finding in report.findings if finding not in report.top]
-    if others:
-        yield Text(f"\nAlso found ({len(others)})", style="bold")
-        yield from (_line(finding) for finding in others[:MAX_OTHERS])
-        yield from _more(len(others) - MAX_OTHERS)
-    for section in sections(report, log):
-        if section.id == "checklist" and section.table is not None:
-            told = tuple(row for row in section.table.rows if row[0] in ("fail", "note"))
-            section = replace(section, table=replace(section.table, rows=told) if told else None)
-        if section.id != "trends":
-            yield from _section(section, max_rows=MAX_ROWS.get(section.id), left_out=LEFT_OUT.get(section.id, ()))
-    if long:
-        yield Text("\n" + "\n".join(long), style="dim")
-    if report.closing:
-        yield Text(f"\n{clean(report.closing)}")
+def _height(console: Console, part: RenderableType) -> int:
+    return len(console.render_lines(part, console.options.update(width=min(console.width, MAX_WIDTH)), pad=False))
 
 
-def _top(finding: Finding) -> Iterator[RenderableType]:
-    yield Text("")
+def _text(words: str, style: str = "") -> Text:
+    return Text(clean_lines(words), style=style)
+
+
+def _head(report: Report) -> Iterator[RenderableType]:
+    yield _text(f"{report.title}  ({report.source} log, profile {report.profile})", "bold")
+    if short := facts(report)[0]:
+        yield _text(short, "dim")
+    yield Text.assemble((report.verdict, STYLES[report.verdict]), "  ", _text(report.headline))
+
+
+def _main(finding: Finding) -> Iterator[RenderableType]:
     yield _line(finding)
     if finding.remedy:
-        yield Padding(Text.assemble(("Do: ", "bold"), clean(finding.remedy)), (0, 0, 0, 6))
-    about = "; ".join(part for part in (place(finding), *map(clean, finding.evidence)) if part)
-    yield Padding(Text(about, style="dim"), (0, 0, 0, 6))
+        yield Padding(Text.assemble(("Do: ", "bold"), _text(finding.remedy)), (0, 0, 0, 6))
+    about = "; ".join(part for part in (place(finding), *finding.evidence) if part)
+    yield Padding(_text(about, "dim"), (0, 0, 0, 6))
 
 
 def _line(finding: Finding) -> RenderableType:
     grid = RichTable.grid(padding=(0, 2, 0, 0))
     grid.add_column(min_width=4, no_wrap=True)
-    grid.add_column()
-    grid.add_row(Text(finding.level, style=STYLES[finding.level]), Text(clean(finding.title)))
+    grid.add_row(Text(finding.level, style=STYLES[finding.level]), _text(finding.title))
     return grid
 
 
-def _section(section: Section, *, max_rows: int | None, left_out: tuple[str, ...]) -> Iterator[RenderableType]:
-    yield Text(f"\n{section.title}", style="bold")
+def _forms(section: Section) -> Iterator[RenderableType]:
+    """What a screen may show of a section, the fullest first."""
+    title = _text(section.title, "bold")
+    head = Text.assemble(title, ": ", _text(section.lead)) if section.lead else title
+    for num_findings in range(min(MAX_OTHERS, len(section.findings)), 0, -1):
+        left = len(section.findings) - num_findings
+        more = [Text(f"… {left} more", style="dim")] if left else []
+        yield Group(head, *map(_line, section.findings[:num_findings]), *more)
+    if section.table is not None and section.table.main:
+        main, few = section.table.main, section.table.main[:FEW]
+        yield Group(head, _table(section.table, main, section.table.details), *_notes(section))
+        yield from (Group(head, _table(section.table, rows, section.table.details)) for rows in (main, few))
+    yield head
+
+
+def _body(section: Section) -> Iterator[RenderableType]:
     if section.lead:
-        yield Text(section.lead)
-    if section.table is not None and max_rows != 0:
-        yield _table(section.table, max_rows=max_rows, left_out=left_out)
-        yield from _more(len(section.table.rows) - len(section.table.rows[:max_rows]))
-    shown = section.notes if max_rows is None else section.notes[: MAX_NOTES if max_rows else 0]
-    yield from (Padding(Text(note), (0, 0, 0, 2)) for note in shown)
+        yield _text(section.lead)
+    if section.table is not None:
+        yield _table(section.table, section.table.rows, frozenset())
+    yield from _notes(section)
 
 
-def _table(table: Table, *, max_rows: int | None, left_out: tuple[str, ...]) -> RichTable:
+def _notes(section: Section) -> Iterator[RenderableType]:
+    return (Padding(_text(note), (0, 0, 0, 2)) for note in section.notes)
+
+
+def _table(table: Table, rows: tuple[tuple[str, ...], ...], left_out: frozenset[str]) -> RichTable:
     """Words and headings wrap where they must, numbers never."""
     shown = [index for index, name in enumerate(table.header) if name not in left_out]
     rich = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for index in shown:
         name, is_word = table.header[index], table.header[index] in table.words
-        width = None if is_word else max((len(row[index]) for row in table.rows[:max_rows]), default=0)
-        rich.add_column(Text(name), justify="left" if is_word else "right", min_width=width, overflow="fold")
-    for row in table.rows[:max_rows]:
-        rich.add_row(*(Text(row[index], style=STYLES.get(row[index], "")) for index in shown))
+        width = None if is_word else max(len(row[index]) for row in rows)
+        rich.add_column(_text(name), justify="left" if is_word else "right", min_width=width, overflow="fold")
+    for row in rows:
+        rich.add_row(*(_text(row[index], STYLES.get(row[index], "")) for index in shown))
     return rich
-
-
-def _more(count: int) -> Iterator[RenderableType]:
-    if count > 0:
-        yield Text(f"… {count} more: --html or --json has them all", style="dim")
