@@ -29,7 +29,7 @@ def encode(
     template: str, conversation: Conversation, *, special: str = "error", **kwargs: Any
 ) -> tuple[Any, Encoded | str]:
     tokenizer = make_tokenizer(template)
-    encoder = ChatEncoder(tokenizer, template_kwargs=kwargs, special_in_content=special)
+    encoder = ChatEncoder(tokenizer, template_kwargs=kwargs, special_in_content=special, turns="together")
     [encoded] = encoder.encode([conversation])
     return tokenizer, str(encoded) if isinstance(encoded, UnusableError) else only(encoded)
 

@@ -44,7 +44,7 @@ def encode(
 ) -> tuple[Encoded | str, ChatEncoder]:
     """What becomes of a row with these messages."""
     row = Row(Path("a.jsonl"), 1, {"messages": list(messages), "tools": tools})
-    encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content=special)
+    encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content=special, turns="together")
     [result] = encoder.encode([to_conversation(row, RowKeys())])
     return (str(result) if isinstance(result, UnusableError) else only(result)), encoder
 

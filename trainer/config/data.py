@@ -75,6 +75,13 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further variables for the template, e.g. {enable_thinking: false}"
     )
+    turns: str = key(
+        "auto",
+        "together (a conversation is one sample) | apart (each supervised turn is one, behind the prompt that a server "
+        "would render for it) | auto (apart where the template writes a turn otherwise once others follow)",
+        one_of("together", "apart", "auto"),
+    )
+    train_on: str = key("all", "supervised are all assistant turns | the last one of each row", one_of("all", "last"))
     special_in_content: str = key(
         "error",
         "tokens that the template writes around turns, in a text: error (bad row) | text (ordinary characters) | "

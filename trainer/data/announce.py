@@ -8,6 +8,7 @@ from trainer.data.batch_plan import Schedule, split_batch
 from trainer.data.chat import preview
 from trainer.data.loader import RankPlan
 from trainer.data.samples import Samples, SourceSamples
+from trainer.data.turns import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def announce(
         f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
         f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
         f"{supervised / tokens:.1%} supervised, no padding; rows: {train.total('num_truncated') / num_rows:.1%} cut, "
-        f"{train.total('num_dropped')} dropped, {train.total('num_bad_rows')} bad; {_left_out(train)}"
+        f"{train.total('num_dropped')} dropped, {train.total('num_bad_rows')} bad; {_turns(train)}"
         f"{len(validation.lengths) if validation else 0} validation samples; {lr}"
     )
     if len(train.sources) > 1 or schedule.num_samples != sum(share.num_rows for share in train.shares):
@@ -55,6 +56,18 @@ def _source_line(source: SourceSamples) -> str:
     return f"source {source.name}: {share.num_rows} rows, {tokens} tokens; {repeated}"
 
 
-def _left_out(train: Samples) -> str:
-    num_turns = train.total("num_without_reasoning")
-    return f"the template leaves out the reasoning of {num_turns} assistant turns; " if num_turns else ""
+def _turns(train: Samples) -> str:
+    """What became of the turns of conversations, and why."""
+    asked, num_apart = train.sources[0].dataset.summary.turns, train.total("num_apart")
+    if asked != AUTO:
+        words = f"turns {asked} (data.turns); "
+    elif num_apart:
+        words = f"turns apart in {num_apart} of {train.total('num_rows')} rows, "
+        words += "whose whole rendering shows a turn otherwise than inference does; "
+    else:
+        words = "turns together; "
+    if num_turns := train.total("num_unlike_prompt"):
+        words += f"{num_turns} turns are not rendered as their generation prompt begins; "
+    if num_turns := train.total("num_without_reasoning"):
+        words += f"the template leaves out the reasoning of {num_turns} assistant turns; "
+    return words

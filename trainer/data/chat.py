@@ -1,7 +1,7 @@
-"""Conversations to tokens and loss masks: one rendering by the chat template, batched calls of the tokenizer.
+"""Conversations to tokens and loss masks: renderings by the chat template, batched calls of the tokenizer.
 
-A conversation is always rendered as a whole. What is supervised is decided on characters, as assistant spans that end
-with the end-of-turn token, and carried over to the tokens that start inside.
+What is supervised is decided on characters, as assistant spans that end with the end-of-turn token, and carried over to
+the tokens that start inside.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.content import REASONING_KEYS, StructuralTokens, num_left_out
 from trainer.data.conversation import Conversation, Message
 from trainer.data.rows import UnusableError
-from trainer.data.spans import FIX, SpanFinder
+from trainer.data.spans import Renderings
 from trainer.data.template import ChatTemplate, Tools
 from trainer.data.tokens import Located, MarkedText, Span, TokenFinder
+from trainer.data.turns import AUTO, TurnDivider
 from trainer.errors import DataError
 
 BATCH_CHARS = 300_000  # one tokenizer call: enough for all cores; a token takes more than 100 bytes meanwhile
@@ -33,13 +34,13 @@ READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one conversation (int32) and which of them are supervised (bool, same length)."""
+    """Tokens of one sample (int32) and which of them are supervised (bool, same length)."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
 
 
-_Batch = list[MarkedText | UnusableError]
+_Batch = list[list[MarkedText] | UnusableError]
 _Waiting = dict[frozenset[str], Callable[[], list[Located]]]
 
 
@@ -55,9 +56,12 @@ class ChatEncoder:
         *,
         template_kwargs: dict[str, Any],
         special_in_content: str = "error",
+        turns: str = AUTO,
+        train_on: str = "all",
     ) -> None:
         """`special_in_content`: a token of the template's turns inside a text is an `error`, plain `text`, or a token
-        like any other (`parse`).
+        like any other (`parse`). `turns`: as `TurnDivider` takes it. `train_on`: `all` assistant turns, or the `last`
+        one, are supervised, as far as their flags allow.
         """
         if not tokenizer.is_fast:
             name = type(tokenizer).__name__
@@ -65,9 +69,9 @@ class ChatEncoder:
         if not tokenizer.chat_template:
             raise DataError("the tokenizer has no chat template: name a jinja file in data.chat_template")
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
-        self._special_in_content = special_in_content
+        self._special_in_content, self._train_on = special_in_content, train_on
         self._templates: dict[str, tuple[ChatTemplate, StructuralTokens]] = {}
-        self._spans = SpanFinder(tokenizer)
+        self._turns = TurnDivider(tokenizer, turns)
         self._finders = {frozenset[str](): TokenFinder(tokenizer)}
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         self._end_token_ids: set[int] = set()
@@ -75,6 +79,16 @@ class ChatEncoder:
         """Supervised turns whose reasoning the template has left out so far."""
         self.unread_keys: Counter[str] = Counter()
         """Keys of messages that neither the template nor this package reads, with the number of messages."""
+
+    @property
+    def num_apart(self) -> int:
+        """Conversations of which each supervised turn became a sample so far."""
+        return self._turns.num_apart
+
+    @property
+    def num_unlike_prompt(self) -> int:
+        """Supervised turns so far that are not rendered as their generation prompt begins."""
+        return self._turns.num_unlike_prompt
 
     @property
     def end_token_ids(self) -> list[int]:
@@ -97,8 +111,8 @@ class ChatEncoder:
 
     def _start(self, batch: _Batch, pool: Executor) -> _Waiting:
         texts: dict[frozenset[str], list[MarkedText]] = {}
-        for item in batch:
-            if isinstance(item, MarkedText):
+        for samples in batch:
+            for item in samples if isinstance(samples, list) else ():
                 texts.setdefault(item.aliased, []).append(item)
         return {aliased: self._finder(aliased).start(items, pool) for aliased, items in texts.items()}
 
@@ -115,8 +129,8 @@ class ChatEncoder:
             try:
                 if isinstance(conversation, UnusableError):
                     raise conversation
-                batch.append(item := self._rendered(conversation))
-                num_chars += len(item.text)
+                batch.append(samples := self._rendered(conversation))
+                num_chars += sum(len(item.text) for item in samples)
             except UnusableError as error:
                 batch.append(error)
             if num_chars >= limit or len(batch) == BATCH_ROWS:
@@ -125,7 +139,7 @@ class ChatEncoder:
         if batch:
             yield batch
 
-    def _rendered(self, conversation: Conversation) -> MarkedText:
+    def _rendered(self, conversation: Conversation) -> list[MarkedText]:
         tools = conversation.tools
         template, structural = self._template(tools)
         messages = [template.with_arguments(message) for message in conversation.messages]
@@ -134,13 +148,13 @@ class ChatEncoder:
             messages, tools = structural.hide(messages), structural.hide(tools)
         elif self._special_in_content == "error":
             structural.check_none(messages, tools)
-        marked = self._spans.find(template, messages, tools)
-        untrained = conversation.untrained
-        self.num_without_reasoning += num_left_out(template, messages, tools, marked, untrained)
+        renderings = Renderings(template, messages, tools)
+        asked = renderings.turns[-1:] if self._train_on == "last" else renderings.turns
+        parts = self._turns.divide(renderings, [index for index in asked if index not in conversation.untrained])
+        for part in parts:
+            self.num_without_reasoning += num_left_out(template, part.messages, tools, part.marked, part.turns)
         self._count_unread(messages, template)
-        if untrained:
-            marked = replace(marked, spans=_trained_spans(marked.spans, messages, untrained))
-        return structural.exchange(marked) if is_hidden else marked
+        return [structural.exchange(part.marked) if is_hidden else part.marked for part in parts]
 
     def _template(self, tools: Tools) -> tuple[ChatTemplate, StructuralTokens]:
         source = self._tokenizer.get_chat_template(tools=tools)
@@ -156,30 +170,27 @@ class ChatEncoder:
 
     def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[list[Encoded] | UnusableError]:
         located = {aliased: iter(tokens()) for aliased, tokens in waiting.items()}
-        for item in batch:
-            yield self._masked(*next(located[item.aliased])) if isinstance(item, MarkedText) else item
+        for samples in batch:
+            if isinstance(samples, UnusableError):
+                yield samples
+                continue
+            found = [next(located[item.aliased]) for item in samples]
+            try:
+                yield [self._masked(input_ids, bounds) for input_ids, bounds in found]
+            except UnusableError as error:
+                yield error
 
-    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> list[Encoded] | UnusableError:
+    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1]) if first < last else None
             if end_id is None or end_id not in self._added_ids:
-                return UnusableError(
+                raise UnusableError(
                     "chat template: the end-of-turn text is not a single token; add it to the tokenizer as special"
                 )
             loss_mask[first:last] = True
             self._end_token_ids.add(end_id)
-        return [Encoded(input_ids, loss_mask)]
-
-
-def _trained_spans(spans: list[Span], messages: list[Message], untrained: frozenset[int]) -> list[Span]:
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(spans) != len(turns):
-        raise UnusableError(
-            f"chat template: its generation tags mark {len(spans)} parts of {len(turns)} assistant turns, so the flags "
-            f"of this row cannot be followed; {FIX}"
-        )
-    return [span for index, span in zip(turns, spans, strict=True) if index not in untrained]
+        return Encoded(input_ids, loss_mask)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -61,14 +61,13 @@ class StructuralTokens:
 
 
 def num_left_out(
-    template: ChatTemplate, messages: list[Message], tools: Tools, marked: MarkedText, untrained: frozenset[int]
+    template: ChatTemplate, messages: list[Message], tools: Tools, marked: MarkedText, turns: list[int]
 ) -> int:
-    """How many supervised turns lack their reasoning in the rendering.
+    """How many of the supervised `turns` lack their reasoning in the rendering of the messages.
 
     Raises `UnusableError` for a turn that lacks its text or its tool calls. What does not stand there word for word is
     looked for in a second rendering, in which every part carries a mark of its own.
     """
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     spans = marked.spans if len(marked.spans) == len(turns) else [(0, len(marked.text))] * len(turns)
     if all(_is_plainly_there(messages[index], marked.text, span) for index, span in zip(turns, spans, strict=True)):
         return 0
@@ -80,7 +79,7 @@ def num_left_out(
     except UnusableError:  # it insists on something about the values: nothing can be said
         return 0
     num_without_reasoning = 0
-    for index in (index for index in turns if index not in untrained):
+    for index in turns:
         missing = {part for part, mark in marked_turns[index][1] if mark not in text}
         if found := [part for part in (TEXT, CALLS) if part in missing]:
             raise UnusableError(

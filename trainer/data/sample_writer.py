@@ -42,6 +42,8 @@ class PrepareOptions:
     max_samples: int = -1
     """Only the first so many rows of all files together, unusable ones included; -1 = all."""
     special_in_content: str = "error"
+    turns: str = "auto"
+    train_on: str = "all"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,6 +62,12 @@ class Summary:
     num_cut_tokens: int
     num_without_reasoning: int
     """Supervised turns whose reasoning the template leaves out, those of unused rows included."""
+    turns: str
+    """`data.turns`."""
+    num_apart: int
+    """Rows of which each supervised turn became a sample, unused ones included."""
+    num_unlike_prompt: int
+    """Supervised turns that are not rendered as their generation prompt begins, those of unused rows included."""
     unread_keys: dict[str, int]
     """Keys of messages that nothing reads, with the number of messages."""
     end_token_ids: list[int]
@@ -197,9 +205,13 @@ class SampleWriter:
 
     def summary(self, encoder: ChatEncoder) -> Summary:
         counted = {field.name: self._counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
-        counted |= {"num_bad_rows": self.bad_rows.total, "num_without_reasoning": encoder.num_without_reasoning}
+        counted |= {
+            name: getattr(encoder, name) for name in ("num_without_reasoning", "num_apart", "num_unlike_prompt")
+        }
+        counted["num_bad_rows"] = self.bad_rows.total
         return Summary(
             **counted,
+            turns=self.options.turns,
             bad_rows_by_kind=dict(self.bad_rows.by_kind.most_common()),
             unread_keys=dict(encoder.unread_keys.most_common()),
             end_token_ids=encoder.end_token_ids,

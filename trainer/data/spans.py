@@ -1,8 +1,9 @@
-"""Where the assistant speaks in a rendered conversation, as spans of characters."""
+"""Where the assistant speaks in renderings of a conversation, as spans of characters."""
 
 import json
 import re
 from collections.abc import Iterator
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,36 @@ from trainer.data.tokens import MarkedText, Span
 FIX = "use a template with generation tags (data.chat_template)"
 
 
+class Renderings:
+    """One conversation by one template: as a whole, and as it stood before and after each turn; each is made once."""
+
+    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
+        self.template, self.messages, self.tools = template, messages, tools
+        self.turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        self._made: dict[tuple[int, bool], str] = {}
+
+    @cached_property
+    def whole(self) -> tuple[str, list[Span]]:
+        """The text, and what the template's generation tags enclose."""
+        return self.template.render(self.messages, self.tools, tagged=self.template.has_generation_tags)
+
+    @property
+    def text(self) -> str:
+        return self.whole[0]
+
+    def before(self, index: int, *, prompt: bool) -> str:
+        """The messages before this one; with `prompt` what a server hands a model that is to write it."""
+        if index == len(self.messages) and not prompt:
+            return self.text
+        if (index, prompt) not in self._made:
+            self._made[index, prompt], _ = self.template.render(self.messages[:index], self.tools, prompt=prompt)
+        return self._made[index, prompt]
+
+    def number(self, index: int) -> int:
+        """Of an assistant message, counted among these from 1."""
+        return self.turns.index(index) + 1
+
+
 class SpanFinder:
     """Finds the assistant's characters in renderings."""
 
@@ -22,21 +53,46 @@ class SpanFinder:
         self._added = _Texts({token.content for token in added})
         self._special = _Texts({token.content for token in added if token.special})
 
-    def find(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> MarkedText:
-        """The rendered text and its assistant spans, ascending and disjoint, each up to and with its end token.
+    def together(self, renderings: Renderings) -> MarkedText:
+        """The whole rendering and its assistant spans, ascending and disjoint, each up to and with its end token.
 
         One for each assistant message, unless a template's generation tags see it otherwise.
         """
-        text, tagged = template.render(messages, tools, tagged=template.has_generation_tags)
+        text, tagged = renderings.whole
+        if renderings.template.has_generation_tags:
+            return MarkedText(text, list(self._tagged_spans(text, tagged)))
+        return MarkedText(text, list(self._prefix_spans(renderings)))
+
+    def served(self, renderings: Renderings, index: int) -> MarkedText | None:
+        """A turn as generation makes it: rendered behind the messages before it alone, supervised from the end of the
+        generation prompt on. None where the rendering does not begin with that prompt.
+        """
+        template, prompt = renderings.template, renderings.before(index, prompt=True)
+        head = renderings.before(index + 1, prompt=False)
+        if not head.startswith(prompt):
+            return None
         if template.has_generation_tags:
-            spans = list(self._tagged_spans(text, tagged))
-        else:
-            spans = list(self._prefix_spans(text, template, messages, tools))
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UnusableError(f"bad unicode: half of a surrogate pair, {text[error.start]!r}") from None
-        return MarkedText(text, spans)
+            _, tagged = template.render(renderings.messages[: index + 1], renderings.tools, tagged=True)
+            own = [(max(start, len(prompt)), end) for start, end in tagged if end > len(prompt)]
+            return MarkedText(head, list(self._tagged_spans(head, own)))
+        if "add_generation_prompt" not in template.source:
+            self._check_no_header(head, len(prompt), renderings, index)
+        return MarkedText(head, [(len(prompt), len(self._closed(renderings, index)))])
+
+    def is_as_served(self, renderings: Renderings, index: int, span: Span) -> bool:
+        """Whether the whole rendering up to the end of a turn's span is what `served` would make of it."""
+        text, (start, end) = renderings.text, span
+        prompt = renderings.before(index, prompt=True)
+        is_generated = start == len(prompt) or (renderings.template.has_generation_tags and start > len(prompt))
+        return is_generated and text.startswith(prompt) and text[:end] == self._closed(renderings, index)
+
+    def _closed(self, renderings: Renderings, index: int) -> str:
+        """The rendering that ends with a turn, without what follows the turn's end token."""
+        head = renderings.before(index + 1, prompt=False)
+        closed = head.removesuffix(renderings.template.closing).rstrip()
+        if self._added.last_in(closed) is None:
+            raise _never_ends(renderings.number(index))
+        return closed
 
     def _tagged_spans(self, text: str, tagged: list[Span]) -> Iterator[Span]:
         """Generation tags, with the end token taken in where it stands right behind the tag."""
@@ -58,57 +114,52 @@ class SpanFinder:
             else:
                 raise _never_ends(number)
 
-    def _prefix_spans(self, text: str, template: ChatTemplate, messages: list[Message], tools: Tools) -> Iterator[Span]:
-        """What each assistant message adds to the rendering of those before it, verified against the whole `text`."""
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        starts = [self._turn_start(text, template, messages[:index], tools) for index in turns]
-        limits = [*starts[1:], len(text)]
-        for number, (index, start, limit) in enumerate(zip(turns, starts, limits, strict=True), start=1):
-            if index + 1 == len(messages):
-                head = text
-            else:
-                head, _ = template.render(messages[: index + 1], tools)
-            end = self._turn_end(text, head, (start, limit), messages[index], number)
+    def _prefix_spans(self, renderings: Renderings) -> Iterator[Span]:
+        """What each assistant message adds to the rendering of those before it, verified against the whole."""
+        starts = [self._turn_start(renderings, index) for index in renderings.turns]
+        limits = [*starts[1:], len(renderings.text)]
+        for index, start, limit in zip(renderings.turns, starts, limits, strict=True):
+            end = self._turn_end(renderings, index, (start, limit))
             if not start < end <= limit:
-                raise UnusableError(f"chat template: assistant turn {number} cannot be masked; {FIX}")
-            if "add_generation_prompt" not in template.source:
-                self._check_no_header(text, start, messages[index], number)
+                raise UnusableError(f"chat template: assistant turn {renderings.number(index)} cannot be masked; {FIX}")
+            if "add_generation_prompt" not in renderings.template.source:
+                self._check_no_header(renderings.text, start, renderings, index)
             yield start, end
 
-    def _turn_start(self, text: str, template: ChatTemplate, before: list[Message], tools: Tools) -> int:
-        prompt, _ = template.render(before, tools, prompt=True)
+    def _turn_start(self, renderings: Renderings, index: int) -> int:
+        text, prompt = renderings.text, renderings.before(index, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
         # The generation prompt may hold more than the turn's header, such as an empty thinking block: take the longest
         # part, cut in front of a token, that the conversation really has.
-        base, _ = template.render(before, tools)
+        base = renderings.before(index, prompt=False)
         if text.startswith(base) and prompt.startswith(base):
             header = prompt[len(base) :]
             for cut in reversed(self._added.positions(header)):
                 if cut > 0 and text.startswith(header[:cut], len(base)):
                     return len(base) + cut
         reason = "its rendering changes with the messages that follow"
-        raise UnusableError(f"chat template: message {len(before) + 1} cannot be masked, {reason}; {FIX}")
+        raise UnusableError(f"chat template: message {index + 1} cannot be masked, {reason}; {FIX}")
 
-    def _turn_end(self, text: str, head: str, bounds: Span, message: Message, number: int) -> int:
-        """`head` is the rendering up to this turn: a prefix of `text`, unless the template rewrites earlier turns."""
-        start, limit = bounds
-        closed = head.rstrip()
-        token = self._added.last_in(closed)
-        if token is None:
-            raise _never_ends(number)
-        if text.startswith(head):
+    def _turn_end(self, renderings: Renderings, index: int, bounds: Span) -> int:
+        """Where the rendering up to this turn ends: a prefix of the whole, unless the template rewrites the turn."""
+        text, closed = renderings.text, self._closed(renderings, index)
+        if text.startswith(closed):
             return len(closed)
-        if token in json.dumps(message, ensure_ascii=False, default=str):
+        token = self._added.last_in(closed) or ""
+        if token in json.dumps(renderings.messages[index], ensure_ascii=False, default=str):
+            number = renderings.number(index)
             raise UnusableError(f"chat template: assistant turn {number} contains '{token}' and is rewritten; {FIX}")
-        position = text.find(token, start, limit)
+        position = text.find(token, *bounds)
         return position + len(token) if position >= 0 else -1
 
-    def _check_no_header(self, text: str, start: int, message: Message, number: int) -> None:
+    def _check_no_header(self, text: str, start: int, renderings: Renderings, index: int) -> None:
         """A template that cannot render a generation prompt leaves the turn's header inside the span."""
-        lead = text[start : max(start, text.find(message["content"].strip(), start))]
+        content = renderings.messages[index]["content"].strip()
+        lead = text[start : max(start, text.find(content, start))]
         if self._special.positions(lead):
             reason = f"{lead!r} before it would be trained, because the template ignores add_generation_prompt"
+            number = renderings.number(index)
             raise UnusableError(f"chat template: assistant turn {number} cannot be masked: {reason}; {FIX}")
 
 

@@ -70,8 +70,12 @@ class ChatTemplate:
             ) from error
         except Exception as error:  # templates run arbitrary expressions on the row
             raise UnusableError(f"chat template: refuses the conversation: {type(error).__name__}: {error}") from error
-        texts, spans = rendered
-        return texts[0], spans[0] if tagged else []
+        (text, *_), spans = rendered
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UnusableError(f"bad unicode: half of a surrogate pair, {text[error.start]!r}") from None
+        return text, spans[0] if tagged else []
 
     def _try(self, messages: list[Message]) -> str | None:
         try:
@@ -107,6 +111,15 @@ class ChatTemplate:
             ends = {token for token in calls if called.rstrip().endswith(token)}
             around |= self._marks_in(answered) - calls | ends
         return frozenset(around | self._ends & self._added)
+
+    @cached_property
+    def closing(self) -> str:
+        """What the end of a conversation adds behind the end token of its last turn: nothing generates that."""
+        ended, continued = self._try(PLAIN[:2]) or "", self._try(PLAIN[:3]) or ""
+        answer = ended.rfind(PLAIN[1]["content"])
+        ends = [at + len(token) for token in self._marks_in(ended) if (at := ended.find(token, answer)) >= 0]
+        end = min(ends, default=len(ended))
+        return ended[end:] if ended[end:].strip() and continued.startswith(ended[:end]) else ""
 
     def _marks_in(self, text: str) -> set[str]:
         return {token for token in self._added if token in text and self._is_mark(token)}

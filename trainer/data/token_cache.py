@@ -130,7 +130,11 @@ def _fill(
     staging: Path,
 ) -> None:
     encoder = ChatEncoder(
-        tokenizer, template_kwargs=options.template_kwargs, special_in_content=options.special_in_content
+        tokenizer,
+        template_kwargs=options.template_kwargs,
+        special_in_content=options.special_in_content,
+        turns=options.turns,
+        train_on=options.train_on,
     )
     with SampleWriter(staging, options) as writer:
         write_samples(writer, encoder, files, progress)

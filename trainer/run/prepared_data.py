@@ -114,6 +114,8 @@ def _prepare(
             max_bad_fraction=data.max_bad_fraction,
             max_samples=source.max_samples,
             special_in_content=data.special_in_content,
+            turns=data.turns,
+            train_on=data.train_on,
             template_kwargs=data.apply_chat_template_kwargs,
         )
         try:

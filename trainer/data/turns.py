@@ -1,0 +1,112 @@
+"""What of a conversation becomes one sample: all of it, or each turn as inference sees it."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.content import THINK_END
+from trainer.data.conversation import Message
+from trainer.data.rows import UnusableError
+from trainer.data.spans import FIX, Renderings, SpanFinder
+from trainer.data.template import PLAIN, SYSTEM
+from trainer.data.tokens import MarkedText
+
+TOGETHER, APART, AUTO = "together", "apart", "auto"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sample of a conversation: the messages it renders, and the turns among them that are supervised."""
+
+    messages: list[Message]
+    turns: list[int]
+    marked: MarkedText
+
+
+class TurnDivider:
+    """Divides conversations into samples."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str) -> None:
+        """`mode`: the whole conversation is one sample (`together`), each supervised turn is one (`apart`), or apart
+        only where the whole shows some turn otherwise than inference does (`auto`).
+        """
+        self._mode, self._spans = mode, SpanFinder(tokenizer)
+        self._regular: dict[str, bool] = {}
+        self.num_apart = 0
+        """Conversations taken apart so far."""
+        self.num_unlike_prompt = 0
+        """Supervised turns so far that no rendering shows behind their generation prompt."""
+
+    def divide(self, renderings: Renderings, trained: list[int]) -> list[Part]:
+        """The samples that supervise these turns. Raises `UnusableError`."""
+        if not trained:
+            return [Part(renderings.messages, [], MarkedText(renderings.text, []))]
+        if self._mode == TOGETHER or (self._mode == AUTO and self._is_regular(renderings)):
+            return [self._together(renderings, trained)]
+        together: Part | None = None
+        problem: UnusableError | None = None
+        if self._mode == AUTO:
+            renderings.text  # noqa: B018  what the template refuses as a whole is refused
+            try:
+                together = self._together(renderings, trained)
+                if self._is_as_served(renderings, together):
+                    return [together]
+            except UnusableError as error:
+                problem = error
+        served = [(index, self._spans.served(renderings, index)) for index in trained]
+        parts = [Part(renderings.messages[: i + 1], [i], marked) for i, marked in served if marked is not None]
+        if len(parts) == len(trained):
+            self.num_apart += 1
+            return parts
+        if together is None:
+            place = next(index for index, marked in served if marked is None) + 1
+            raise problem or UnusableError(
+                f"chat template: message {place} (assistant) is not rendered as its generation prompt begins; change "
+                f"data.apply_chat_template_kwargs or data.chat_template, or set data.turns=together"
+            )
+        self.num_unlike_prompt += len(trained) - len(parts)
+        return [together]
+
+    def _together(self, renderings: Renderings, trained: list[int]) -> Part:
+        marked, turns = self._spans.together(renderings), renderings.turns
+        if trained != turns:
+            if len(marked.spans) != len(turns):
+                raise UnusableError(
+                    f"chat template: its generation tags mark {len(marked.spans)} parts of {len(turns)} assistant "
+                    f"turns, so the flags of this row cannot be followed; {FIX}"
+                )
+            spans = [span for index, span in zip(turns, marked.spans, strict=True) if index in trained]
+            marked = MarkedText(marked.text, spans)
+        return Part(renderings.messages, trained, marked)
+
+    def _is_as_served(self, renderings: Renderings, part: Part) -> bool:
+        spans = part.marked.spans
+        return len(spans) == len(part.turns) and all(
+            map(partial(self._spans.is_as_served, renderings), part.turns, spans)
+        )
+
+    def _is_regular(self, renderings: Renderings) -> bool:
+        """Whether two short conversations of our own show that a template with generation tags writes plain turns, such
+        as these all are, as inference sees them: their prompts need not be rendered.
+        """
+        template = renderings.template
+        is_plain = (
+            template.has_generation_tags and renderings.tools is None and all(map(_is_plain, renderings.messages))
+        )
+        if is_plain and template.source not in self._regular:
+            probes = [Renderings(template, messages, None) for messages in (PLAIN, SYSTEM + PLAIN)]
+            self._regular[template.source] = all(map(self._is_shown, probes))
+        return is_plain and self._regular[template.source]
+
+    def _is_shown(self, probe: Renderings) -> bool:
+        try:
+            return self._is_as_served(probe, self._together(probe, probe.turns))
+        except UnusableError:  # of a template that takes no system turn there is no row with one
+            return probe.messages != PLAIN
+
+
+def _is_plain(message: Message) -> bool:
+    return (
+        len(message) == 2 and message["role"] in ("system", "user", "assistant") and THINK_END not in message["content"]
+    )
