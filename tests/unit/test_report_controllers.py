@@ -12,9 +12,9 @@ from rich.console import Console
 from trainer.report.analyse import analyse
 from trainer.report.readers import read_run
 from trainer.report.result import Finding, Report
+from trainer.report.rule_table import read_thresholds
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_section
-from trainer.report.thresholds import read_thresholds
 
 NUM_SEEDS = 60
 Table = NDArray[np.float64]

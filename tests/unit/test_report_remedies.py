@@ -12,9 +12,9 @@ from report_faults import FAULTS, healthy
 
 from trainer.config import known_keys
 from trainer.detection import parse_rules
-from trainer.report import remedies
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import AnalysedRun
+from trainer.report.remedies import ADVICE
 from trainer.run.compose import load_config
 
 KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
@@ -35,16 +35,12 @@ def advice() -> tuple[str, ...]:
 
 
 def every_remedy() -> Iterator[str]:
-    """Those, and each of `remedies` for itself, with and without a known configuration."""
+    """Those, and each sentence of advice for itself, with and without a known configuration."""
     yield from advice()
-    functions = [getattr(remedies, name) for name in (
-        "clip", "lower_rate", "decay", "larger_batch", "stronger_kl", "tighter_ratio", "shorter_completions", "watch",
-        "larger_group", "loading", "memory",
-    )]  # fmt: skip
     for kind in ("sft", "grpo", "controller"):
         for config in ({}, OUR_CONFIG):
             run = AnalysedRun(replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0})
-            yield from (function(run) for function in functions)
+            yield from (advise(run) for advise in ADVICE.values())
 
 
 def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
@@ -81,7 +77,7 @@ def test_a_rule_in_a_remedy_would_be_noticed(text: str) -> None:
 @pytest.mark.covers("S2.41")
 def test_the_burst_of_another_framework_is_answered_in_words_and_its_own_options() -> None:
     run: Any = AnalysedRun(healthy("grpo"), "grpo", {"lr_jump": 3.0})
-    assert remedies.watch(run) == (
+    assert ADVICE["watch"](run) == (
         "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped ratio > 0.3 keep a "
         "snapshot and return to a checkpoint, or stop."
     )

@@ -33,7 +33,7 @@ def load(path: Path, options: argparse.Namespace) -> tuple[Report, RunLog]:
     Raises `UnreadableLogError` for a log, `ConfigError` for limits that cannot be read.
     """
     from trainer.report.analyse import analyse
-    from trainer.report.thresholds import read_thresholds
+    from trainer.report.rule_table import read_thresholds
 
     try:
         thresholds = read_thresholds(options.config) if options.config else None

@@ -5,31 +5,25 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.report import remedies
-from trainer.report.all_rules import RULES
 from trainer.report.analysed_run import PROFILES, AnalysedRun, recognise_profile
 from trainer.report.anomalies import correlations, find_anomalies, observe
 from trainer.report.causes import how_common, story
 from trainer.report.checklist import checklist
+from trainer.report.checks_run import too_little
 from trainer.report.formatting import duration
 from trainer.report.generalisation import generalisation
 from trainer.report.inventory import group_counts, inventory
-from trainer.report.judge import judge
+from trainer.report.judge import judge, worst_first
 from trainer.report.learning_rate import learning_rate
 from trainer.report.result import LEVELS, Finding, LearningRate, MetricSummary, Report
-from trainer.report.rules_completeness import too_little
+from trainer.report.rule_table import merged, table
 from trainer.report.run_log import RunLog
 from trainer.report.sentence_parts import counted, listed, number
 from trainer.report.statistics import slope
 from trainer.report.step_time import throughput
-from trainer.report.thresholds import merged
 from trainer.report.trends import trends
 
 NUM_TOP = 3
-MAIN_RULES = (
-    *("V01", "V44", "lr_schedule:raised", "V05", "V25", "V31", "V17", "V02", "V32", "V13"),
-    *("V15", "V16", "V11", "V07", "V34"),
-)
-"""Rules, or single findings, of which the one that comes first matters more than another of its level."""
 
 
 @np.errstate(all="ignore")  # logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
@@ -54,7 +48,8 @@ def analyse(
     pairs = correlations(witnesses, limits)
     del witnesses
     run = AnalysedRun(log, bare.profile, limits, anomalies, external)
-    findings, not_judged = judge(run, RULES)
+    judged = judge(run)
+    findings = worst_first(judged)
     courses = trends(run)
     rate = _rate(run)
     metrics = inventory(run, courses, rate)
@@ -76,10 +71,10 @@ def analyse(
         generalisation=generalisation(run),
         learning_rate=rate,
         throughput=throughput(run),
-        checklist=checklist(run, findings),
+        checklist=checklist(run, judged),
         thresholds=limits,
         overridden=tuple(thresholds or ()),
-        insufficient=not_judged,
+        insufficient=tuple((one.rule.name, one.not_judged) for one in judged if one.not_judged),
         closing=_closing(run, verdict, findings),
     )
 
@@ -102,7 +97,7 @@ def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
 
 def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The worst three that ask for something to be done."""
-    rank = {rule: place for place, rule in enumerate(MAIN_RULES)}
+    rank = {rule: place for place, rule in enumerate(table()["foremost"])}
     serious = [finding for finding in findings if finding.level != "info"]
     serious.sort(key=lambda f: (LEVELS.index(f.level), rank.get(f.id, rank.get(f.rule, len(rank))), f.rule))
     return tuple(serious[:NUM_TOP])

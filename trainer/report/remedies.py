@@ -1,79 +1,23 @@
 """What to do about a cause, in the option names of the framework that wrote the log, with the run's own values."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.raised_rate import raised_rates, scheduled
+from trainer.report.rule_table import table
 from trainer.report.sentence_parts import number
-
-_TRANSFORMERS = {
-    "clip": "max_grad_norm",
-    "lr": "learning_rate",
-    "warmup": "warmup_ratio",
-    "schedule": "lr_scheduler_type",
-    "batch": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "eval": "eval_steps",
-    "save": "save_steps",
-    "beta": "beta",
-    "epsilon_low": "epsilon",
-    "epsilon_high": "epsilon_high",
-    "group": "num_generations",
-    "completion": "max_completion_length",
-    "workers": "dataloader_num_workers",
-    "max_length": "max_length",
-    "memory": "gradient_checkpointing=true",
-    "epochs": "num_train_epochs",
-}
-_OURS = {
-    "clip": "optim.clip_grad",
-    "lr": "optim.lr",
-    "warmup": "optim.lr_warmup_steps_ratio",
-    "schedule": "optim.lr_scheduler",
-    "batch": "data.train_batch_size",
-    "eval": "trainer.test_freq",
-    "save": "trainer.save_freq",
-    "workers": "data.num_workers",
-    "max_length": "data.max_length",
-    "memory": "model.enable_gradient_checkpointing=true, a smaller data.max_token_len_per_gpu",
-    "epochs": "trainer.total_epochs",
-    # of reinforcement learning, which is a loop of the user's own
-    "accumulation": "the number of accumulated batches",
-    "beta": "the weight of the KL penalty",
-    "epsilon_low": "the lower clip range",
-    "epsilon_high": "the upper clip range",
-    "group": "the number of answers to a prompt",
-    "completion": "the longest answer allowed",
-}
-_VERL = {
-    **_OURS,
-    "warmup": "optim.warmup_steps_ratio",
-    "beta": "actor_rollout_ref.actor.kl_loss_coef",
-    "epsilon_low": "actor_rollout_ref.actor.clip_ratio_low",
-    "epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
-    "group": "actor_rollout_ref.rollout.n",
-    "completion": "data.max_response_length",
-    "memory": "model.enable_gradient_checkpointing=true",
-}
-OPTIONS: Mapping[str, Mapping[str, str]] = {"fsdp-sft": _OURS, "verl": _VERL}
-"""Framework -> purpose -> option; everyone else uses transformers' names."""
-_SYNONYMS = {
-    "warmup": ("warmup_steps",),
-    "epsilon_low": ("epsilon_low",),
-    "group": ("group_size", "num_generations"),
-    "beta": ("beta",),
-    "completion": ("max_completion_length",),
-}
 
 
 def option(run: AnalysedRun, purpose: str) -> str:
-    return OPTIONS.get(run.log.source, _TRANSFORMERS).get(purpose, _TRANSFORMERS[purpose])
+    """Its name in the framework that wrote the log; transformers' for those without names of their own."""
+    options = table()["options"]
+    return str(options.get(run.log.source, {}).get(purpose) or options["others"][purpose])
 
 
 def value(run: AnalysedRun, purpose: str) -> Any:
     """What the run's configuration says; None where it says nothing."""
-    return run.config(option(run, purpose), *_SYNONYMS.get(purpose, ()))
+    return run.config(option(run, purpose), *table()["synonyms"].get(purpose, ()))
 
 
 def is_known(run: AnalysedRun) -> bool:
@@ -90,7 +34,7 @@ def fact(run: AnalysedRun, purpose: str) -> str:
     return f"{name} is not set" if found is None else f"{name} = {_written(found)}"
 
 
-def clip(run: AnalysedRun) -> str:
+def _clip(run: AnalysedRun) -> str:
     name, now = option(run, "clip"), value(run, "clip")
     if isinstance(now, int | float) and 0 < now <= 1:
         target = f"Lower {name} from {_written(now)} to {_written(now / 2)}"
@@ -99,7 +43,7 @@ def clip(run: AnalysedRun) -> str:
     return f"{target}, and skip the optimizer step when the norm is far above it."
 
 
-def lower_rate(run: AnalysedRun) -> str:
+def _lower_rate(run: AnalysedRun) -> str:
     """A tenth, with a longer warm-up."""
     name, warmup, now = option(run, "lr"), option(run, "warmup"), value(run, "lr")
     if not isinstance(now, int | float) and (rates := run.find("lr")) is not None:
@@ -108,34 +52,25 @@ def lower_rate(run: AnalysedRun) -> str:
     return f"Lower {name}{lowered} and set {warmup} to 0.1."
 
 
-def decay(run: AnalysedRun) -> str:
-    return f"Let the rate fall: {option(run, 'schedule')}=cosine or linear."
-
-
-def larger_batch(run: AnalysedRun) -> str:
-    if run.log.source in OPTIONS:
+def _larger_batch(run: AnalysedRun) -> str:
+    if run.log.source in table()["options"]:
         return f"Raise {option(run, 'batch')} (twice to four times)."
     return f"Raise {option(run, 'batch')} to 4 or {option(run, 'accumulation')} to 8."
 
 
-def stronger_kl(run: AnalysedRun) -> str:
+def _stronger_kl(run: AnalysedRun) -> str:
     now = value(run, "beta")
     was = f" from {_written(now)}" if now is not None else " (often 0.04)"
     return f"Raise {option(run, 'beta')}{was} to 0.1 to 0.2 and adapt it to the measured KL."
 
 
-def tighter_ratio(run: AnalysedRun) -> str:
-    return f"Clip probability ratios tighter: {option(run, 'epsilon_low')} and {option(run, 'epsilon_high')} at 0.1."
-
-
-def shorter_completions(run: AnalysedRun) -> str:
-    now = value(run, "completion")
+def _shorter_completions(run: AnalysedRun) -> str:
+    now, name = value(run, "completion"), option(run, "completion")
     lowered = f" from {now} to {int(now) // 2}" if isinstance(now, int | float) else " (512 to 256)"
-    name = option(run, "completion")
     return f"Lower {name}{lowered}, give truncated answers reward 0, and set stop words or the end-of-text token."
 
 
-def watch(run: AnalysedRun) -> str:
+def _watch(run: AnalysedRun) -> str:
     """Early stop and return to a checkpoint."""
     often = f"Validate and save often ({option(run, 'eval')}=100 and {option(run, 'save')}=100)"
     if run.key("kl"):
@@ -145,16 +80,24 @@ def watch(run: AnalysedRun) -> str:
     return f"{often}; where loss or gradient norm are far off, return to a checkpoint, or stop."
 
 
-def larger_group(run: AnalysedRun) -> str:
-    return f"Raise {option(run, 'group')} to 8 or 10, the batch size, the learning rate's decay, or train longer."
-
-
-def loading(run: AnalysedRun) -> str:
-    return f"Raise {option(run, 'workers')}, prepare the data beforehand, or put it on a faster disk."
-
-
-def memory(run: AnalysedRun) -> str:
-    return f"Use {option(run, 'memory')}, or a smaller micro-batch."
+ADVICE: Mapping[str, Callable[[AnalysedRun], str]] = {
+    "clip": _clip,
+    "lower_rate": _lower_rate,
+    "decay": lambda run: f"Let the rate fall: {option(run, 'schedule')}=cosine or linear.",
+    "larger_batch": _larger_batch,
+    "stronger_kl": _stronger_kl,
+    "tighter_ratio": lambda run: (
+        f"Clip probability ratios tighter: {option(run, 'epsilon_low')} and {option(run, 'epsilon_high')} at 0.1."
+    ),
+    "shorter_completions": _shorter_completions,
+    "watch": _watch,
+    "larger_group": lambda run: (
+        f"Raise {option(run, 'group')} to 8 or 10, the batch size, the learning rate's decay, or train longer."
+    ),
+    "loading": lambda run: f"Raise {option(run, 'workers')}, prepare the data beforehand, or put it on a faster disk.",
+    "memory": lambda run: f"Use {option(run, 'memory')}, or a smaller micro-batch.",
+}
+"""Sentences that the remedies of the table are made of."""
 
 
 def checkpoint(run: AnalysedRun, step: int) -> str:

@@ -5,7 +5,7 @@ import numpy as np
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.result import Throughput
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import number, percent
+from trainer.report.sentence_parts import percent
 from trainer.report.statistics import finite, slope
 
 PHASES = ("data", "h2d", "shard", "forward", "backward", "optimizer", "update", "rollout", "reward", "logging", "guard")
@@ -88,10 +88,3 @@ def _median(run: AnalysedRun, role: str) -> float | None:
 def _last(run: AnalysedRun, role: str) -> float | None:
     series = run.find(role)
     return float(series.values[-1]) if series is not None else None
-
-
-def stall_note(run: AnalysedRun, limit: float) -> str:
-    """The usual step time in words, with the seed's example only for what it was measured on."""
-    step_s = float(np.median(ordinary_steps(run).values))
-    reference = "; 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens" if step_s > limit else ""
-    return f"median step {number(step_s)} s{reference}"

@@ -1,0 +1,143 @@
+"""What is measured of the gradient norm and of the learning rate."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.report import remedies
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
+from trainer.report.anomalies import is_of
+from trainer.report.causes import how_common, is_led_by_rate, moved_along, why_recovered
+from trainer.report.learning_rate import learning_rate
+from trainer.report.measure import Measure, first_part, stretch
+from trainer.report.raised_rate import scheduled
+from trainer.report.result import LearningRate
+from trainer.report.run_log import Series
+from trainer.report.sentence_parts import span
+
+CERTAIN_WARMUP = 0.9
+"""Frameworks differ by a step or two in where a warm-up ends."""
+MIN_OVERLAPS = 2
+"""One anomaly at a high rate is chance."""
+MIN_RATES = 20
+MIN_FIRST = 8
+
+
+def gradient_range(run: AnalysedRun) -> Iterator[Measure]:
+    """The share of points outside the usual range: of the run, and of its first steps."""
+    series = run.get("grad")
+    low, high = run.limits["grad_low"], run.limits["grad_high"]
+    for row, part in (("main", series), ("start", first_part(series, run.limits["first_steps"]))):
+        if row == "main" or len(part) >= MIN_FIRST:
+            median = float(np.median(part.values))
+            share = float(((part.values < low) | (part.values > high)).mean())
+            yield Measure(
+                row,
+                median,
+                steps_of(part, 0, len(part)),
+                {"share": share, "inside": 1 - share},
+                limit=high if median > high else low,
+                is_fault=share > run.limits["grad_share"],
+            )
+
+
+def high_gradients(run: AnalysedRun) -> Iterator[Measure]:
+    """For long above a fixed level, which holds for fine-tuning; and far above the run's own level."""
+    series, limits = run.get("grad"), run.limits
+    is_high = series.values > limits["grad_unstable"]
+    if run.profile == "sft" and (where := stretch(series, is_high, limits["grad_unstable_points"])):
+        yield Measure("sustained", where.highest, where.steps, {"points": where.num_points})
+    median = float(np.median(series.values))
+    far = np.flatnonzero(series.values > limits["grad_explosion"] * median)
+    if median > 0 and len(far):
+        peak, steps = int(np.argmax(series.values)), series.steps[far].tolist()
+        top = float(series.values[peak])
+        words = {"peak": top, "at": int(series.steps[peak]), "usual": median, "count": len(far), "all": steps}
+        yield Measure("explosion", top / median, (steps[0], steps[-1]), words)
+
+
+def vanishing_gradients(run: AnalysedRun) -> Iterator[Measure]:
+    series = run.get("grad")
+    limit = max(run.limits["grad_vanished"], run.limits["grad_vanished_share"] * float(np.median(series.values)))
+    if where := stretch(series, series.values < limit, run.limits["grad_vanished_points"]):
+        yield Measure(value=where.median, steps=where.steps, limit=limit)
+
+
+def clipping(run: AnalysedRun) -> Iterator[Measure]:
+    """Bursts that went into the weights, and how many of the later updates were clipped."""
+    bursts = [a for a in run.anomalies if is_of(a, "grad")]
+    clip = remedies.value(run, "clip")
+    if bursts and remedies.is_known(run) and not clip:
+        steps = bursts[0].steps[0], bursts[-1].steps[1]
+        yield Measure(value=float(len(bursts)), steps=steps, words={"count": len(bursts)})
+    norms, logged = run.get("grad").values, run.find("clipped_steps")
+    share = None
+    if len(norms) >= run.limits["min_points"]:  # the second half: first gradients are large
+        if isinstance(clip, int | float) and clip > 0:
+            share = float((norms[len(norms) // 2 :] > clip).mean())
+        elif logged is not None:
+            share = float(logged.values[len(logged) // 2 :].mean())
+    if share is not None:
+        usual = float(np.median(norms))
+        yield Measure("clipped", share, words={"usual": usual}, is_fault=share > run.limits["clipped_share"])
+    elif not remedies.is_known(run):
+        raise NotJudged("the configuration is not known, nor how many updates were clipped")
+
+
+def schedule(run: AnalysedRun) -> Iterator[Measure]:
+    """Where the rate leaves its schedule, does not warm up, jumps, or never falls."""
+    series = run.get("lr")
+    if len(series) < MIN_RATES:
+        raise NotJudged(f"{len(series)} points of learning rate, {MIN_RATES} are needed")
+    told = learning_rate(series, (), limits=run.limits, total_steps=run.total_steps)
+    if told.raised:
+        yield _raised(run, told)
+    yield from _warmup(run, scheduled(series, told.raised))
+    if told.schedule == "unknown" and (at := _jump(run, series, told.peak)) is not None:
+        yield Measure("jumps", steps=(at, at))
+    is_wanted = "constant" in str(remedies.value(run, "schedule"))
+    if told.schedule == "constant" and not is_wanted and run.last_step >= 0.9 * run.total_steps:
+        yield Measure("decay", told.last, steps_of(series, 0, len(series)), {"peak": told.peak})
+
+
+def _raised(run: AnalysedRun, told: LearningRate) -> Measure:
+    """Where the rate was lifted off its schedule, and what followed."""
+    worst = max(told.raised, key=lambda stretch: stretch.factor)
+    where = [f"{span(stretch.steps)}{'' if stretch.is_over else ', to the end'}" for stretch in told.raised]
+    words = {"level": worst.level, "peak": worst.peak, "where": where, "at": worst.steps[0]}
+    followed = tuple(f"{moved_along(a)} at {span(a.steps)}" for a in run.anomalies if is_led_by_rate(a))
+    return Measure("raised", worst.factor, (told.raised[0].steps[0], told.raised[-1].steps[1]), words, followed)
+
+
+def _warmup(run: AnalysedRun, rates: Series) -> Iterator[Measure]:
+    """Whether the rate rises as long as the configuration says; where that says nothing, up to its peak."""
+    ratio = run.config("optim.lr_warmup_steps_ratio", "warmup_ratio", "warmup_steps_ratio")
+    length = int(run.config("warmup_steps") or float(ratio or 0) * run.total_steps)
+    peak = int(np.argmax(rates.values >= rates.values.max() * (1 - 1e-6)))
+    inside = rates.values[rates.steps <= CERTAIN_WARMUP * length] if length else rates.values[: peak + 1]
+    rises = bool(np.all(np.diff(inside) > 0)) if length else bool(np.all(np.diff(inside) >= 0))
+    if len(inside) >= (3 if length else 2) and (length or rises):
+        words = {"length": length, "first": rates.values[0], "peak": rates.values[peak], "at": rates.steps[peak]}
+        yield Measure("warmup", steps=(int(rates.steps[0]), length), words=words, is_fault=not rises)
+
+
+def _jump(run: AnalysedRun, series: Series, peak: float) -> int | None:
+    """The first step at which the rate moves further than a schedule does; restarts that were asked for are none."""
+    if "restart" in str(remedies.value(run, "schedule")) or peak <= 0:
+        return None
+    start = int(np.argmax(series.values >= peak * (1 - 1e-6)))
+    moves = np.diff(series.values[start:]) / peak
+    jumps = np.flatnonzero((moves > run.limits["lr_jump_up"]) | (moves < -run.limits["lr_jump_down"]))
+    return int(series.steps[start + 1 + jumps[0]]) if len(jumps) else None
+
+
+def unstable_at_high_rate(run: AnalysedRun) -> Iterator[Measure]:
+    unstable = [a for a in run.anomalies if any(is_of(a, role) for role in ("loss", "grad", "kl"))]
+    if len(unstable) < MIN_OVERLAPS:
+        return
+    told = learning_rate(run.get("lr"), unstable, limits=run.limits, total_steps=run.total_steps)
+    share = told.anomalies_at_high_share or 0.0
+    if share > run.limits["lr_overlap"]:
+        words = {"peak": told.peak, "schedule": told.schedule, "warmup": told.warmup_steps, "last": told.last}
+        words |= {"why_recovered": why_recovered(run), "how_common": how_common(run)}
+        yield Measure(value=share, steps=(unstable[0].steps[0], unstable[-1].steps[1]), words=words)

@@ -1,0 +1,226 @@
+"""What is measured of a policy: lengths, distance, entropy, rewards, accuracy, latency and budget."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from trainer.report import remedies
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
+from trainer.report.causes import how_common, moved_along, story, why_recovered
+from trainer.report.collapse import collapse
+from trainer.report.generalisation import RESULTS
+from trainer.report.measure import Measure, stretch
+from trainer.report.result import Anomaly, Mover
+from trainer.report.run_log import Series
+from trainer.report.sentence_parts import listed, number, span
+from trainer.report.statistics import bins, longest_run, noise, slope
+from trainer.report.vocabulary import meaning
+
+CAP_SHARE = 0.97
+"""A longest answer within 3 % of the cap has reached it."""
+MIN_RISE = 1e-9
+NUM_SMOOTH = 3
+"""Points whose median stands for the present length of a generating policy."""
+BANDS = {
+    "reward": (-0.5, 0.0, 0.3),
+    "accuracy": (0.0, 0.1, 0.2),
+}
+"""What epochs 1-10, 11-20 and 21-30 of a controller reach: rewards about that, accuracies at least."""
+MIN_EPOCHS = 8
+CLEAR_SIGMA = 3
+"""A fall is at least so many times the noise from epoch to epoch: of many good runs some end lower by chance."""
+_FORMAT = re.compile(r"format|tag", re.IGNORECASE)
+
+
+def length_shift(run: AnalysedRun) -> Iterator[Measure]:
+    """The present median against that of the 50 steps before."""
+    series = run.get("mean_length")
+    width = int(np.searchsorted(series.steps, series.steps[0] + run.limits["length_steps"]))
+    smooth = NUM_SMOOTH if run.profile == "grpo" else width
+    if width < NUM_SMOOTH or len(series) < 2 * width + smooth:
+        raise NotJudged("too few points of length")
+    stride = max(1, len(series) // 20_000)
+    windows = np.lib.stride_tricks.sliding_window_view
+    before = np.median(windows(series.values, width)[:-smooth:stride], axis=1)
+    after = np.median(windows(series.values[width:], smooth)[::stride], axis=1)
+    change = after / np.maximum(before, MIN_RISE) - 1
+    worst = int(np.argmax(np.abs(change)))
+    size = float(change[worst])
+    if abs(size) > run.limits["length_shift"]:
+        at = width + worst * stride
+        words = {"size": abs(size), "width": width, "before": before[worst], "after": after[worst]}
+        words["at"] = series.steps[at]
+        yield Measure("main" if size > 0 else "shorter", size, steps_of(series, at, at + smooth), words)
+
+
+def kl(run: AnalysedRun) -> Iterator[Measure]:
+    series, limits = run.get("kl"), run.limits
+    peak = int(np.argmax(series.values))
+    top, median = float(series.values[peak]), float(np.median(series.values))
+    words: dict[str, object] = {"top": top, "usual": median, "at": int(series.steps[peak])}
+    if top > limits["kl_fault"]:
+        where = series.steps[series.values > limits["kl_fault"]]
+        bursts = [a for a in run.anomalies if any(m.metric == run.name("kl") for m in a.movers)]
+        words |= {"count": max(1, len(bursts)), "how_common": how_common(run), "why_recovered": why_recovered(run)}
+        told = (story(run.anomalies), *(f"{span(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
+        yield Measure("main", top, (int(where[0]), int(where[-1])), words, tuple(filter(None, told)))
+    elif top > limits["kl_high"]:
+        yield Measure("above", top, words=words)
+    elif median < limits["kl_low"]:
+        yield Measure("below", median, words=words)
+
+
+def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
+    """Answers cut off at the length limit, and the longest that reach it again and again."""
+    series = run.get("clipped_ratio")
+    if where := series.steps[series.values > run.limits["clipped_ratio"]].tolist():
+        peak = int(np.argmax(series.values))
+        words = {"at": series.steps[peak], "count": len(where), "all": where}
+        yield Measure("main", float(series.values[peak]), (where[0], where[-1]), words)
+    cap, lengths = remedies.value(run, "completion"), run.find("max_length")
+    if lengths is not None and isinstance(cap, int | float):
+        share = float((lengths.values >= CAP_SHARE * cap).mean())
+        if share > run.limits["cap_share"]:
+            yield Measure("cap", share, words={"cap": float(cap)})
+
+
+def entropy(run: AnalysedRun) -> Iterator[Measure]:
+    points = bins(run.get("entropy"))
+    if len(points) < 8:
+        raise NotJudged(f"{len(points)} points of entropy")
+    first, last = float(points.values[:3].mean()), float(points.values[-1])
+    start, stop = longest_run(points.values < run.limits["entropy_share"] * first)
+    if stop == len(points) and stop > start and first > 0:
+        yield Measure(value=last / first, steps=steps_of(points, start, stop), words={"last": last})
+
+
+def reward_drops(run: AnalysedRun) -> Iterator[Measure]:
+    """Rewards that more than halved in an interval of instability, with what moved in phase."""
+    fallen = {a: [m for m in a.movers if _has_halved(run, m)] for a in run.anomalies}
+    drops = {anomaly: movers for anomaly, movers in fallen.items() if movers}
+    if not drops:
+        return
+    anomaly, deepest = min(((a, m) for a, movers in drops.items() for m in movers), key=lambda pair: pair[1].z)
+    is_told = bool(anomaly.chain) and meaning(anomaly.chain[0]).group != "reward"
+    words = {
+        "count": len(drops),
+        "metrics": list(dict.fromkeys(mover.metric for movers in drops.values() for mover in movers)),
+        "lead": f" It began with {anomaly.chain[0]}." if is_told else "",
+    }
+    intervals = [a.steps for a in drops]
+    steps = intervals[0][0], intervals[-1][1]
+    lines = tuple(_drop_line(*drop) for drop in drops.items())[:10]
+    yield Measure(value=deepest.peak_value, steps=steps, words=words, evidence=lines, metric=deepest.metric)
+
+
+def _drop_line(anomaly: Anomaly, fallen: list[Mover]) -> str:
+    fell = listed(f"{mover.metric} down to {number(mover.peak_value)}" for mover in fallen)
+    rose = listed(mover.metric for mover in anomaly.movers if mover.sign > 0)
+    return f"{span(anomaly.steps)}: {fell}, in phase with {rose}"
+
+
+def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
+    if mover.sign > 0 or meaning(mover.metric).group != "reward":
+        return False
+    values = run.log.series[mover.metric].values
+    usual = float(np.median(values[np.isfinite(values)]))
+    return usual > 0 and mover.peak_value < (1 - run.limits["reward_drop"]) * usual
+
+
+def _collapsed(run: AnalysedRun, role: str, row: str) -> Iterator[Measure]:
+    """What a reward or accuracy had reached and lost."""
+    if (fall := collapse(run.get(role), run.limits)) is not None:
+        at = fall.steps[0]
+        words = {"before": fall.before, "after": fall.after, "at": at, "checkpoint": remedies.checkpoint(run, at)}
+        size = fall.before - fall.after
+        yield Measure(row, size, fall.steps, words, metric=run.name(role), limit=fall.least)
+
+
+def held_out_results(run: AnalysedRun) -> Iterator[Measure]:
+    roles = [role for role in RESULTS if run.find(role) is not None]
+    if not roles:
+        raise NotJudged("the log has no reward or accuracy on held-out samples")
+    for role in roles:
+        yield from _collapsed(run, role, "main")
+
+
+def rewards(run: AnalysedRun) -> Iterator[Measure]:
+    """Whether rewards rise from epoch to epoch, have been falling, were lost, or never became positive."""
+    means, p = run.epochs("reward"), run.limits["trend_p"]
+    if len(means) < MIN_EPOCHS:
+        raise NotJudged(f"{len(means)} epochs of reward, {MIN_EPOCHS} are needed")
+    whole = slope(means)
+    is_rising = whole.is_rising(p)
+    needed = int(run.limits["rising_epochs"]) + 1
+    last = Series(means.steps[-needed:], means.values[-needed:])
+    recent = slope(last)
+    is_clear = abs(recent.change) > CLEAR_SIGMA * noise(means)
+    if len(last) == needed and recent.is_falling(run.limits["rising_p"]) and is_clear:
+        best = remedies.checkpoint(run, int(means.steps[int(np.argmax(means.values))]))
+        words = {"size": abs(recent.change), "checkpoint": best}
+        yield Measure("falling", recent.change, steps_of(last, 0, len(last)), words)
+    yield from _collapsed(run, "reward", "collapse")
+    if not is_rising:
+        yield Measure("flat", whole.p_value, steps_of(means, 0, len(means)), {"level": whole.level})
+    if (highest := float(means.values.max())) < 0:
+        yield Measure("rising" if is_rising else "negative", highest)
+
+
+def format_hacking(run: AnalysedRun) -> Iterator[Measure]:
+    forms = [key for key in run.log.series if _FORMAT.search(key) and "reward" in key.lower()]
+    right = run.find("correct") or run.find("accuracy")
+    if not forms or right is None:
+        raise NotJudged("the log has no format reward beside one for being right")
+    p, truth = run.limits["trend_p"], slope(right)
+    for key in forms:
+        form = slope(run.log.series[key])
+        if not truth.is_rising(p) and form.is_rising(p) and form.relative_change > run.limits["reward_flat"]:
+            yield Measure(value=form.change, metric=key)
+
+
+def accuracy(run: AnalysedRun) -> Iterator[Measure]:
+    series = run.get("accuracy")
+    if where := stretch(series, series.values == 0, run.limits["accuracy_zero_epochs"] + 1):
+        yield Measure("zero", float(where.num_points), where.steps, {"points": where.num_points})
+    yield from _collapsed(run, "accuracy", "collapse")
+    if len(series) >= run.limits["min_epochs"] and not slope(series).is_rising(run.limits["trend_p"]):
+        first, last = float(series.values[0]), float(series.values[-1])
+        yield Measure("flat", last, steps_of(series, 0, len(series)), {"first": first})
+    if below := tuple(_below_the_bands(run)):
+        yield Measure("bands", words={"worst": below[0]}, evidence=below)
+
+
+def _below_the_bands(run: AnalysedRun) -> Iterator[str]:
+    """What is lower than usual in epochs 1 to 30: worth a note, not more."""
+    for role, levels in BANDS.items():
+        series = run.find(role)
+        for (first, last), level in zip(pairwise((0, 10, 20, 30)), levels, strict=True):
+            part = series.values[(series.steps > first) & (series.steps <= last)] if series is not None else ()
+            if len(part) >= 5 and (mean := float(np.mean(part))) < level - 0.25 * (role == "reward"):
+                yield f"{run.name(role)} {number(mean)} in epochs {first + 1} to {last}"
+
+
+def budget(run: AnalysedRun) -> Iterator[Measure]:
+    """Answers that miss the latency budget, and the latency at the end."""
+    violations, latency, limits = run.find("violation"), run.find("latency"), run.limits
+    if violations is None and latency is None:
+        raise NotJudged("the log has neither latency nor budget violations")
+    if violations is not None:
+        if where := stretch(violations, violations.values > limits["violation"], limits["violation_epochs"] + 1):
+            yield Measure("stuck", where.mean, where.steps, {"points": where.num_points})
+        last = float(violations.values[-5:].mean())
+        if len(violations) >= limits["min_epochs"] and last >= limits["violation_final_note"]:
+            is_high, is_falling = (
+                last >= limits["violation_final_warn"],
+                slope(violations).is_falling(limits["trend_p"]),
+            )
+            limit = limits["violation_final_warn" if is_high else "violation_final_note"]
+            words = {"falling": "; it is falling" if is_falling else ""}
+            yield Measure("final" if is_high and not is_falling else "near", last, words=words, limit=limit)
+    given = limits["latency_budget"] or run.config("latency_budget", "budget_ms", "latency_budget_ms", "budget")
+    if latency is not None and isinstance(given, int | float):
+        level = float(bins(latency).values[-10:].mean())
+        if level > given:
+            yield Measure("latency", level, limit=float(given))

@@ -1,0 +1,172 @@
+"""What is measured of step times, waiting for data, crashes and memory."""
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
+from trainer.report.collapse import collapse
+from trainer.report.measure import Measure, first_part
+from trainer.report.run_log import Series
+from trainer.report.sentence_parts import number
+from trainer.report.statistics import slope
+from trainer.report.step_time import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_steps
+
+MIN_POINTS = 20
+MIN_FIRST = 8
+MIN_PERIODS = 3
+LASTING = 32
+"""Points that a slowdown must last: a shared machine is slower for a moment now and then."""
+SPIKE_OF_BUSY_STEP = 1.5
+"""A saving step this many times as long as the median shows the period."""
+_CRASH = re.compile(r"nccl|out of memory|\boom\b|gloo|timed? ?out", re.IGNORECASE)
+_SILENT = re.compile(r"silent|no heartbeat", re.IGNORECASE)
+_MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
+
+
+def _times(run: AnalysedRun) -> Series:
+    times = ordinary_steps(run)
+    if len(times) < MIN_POINTS:
+        raise NotJudged(f"{len(times)} ordinary steps with a time, {MIN_POINTS} are needed")
+    return times
+
+
+def slowing(run: AnalysedRun) -> Iterator[Measure]:
+    """A lasting slowdown with its onset; else growth over the run, or in its first steps alone."""
+    if run.find("time") is not None:
+        first = first_part(ordinary_steps(run), run.limits["first_steps"])
+        if len(first) >= MIN_FIRST:
+            yield _growth(run, "start", first)
+    if (slowdown := _slowdown(run)) is not None:
+        yield slowdown
+    else:
+        yield _growth(run, "main", _times(run))
+
+
+def _growth(run: AnalysedRun, row: str, times: Series) -> Measure:
+    trend, limits = slope(times), run.limits
+    growth = trend.relative_change
+    is_slower = trend.is_rising(limits["rising_p"]) and growth > limits["time_growth"]
+    return Measure(row, growth, steps_of(times, 0, len(times)), {"level": trend.level}, is_fault=is_slower)
+
+
+def _slowdown(run: AnalysedRun) -> Measure | None:
+    """A lasting fall of the tokens per second, or rise of the step time."""
+    least = 1 + run.limits["slowdown"]
+    for role, sign in (("tokens_per_s", 1.0), ("time", -1.0)):
+        if run.find(role) is None:
+            continue
+        points = _times(run) if role == "time" else run.get(role)
+        fall = collapse(Series(points.steps, sign * points.values), run.limits, least_width=LASTING)
+        if fall is None or not fall.before or not fall.after:
+            continue
+        if (factor := (fall.before / fall.after) ** sign) > least:
+            words = {"at": fall.steps[0], "before": abs(fall.before), "after": abs(fall.after)}
+            return Measure("slowdown", factor, fall.steps, words, metric=run.name(role), limit=least)
+    return None
+
+
+def slow_steps(run: AnalysedRun) -> Iterator[Measure]:
+    """The usual step, and single ones that took far longer, but for those at regular distances."""
+    times, limits = _times(run), run.limits
+    median = float(np.median(times.values))
+    if median > limits["time_high"]:
+        yield Measure(value=median)
+    slow = np.flatnonzero(times.values > limits["time_spike"] * median)
+    steps = times.steps[slow]
+    if len(slow) and _period(steps) is None:
+        peak = slow[np.argmax(times.values[slow])]
+        longest = times.values[peak]
+        words = {"count": len(slow), "longest": longest, "at": times.steps[peak], "all": steps.tolist()}
+        yield Measure("stalls", float(longest / median), (int(steps[0]), int(steps[-1])), words)
+
+
+def _period(steps: np.ndarray) -> int | None:
+    """The common distance of steps, if nearly all are that far apart."""
+    gaps = np.diff(steps)
+    if len(gaps) < MIN_PERIODS:
+        return None
+    common = int(np.median(gaps))
+    return common if common > 1 and float((np.abs(gaps - common) <= 1).mean()) >= 0.8 else None
+
+
+def periodic_steps(run: AnalysedRun) -> Iterator[Measure]:
+    """Longer steps that save or validate, or come at regular distances."""
+    times = run.get("time")
+    is_slow = times.values > SPIKE_OF_BUSY_STEP * float(np.median(times.values))
+    steps = times.steps[is_slow & (np.arange(len(times)) >= NUM_COMPILE)]
+    is_work = np.count_nonzero(run.is_busy(steps)) >= MIN_PERIODS
+    period = _period(steps)
+    if is_work or period is not None:
+        cadence = f"every {period} steps" if period else "at the steps that save or validate"
+        row = "main" if is_work else "regular"
+        yield Measure(row, float(period) if period else None, (int(steps[0]), int(steps[-1])), {"cadence": cadence})
+
+
+def data_wait(run: AnalysedRun) -> Iterator[Measure]:
+    waits, step_s = run.get("data_time").values[NUM_COMPILE:], float(np.median(ordinary_steps(run).values))
+    share = float(np.median(waits)) / step_s if len(waits) and step_s else 0.0
+    if share > run.limits["data_warn"]:
+        yield Measure("most" if share > run.limits["data_fail"] else "main", share)
+
+
+def first_steps(run: AnalysedRun) -> Iterator[Measure]:
+    times = run.get("time")
+    if len(times) < MIN_POINTS:
+        raise NotJudged(f"{len(times)} points, {MIN_POINTS} are needed")
+    median = float(np.median(times.values))
+    slow = np.flatnonzero(times.values[:NUM_COMPILE] > run.limits["compile_ratio"] * median)
+    if len(slow):
+        longest = times.values[slow].max()
+        steps = int(times.steps[0]), int(times.steps[slow[-1]])
+        yield Measure(value=float(longest / median), steps=steps, words={"longest": longest, "usual": median})
+
+
+def crashes(run: AnalysedRun) -> Iterator[Measure]:
+    """Errors of the network and of memory, ranks that fell silent, and what the allocator counted."""
+    events = [(event, f"{event.kind} {event.message}") for event in run.log.events]
+    errors = [event for event, text in events if event.level == "error" and _CRASH.search(text)]
+    silent = [event for event, text in events if _SILENT.search(text)]
+    counts = {run.name(role): run.find(role) for role in ("ooms", "alloc_retries")}
+    counted = {key: float(series.values.max()) for key, series in counts.items() if series is not None}
+    if not events and not counted:
+        raise NotJudged("the log has neither events nor counters of the allocator")
+    faults = {key: value for key, value in counted.items() if value > 0}
+    evidence = [f"step {event.step}: {event.message}" for event in (*errors, *silent)]
+    evidence += [f"{key} reached {number(value)}" for key, value in faults.items()]
+    if not evidence:
+        if events:
+            yield Measure(is_fault=False)
+        return
+    steps = [event.step for event in (*errors, *silent)]
+    is_memory = bool(faults) or any(_MEMORY.search(event.message) for event in errors)
+    yield Measure(
+        "memory" if is_memory else "main",
+        next(iter(faults.values()), None),
+        (min(steps), max(steps)) if steps else None,
+        words={"worst": evidence[0]},
+        evidence=tuple(evidence[:10]),
+        metric=next(iter(faults), None),
+    )
+
+
+def leaks(run: AnalysedRun) -> Iterator[Measure]:
+    """Growth over the second half: buffers and caches fill in the first."""
+    sizes = {role: series for role in ("rss", "allocated") if (series := run.find(role)) is not None}
+    long = {role: series for role, series in sizes.items() if len(series) >= MIN_POINTS}
+    if run.find("reserved_share") is None and not long:
+        raise NotJudged("the log has no memory metrics")
+    if run.last_step < MIN_LEAK_STEPS:
+        return
+    for role, series in long.items():
+        late = Series(series.steps[len(series) // 2 :], series.values[len(series) // 2 :])
+        trend, least = slope(late), run.limits["leak"]
+        growth = 1000 * trend.per_step / trend.level if trend.level else 0.0
+        quarter = len(late) // 4
+        first, last = float(np.median(late.values[:quarter])), float(np.median(late.values[-quarter:]))
+        is_lasting = bool(first) and last / first - 1 > least
+        if trend.is_rising(run.limits["rising_p"]) and growth > least and is_lasting:
+            words: dict[str, object] = {"role": role, "whose": "Host" if role == "rss" else "Device"}
+            words |= {"before": float(late.values[0]), "after": float(late.values[-1])}
+            yield Measure("leak", growth, steps_of(late, 0, len(late)), words, metric=run.name(role))

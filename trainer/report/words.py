@@ -1,0 +1,49 @@
+"""The sentences of the table of rules, filled with what was measured and what is known of the run."""
+
+import string
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.report import remedies
+from trainer.report.analysed_run import AnalysedRun
+from trainer.report.sentence_parts import counted, listed, number, percent, span
+
+
+class _Sentence(string.Formatter):
+    """Numbers as on the pages; `{share:%}` a percentage, `{count:spike}` counted, steps and lists in words."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec:
+            return percent(float(value)) if format_spec == "%" else counted(int(value), format_spec)
+        if isinstance(value, tuple):
+            return span(value)
+        if isinstance(value, list):
+            return listed(map(str, value))
+        return number(value) if isinstance(value, float) else str(value)
+
+
+class _ByPurpose:
+    """`{option[lr]}` and `{fact[lr]}`: the option's name, and what it was set to."""
+
+    def __init__(self, run: AnalysedRun, told: Callable[[AnalysedRun, str], str]) -> None:
+        self._run, self._told = run, told
+
+    def __getitem__(self, purpose: str) -> str:
+        return self._told(self._run, purpose)
+
+
+class _Known(dict[str, object]):
+    """What was measured; else limits by their names, and sentences of advice by theirs."""
+
+    def __init__(self, run: AnalysedRun, measured: Mapping[str, object]) -> None:
+        super().__init__(measured)
+        self["option"], self["fact"] = _ByPurpose(run, remedies.option), _ByPurpose(run, remedies.fact)
+        self._run = run
+
+    def __missing__(self, name: str) -> object:
+        return self._run.limits[name] if name in self._run.limits else remedies.ADVICE[name](self._run)
+
+
+def filled(sentence: str, run: AnalysedRun, measured: Mapping[str, object]) -> str:
+    """A sentence of the table in words. Raises `KeyError` for a name that nobody knows."""
+    return _Sentence().vformat(sentence, (), _Known(run, measured)).strip()
