@@ -7,7 +7,7 @@ from trainer.report import checks_gradient, checks_loss, checks_policy, checks_r
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.measure import PLACES, STATISTICS, Measure
 from trainer.report.result import LEVELS, Finding
-from trainer.report.rule_table import Row, Rule, rules
+from trainer.report.rule_table import FindingRow, Rule, rules
 from trainer.report.vocabulary import ROLES
 from trainer.report.words import filled
 
@@ -85,7 +85,7 @@ def _measured(rule: Rule, run: AnalysedRun) -> Iterator[Measure]:
         yield _compared(key, row, run, role)
 
 
-def _compared(key: str, row: Row, run: AnalysedRun, role: str) -> Measure:
+def _compared(key: str, row: FindingRow, run: AnalysedRun, role: str) -> Measure:
     """A statistic of a role against its limits."""
     series, name = run.get(role), row.statistic or ""
     if "from_the_start" in row.requires and series.steps[0] > run.limits["first_steps"]:
@@ -110,7 +110,7 @@ def _limit(name: str | float | None, run: AnalysedRun) -> float | None:
     return None if name is None else float(name)
 
 
-def _finding(rule: Rule, row: Row, measure: Measure, run: AnalysedRun) -> Finding:
+def _finding(rule: Rule, row: FindingRow, measure: Measure, run: AnalysedRun) -> Finding:
     metric = measure.metric or (run.name(row.role) if row.role else None)
     limit = measure.limit if measure.limit is not None else _limit(row.limit, run)
     words = {"value": measure.value, "limit": limit, "metric": metric, "steps": measure.steps, **measure.words}

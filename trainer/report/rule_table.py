@@ -13,7 +13,7 @@ from trainer.config import did_you_mean
 
 
 @dataclass(frozen=True)
-class Row:
+class FindingRow:
     """A finding as the table has it. What it does not say it has from its rule."""
 
     title: str
@@ -43,7 +43,7 @@ class Rule:
 
     id: str
     name: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, FindingRow]
     limits: Mapping[str, float] = field(default_factory=dict)
     check: str | None = None
     """The function that measures for the rows without a statistic."""
@@ -71,7 +71,9 @@ def _rule(id_: str, entry: Mapping[str, Any]) -> Rule:
     own = {field.name: entry[field.name] for field in fields(Rule) if field.name in entry}
     common = {"role": next(iter(entry.get("needs", ())), None)}
     common |= {key: value for key, value in entry.items() if key not in own}
-    rows = {key: Row(**{"id": "" if key == "main" else key, **common, **row}) for key, row in entry["rows"].items()}
+    rows = {
+        key: FindingRow(**{"id": "" if key == "main" else key, **common, **row}) for key, row in entry["rows"].items()
+    }
     return Rule(**{**own, "id": id_, "rows": rows})
 
 
