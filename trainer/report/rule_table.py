@@ -71,10 +71,8 @@ def _rule(id_: str, entry: Mapping[str, Any]) -> Rule:
     own = {field.name: entry[field.name] for field in fields(Rule) if field.name in entry}
     common = {"role": next(iter(entry.get("needs", ())), None)}
     common |= {key: value for key, value in entry.items() if key not in own}
-    rows = {
-        key: FindingRow(**{"id": "" if key == "main" else key, **common, **row}) for key, row in entry["rows"].items()
-    }
-    return Rule(**{**own, "id": id_, "rows": rows})
+    given = {key: {"id": "" if key == "main" else key, **common, **row} for key, row in entry["rows"].items()}
+    return Rule(**{**own, "id": id_, "rows": {key: FindingRow(**row) for key, row in given.items()}})
 
 
 @cache
