@@ -31,9 +31,9 @@ DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= lengt
 NUM_TOKENS = int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
 
 
-def save_model(path: Path, name: str) -> None:
+def save_model(path: Path, name: str, **changes: Any) -> None:
     """A random model of the family or variant in which no parameter has the value that a missing one would get."""
-    settings = {**COMMON, **(FAMILIES | VARIANTS)[name]}
+    settings = {**COMMON, **(FAMILIES | VARIANTS)[name], **changes}
     removed = {key for key in COMMON if settings[key] is None and COMMON[key] is not None}
     config = AutoConfig.for_model(name.split()[0], **{k: v for k, v in settings.items() if k not in removed})
     for key in vars(config):

@@ -72,7 +72,7 @@ EXTRA = "mtp.fc.weight"
 """Of no class of transformers: checkpoints hold such tensors for other programs."""
 
 
-def write_whole_model(path: Path, model_type: str, **changes: Any) -> ModelSource:
+def write_whole_model(path: Path, model_type: str, *, has_extra: bool = True, **changes: Any) -> ModelSource:
     """The text part in float32; half of what passes through in bfloat16, as in mixed checkpoints."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(WRAPPERS[model_type] | changes))
@@ -84,7 +84,8 @@ def write_whole_model(path: Path, model_type: str, **changes: Any) -> ModelSourc
     tensors = load_file(path / "model.safetensors")
     for name in sorted(name for name in tensors if "vis" in name)[::2]:
         tensors[name] = tensors[name].bfloat16()
-    tensors[EXTRA] = torch.randn(3, 5)
+    if has_extra:
+        tensors[EXTRA] = torch.randn(3, 5)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "preprocessor_config.json").write_text('{"image_size": 28}')
     return ModelSource(str(path), random_weights=False, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Promise 4: the export answers in vLLM, loaded without a flag. Needs VLLM_PYTHON, an interpreter that has vLLM."""
+"""Promise 4: exports answer in vLLM, loaded without a flag. Needs VLLM_PYTHON, an interpreter that has vLLM."""
 
 import json
 import os
@@ -8,37 +8,147 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from exports import export_model
+from family_trials import save_model
+from peft import PeftModel
+from ranks import run_ranks
 from runs import run
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from toy import VOCAB, model_config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+from whole_models import WRAPPERS, write_whole_model
 
-NEEDS_VLLM = pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter with vLLM")
+from trainer.checkpoint.export import ExportSource
+from trainer.model.assemble import build_model
+from trainer.model.load import whole_checkpoint
+from trainer.model.packed_lm import ModelSource
+from trainer.quickstart import MODEL_DIR
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter with vLLM"),
+]
 QUESTION = "Write a Python function multiply_by_31(x) that returns x times 31."
+FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text")
+WHOLE = "gemma3"
+"""A checkpoint of text and images."""
+HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
+"""Its kernels on CPU take heads of 32 and more."""
 
 
-def in_vllm(script: str, *words: object) -> Any:
-    """What a script beside this file prints last, as JSON."""
+def random_ids(num_values: int) -> list[int]:
+    return torch.randint(0, num_values, (48,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def log_prob(model: Any, ids: list[int]) -> float:
+    """Of a text by a model of transformers, summed in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+    return -F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
+
+
+def export_families(world: Any, root: Path) -> None:
+    """Each family as built by the trainer, every parameter changed as by an update, exported."""
+    for name in (*FAMILIES, WHOLE):
+        source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
+        whole = whole_checkpoint(source)
+        assert (whole is not None) == (name == WHOLE)
+        model: Any = build_model(model_config(random_weights=False), source, world=world, seed=1, max_length=64)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        export_source = ExportSource(root / name, None, (), whole)
+        export_model(world, model, root / f"{name}-export", export_source, dtype="float32")
+
+
+def write_whole(path: Path) -> None:
+    """With the processor and tokenizer that vLLM asks for where a class takes images."""
+    wide = {"hidden_size": 64, "num_attention_heads": 4}
+    text, sight = ({**WRAPPERS[WHOLE][key], **wide} for key in ("text_config", "vision_config"))
+    write_whole_model(path, WHOLE, has_extra=False, text_config={**text, "head_dim": 32}, vision_config=sight)
+    words = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    vocabulary = {word: number for number, word in enumerate((*words.values(), "<unk>", "<bos>", "<eos>", "<pad>"))}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<unk>")),
+        **{f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad")},
+        extra_special_tokens=words,
+    ).save_pretrained(path)
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+    images = {**processor, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
+    (path / "processor_config.json").write_text(json.dumps(processor))
+    (path / "preprocessor_config.json").write_text(json.dumps(images))
+
+
+def run_quickstart(root: Path, cache: str) -> Path:
+    """A short training made the tokens of its answers certain."""
+    trained = run(root, 2, cache, "trainer.total_training_steps=70", "trainer.save_freq=-1", timeout_s=600)
+    assert trained.returncode == 0, trained.stdout
+    return root / "checkpoints" / "sft" / "quickstart" / "global_step_70"
+
+
+def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
+    """(base, checkpoint with both exports)."""
+    base = Path(shutil.copytree(MODEL_DIR, root / "base"))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.float32).save_pretrained(base)
+    words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005", "trainer.total_training_steps=8"]
+    words += ["trainer.checkpoint.export_lora=both", "trainer.checkpoint.export_dtype=float32", "trainer.save_freq=-1"]
+    trained = run(root, 2, cache, *words, "model.fsdp_config.param_dtype=float32", timeout_s=600)
+    assert trained.returncode == 0, trained.stdout
+    return base, root / "checkpoints" / "sft" / "quickstart" / "global_step_8"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
+    """What vLLM is asked, all in one process: importing it takes longer than any of the models."""
+    for name in FAMILIES:
+        save_model(root / name, name, **HEADS_OF_VLLM)
+    write_whole(root / WHOLE)
+    run_ranks(export_families, 1, root)
+    (root / "adapter").mkdir()
+    base, checkpoint = run_adapter(root / "adapter", cache)
+    ids = random_ids(VOCAB)
+    return {
+        "quickstart": {"model": run_quickstart(root, cache) / "huggingface", "question": QUESTION},
+        "adapter": {"model": base, "adapter": checkpoint / "huggingface" / "lora_adapter", "ids": random_ids(500)},
+        "merged": {"model": checkpoint / "huggingface", "ids": random_ids(500)},
+        **{name: {"model": root / f"{name}-export", "ids": ids} for name in (*FAMILIES, WHOLE)},
+    }
+
+
+@pytest.fixture(scope="module")
+def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
+    (root / "jobs.json").write_text(json.dumps(jobs, default=str))
     answered = subprocess.run(
-        [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name(script)), *map(str, words)],
+        [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name("vllm_serve.py")), str(root / "jobs.json")],
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert answered.returncode == 0, answered.stderr[-3000:]
-    return json.loads(next(line for line in reversed(answered.stdout.splitlines()) if line.startswith("{")))
+    found: dict[str, Any] = json.loads(answered.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.covers("S3.23")
-@pytest.mark.vllm
-@NEEDS_VLLM
-def test_export_generates_in_vllm(cache: str, tmp_path: Path) -> None:
+def test_export_generates_in_vllm(jobs: dict[str, dict[str, Any]], served: dict[str, Any]) -> None:
     """vLLM's greedy answer in bf16 equals transformers' for the tokens that a short training made certain."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    trained = run(tmp_path, 2, cache, "trainer.total_training_steps=70", "trainer.save_freq=-1", timeout_s=600)
-    assert trained.returncode == 0, trained.stdout
-    export = tmp_path / "checkpoints" / "sft" / "quickstart" / "global_step_70" / "huggingface"
-    theirs = in_vllm("vllm_generate.py", export, QUESTION)
+    export, theirs = jobs["quickstart"]["model"], served["quickstart"]
     tokenizer = AutoTokenizer.from_pretrained(export)
     model = AutoModelForCausalLM.from_pretrained(export)
     chat = [{"role": "user", "content": QUESTION}]
@@ -50,40 +160,34 @@ def test_export_generates_in_vllm(cache: str, tmp_path: Path) -> None:
     assert theirs["finish_reason"] == "stop", "the model did not learn to end its turn"
 
 
-@pytest.mark.vllm
-@NEEDS_VLLM
-def test_an_adapter_and_its_merged_model_serve_what_was_trained(cache: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", (*FAMILIES, WHOLE))
+def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transformers(
+    jobs: dict[str, dict[str, Any]], served: dict[str, Any], name: str
+) -> None:
+    export, ids = jobs[name]["model"], jobs[name]["ids"]
+    auto: Any = AutoModelForMultimodalLM if name == WHOLE else AutoModelForCausalLM
+    expected, before = (
+        log_prob(auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"), ids)
+        for path in (export, export.with_name(name))
+    )
+    assert abs(expected - before) > 1, "the update changed nothing"
+    assert served[name]["model"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_adapter_and_its_merged_model_serve_what_was_trained(
+    jobs: dict[str, dict[str, Any]], served: dict[str, Any]
+) -> None:
     """vLLM gives a text the probability that transformers with peft gives it, and without the adapter another."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trainer.quickstart import MODEL_DIR
-
-    base = Path(shutil.copytree(MODEL_DIR, tmp_path / "base"))
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.float32)
-    plain.save_pretrained(base)
-    words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005", "trainer.total_training_steps=8"]
-    words += ["trainer.checkpoint.export_lora=both", "trainer.checkpoint.export_dtype=float32", "trainer.save_freq=-1"]
-    trained = run(tmp_path, 2, cache, *words, "model.fsdp_config.param_dtype=float32", timeout_s=600)
-    assert trained.returncode == 0, trained.stdout
-    checkpoint = tmp_path / "checkpoints" / "sft" / "quickstart" / "global_step_8"
-    merged = checkpoint / "huggingface"
-    ids = torch.randint(0, plain.config.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
-
-    def log_prob(model: Any) -> float:
-        with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0, :-1].double()
-        return logits.log_softmax(-1).gather(1, ids[1:, None]).sum().item()
-
-    expected = {"base": log_prob(plain)}
-    adapted: Any = PeftModel.from_pretrained(plain, merged / "lora_adapter")
-    expected["adapter"] = expected["merged"] = log_prob(adapted)
-    found = in_vllm("vllm_adapter.py", base, merged / "lora_adapter", merged, ids.tolist())
-    assert abs(expected["base"] - expected["adapter"]) > 0.1, "the adapter adds nothing"
-    assert found == pytest.approx(expected, rel=1e-5)
+    base, adapter, ids = (jobs["adapter"][key] for key in ("model", "adapter", "ids"))
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = {"model": log_prob(plain, ids)}
+    adapted: Any = PeftModel.from_pretrained(plain, adapter)
+    expected["adapter"] = log_prob(adapted, ids)
+    assert abs(expected["model"] - expected["adapter"]) > 0.1, "the adapter adds nothing"
+    assert served["adapter"] == pytest.approx(expected, rel=1e-5)
+    assert served["merged"]["model"] == pytest.approx(expected["adapter"], rel=1e-5)
     num_values = sum(parameter.numel() for name, parameter in adapted.named_parameters() if ".lora_" in name)
-    saved = [path.stat().st_size for path in (*checkpoint.glob("*.pt"), *(merged / "lora_adapter").iterdir())]
+    checkpoint = adapter.parent.parent
+    saved = [path.stat().st_size for path in (*checkpoint.glob("*.pt"), *adapter.iterdir())]
     # adapters, two moments, the adapter exported in float32; and what files, names and states of the run take
     assert sum(saved) < (4 + 8 + 4) * num_values + 300_000

@@ -48,7 +48,7 @@ install_requirements() {
     rm "$venv/.installing"
 }
 
-pip_install() { "$python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" "$@"; }
+pip_install() { "$python" -m pip install -qq --no-compile --disable-pip-version-check -c "$root/constraints.txt" "$@"; }
 
 find_base_python() {
     local candidate
