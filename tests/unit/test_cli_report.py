@@ -26,11 +26,12 @@ class Analysis:
     def __init__(self) -> None:
         self.verdict: str | None = None
         self.given: dict[str, Any] = {}
+        self.is_running = False
 
     def read_run(self, path: Path) -> RunLog:
         if path.name not in examples():
             raise UnreadableLogError(f"{path} is no log: give a run directory")
-        return examples()[path.name][1]
+        return replace(examples()[path.name][1], is_running=self.is_running)
 
     def analyse(self, log: RunLog, **options: Any) -> Report:
         self.given = options
@@ -83,6 +84,23 @@ def test_report_of_two_runs_is_one_page_and_an_array(call: Call, tmp_path: Path)
     assert page.read_text(encoding="utf-8").count("<article>") == 2
 
 
+def test_the_page_of_a_running_training_follows_it_to_its_end(
+    call: Call, analysis: Analysis, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    page, pages, waited = tmp_path / "a.html", [], []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        pages.append(page.read_text(encoding="utf-8"))
+        analysis.is_running = len(waited) < 2
+
+    analysis.is_running = True
+    monkeypatch.setattr("trainer.cli.report.time.sleep", sleep)
+    assert call(report, "sft", "--html", page, "--every", "30s")[0] == 0
+    assert waited == [30, 30] and all('http-equiv="refresh" content="30"' in text for text in pages)
+    assert "refresh" not in page.read_text(encoding="utf-8")
+
+
 def test_report_judges_by_the_limits_profile_and_results_it_is_given(
     call: Call, analysis: Analysis, tmp_path: Path
 ) -> None:
@@ -108,6 +126,8 @@ def test_report_around_a_step_prints_only_rows(call: Call) -> None:
         (("sft", "--config", "no-such-file"), "--config no-such-file"),
         (("sft", "--external", "500"), "must be STEP=VALUE"),
         (("sft", "--around", 5, "--html", "x"), "leave out --html"),
+        (("sft", "--every", "30s"), "add --html FILE"),
+        (("sft", "--every", "0", "--html", "x"), "must be whole seconds"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_names_the_option(call: Call, words: tuple[str, ...], message: str) -> None:

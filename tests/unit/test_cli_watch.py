@@ -10,7 +10,7 @@ import pytest
 from checkpoint_fakes import save
 
 from trainer.cli import watch
-from trainer.watch.run_status import NUM_ROWS, RunFollower
+from trainer.watch.run_status import NUM_ROWS, RunStatus
 
 NOW_S = 1_000_000.0
 Call = Callable[..., tuple[int, str, str]]
@@ -121,13 +121,14 @@ def test_the_last_twenty_rows_and_the_means_of_the_last_ten_epochs_are_shown_on_
 
 
 def test_a_rollback_takes_back_rows_and_validations(run_dir: Path) -> None:
-    follower = RunFollower(run_dir)
-    follower.read(now_s=NOW_S)
+    status = RunStatus(run_dir)
+    status.read()
     add(run_dir / "metrics.jsonl", {"step": 15, "attempt": 1, "kind": "rollback", "ts": NOW_S}, train(16))
-    status = follower.read(now_s=NOW_S)
+    status.read()
     assert [row["step"] for row in status.rows] == [11, 12, 13, 14, 15, 16] and status.validations == {10: 1.4}
     add(run_dir / "metrics.jsonl", train(14))
-    assert [row["step"] for row in follower.read(now_s=NOW_S).rows] == [11, 12, 13, 14]
+    status.read()
+    assert [row["step"] for row in status.rows] == [11, 12, 13, 14]
 
 
 def test_values_that_are_not_finite_are_shown_as_such(run_dir: Path, call: Call) -> None:

@@ -4,8 +4,10 @@ Exit codes: 0 reported, whatever the verdict (`diagnose` tells that by its code)
 read, 73 a file cannot be written, 130 interrupted.
 """
 
+import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -17,35 +19,52 @@ from trainer.errors import EXIT_DONE, CannotWriteError
 from trainer.report.around import around
 from trainer.report.as_json import as_json
 from trainer.report.page import as_page
+from trainer.report.run_log import RunLog
 from trainer.report.terminal import print_report, print_section
 from trainer.runtime.atomic_files import atomic_write
 
-DEFAULT_WINDOW = 20
+OURS = "fsdp-sft"
 
 
 def main(argv: list[str]) -> int:
-    return answer(lambda: _report(argv))
+    return answer(lambda: _run(_parser().parse_args(argv)))
 
 
-def _report(argv: list[str]) -> int:
-    arguments = _parser().parse_args(argv)
-    console = Console()
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.around is not None:
         if arguments.html or arguments.json:
             raise ConfigError("--around prints rows only: leave out --html and --json")
         for path in arguments.paths:
-            print_section(console, around(load_log(path), step=arguments.around, window=arguments.window))
+            print_section(Console(), around(load_log(path), step=arguments.around, window=arguments.window))
         return EXIT_DONE
+    if arguments.every and not arguments.html:
+        raise ConfigError("--every says how often the page is written anew: add --html FILE")
+    while _report(arguments):
+        time.sleep(arguments.every)
+    return EXIT_DONE
+
+
+def _report(arguments: argparse.Namespace) -> bool:
+    """Whether to do it again: it was asked for, and a log may have grown by then."""
+    console = Console()
     runs = [load(path, arguments) for path in arguments.paths]
+    refresh_s = arguments.every if any(map(_may_grow, (log for _, log in runs))) else 0
+    if refresh_s:
+        console.clear()
     for report, _ in runs:
         print_report(console, report)
         console.print()
     if arguments.html:
-        _write(arguments.html, as_page(runs))
+        _write(arguments.html, as_page(runs, refresh_s=refresh_s))
     if arguments.json:
         trees = [as_json(report) for report, _ in runs]
         _write(arguments.json, json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False) + "\n")
-    return EXIT_DONE
+    return bool(refresh_s)
+
+
+def _may_grow(log: RunLog) -> bool:
+    """Nobody knows of others' logs."""
+    return log.is_running if log.source == OURS else True
 
 
 def _parser() -> Parser:
@@ -53,13 +72,21 @@ def _parser() -> Parser:
     where = "a run directory or a log file, ours or another framework's"
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help=where)
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
+    about = "write the page anew, and let it reload itself, until the run ends (a log that is not ours: until Ctrl-C)"
+    parser.add_argument("--every", metavar="SECONDS", type=_seconds, default=0, help=about)
     about = "write the report for programs: an object, for several PATHs an array"
     parser.add_argument("--json", metavar="FILE", type=Path, help=about)
     parser.add_argument("--around", metavar="STEP", type=int, help="only print the rows around a step, of what moved")
     about = "steps on each side of --around (default: %(default)s)"
-    parser.add_argument("--window", metavar="N", type=int, default=DEFAULT_WINDOW, help=about)
+    parser.add_argument("--window", metavar="N", type=int, default=20, help=about)
     add_options(parser)
     return parser
+
+
+def _seconds(text: str) -> int:
+    if not (number := text.removesuffix("s")).isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"must be whole seconds, such as 30s, got '{text}'")
+    return int(number)
 
 
 def _write(path: Path, text: str) -> None:

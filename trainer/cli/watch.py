@@ -6,6 +6,7 @@ Exit codes: 0, 2 wrong usage.
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -16,7 +17,7 @@ from trainer.cli.arguments import Parser
 from trainer.cli.report_options import answer
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.watch.run_status import NUM_ROWS, RunFollower
+from trainer.watch.run_status import NUM_ROWS, RunStatus
 from trainer.watch.screen import lines
 
 REFRESH_S = 3.0
@@ -30,25 +31,22 @@ def _watch(argv: list[str]) -> int:
     parser = Parser(prog="python -m trainer.cli.watch", description="How a run stands, while it trains or after it.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--once", action="store_true", help="print once, also on a terminal")
-    about = f"also print the last {NUM_ROWS} rows"
-    parser.add_argument("--rows", action="store_true", help=about)
+    parser.add_argument("--rows", action="store_true", help=f"also print the last {NUM_ROWS} rows")
     arguments = parser.parse_args(argv)
     require_dir(arguments.run_dir)
-    follower, console = RunFollower(arguments.run_dir), Console()
-    status = follower.read(now_s=time.time())
-    if not status.rows and status.checkpoints is None and not status.alerts:
+    status, console = RunStatus(arguments.run_dir), Console()
+    status.read()
+    if not status.rows and not status.alerts and status.checkpoints() is None:
         raise ConfigError(f"'{arguments.run_dir}' is no run directory, or its first step is still to come")
     if arguments.once or not console.is_terminal:
         console.print(*lines(status, has_rows=arguments.rows), sep="\n", highlight=False, markup=False, soft_wrap=True)
         return EXIT_DONE
-    with Live(console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                live.update(Group(*lines(status, has_rows=arguments.rows)), refresh=True)
-                time.sleep(REFRESH_S)
-                status = follower.read(now_s=time.time())
-        except KeyboardInterrupt:
-            return EXIT_DONE
+    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while True:
+            live.update(Group(*lines(status, has_rows=arguments.rows)), refresh=True)
+            time.sleep(REFRESH_S)
+            status.read()
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

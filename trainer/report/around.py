@@ -6,36 +6,33 @@ import numpy as np
 
 from trainer.detection.window import MAD_TO_SIGMA
 from trainer.report.curves import finite, within
-from trainer.report.formatting import clean, number
+from trainer.report.formatting import number
 from trainer.report.formatting import step as step_words
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
 
 ALWAYS = "train/loss"
 MIN_SCORE = 6.0
-MAX_METRICS = 6
-MAX_ROWS = 200
+MAX_METRICS, MAX_ROWS = 6, 200
 
 
 def around(log: RunLog, *, step: int, window: int) -> Section:
     """Rows from `step - window` to `step + window`; what moved most comes first, the loss always."""
     first, last = step - window, step + window
+    title = f"{log.path}, steps {step_words(first)} to {step_words(last)}"
     scores = {key: _score(series, first, last) for key, series in log.series.items()}
     moved = sorted((key for key in scores if scores[key] > MIN_SCORE), key=lambda key: -scores[key])
-    keys = list(dict.fromkeys([*([ALWAYS] if ALWAYS in log.series else []), *moved]))[:MAX_METRICS]
-    near = {key: within(log.series[key], first, last) for key in keys}
-    columns = {key: dict(zip(one.steps.tolist(), one.values.tolist(), strict=True)) for key, one in near.items()}
-    steps = sorted({at for column in columns.values() for at in column})
-    rows = [(step_words(at), *(number(column.get(at)) for column in columns.values())) for at in steps[:MAX_ROWS]]
-    notes = (
-        [f"{len(steps) - MAX_ROWS} later rows are left out: choose a smaller window."] if len(steps) > MAX_ROWS else []
-    )
-    title = f"{clean(str(log.path))}, steps {step_words(first)} to {step_words(last)}"
-    if not rows:
+    keys = [key for key in dict.fromkeys([ALWAYS, *moved]) if key in log.series][:MAX_METRICS]
+    near = [within(log.series[key], first, last) for key in keys]
+    columns = [dict(zip(one.steps.tolist(), one.values.tolist(), strict=True)) for one in near]
+    steps = sorted(set().union(*columns))
+    if not steps:
         return Section("around", title, "No rows there.")
+    rows = tuple((step_words(at), *(number(column.get(at)) for column in columns)) for at in steps[:MAX_ROWS])
     lead = f"{len(moved)} of {len(log.series)} metrics left their usual range here, the {len(keys)} shown first."
-    shown = Table(("step", *map(clean, keys)), tuple(rows), frozenset())
-    return Section("around", title, lead, shown, tuple(notes))
+    left = len(steps) - len(rows)
+    notes = (f"{left} later rows are left out: choose a smaller window.",) if left else ()
+    return Section("around", title, lead, Table(("step", *keys), rows), notes)
 
 
 def _score(series: Series, first: int, last: int) -> float:
@@ -46,6 +43,4 @@ def _score(series: Series, first: int, last: int) -> float:
     centre = float(np.median(known))
     spread = MAD_TO_SIGMA * float(np.median(np.abs(known - centre)))
     distance = float(np.abs(near - centre).max())
-    if spread == 0:
-        return math.inf if distance > 0 else 0.0
-    return distance / spread
+    return distance / spread if spread else math.inf if distance else 0.0

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun
+from trainer.report.formatting import capitalised
 from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate, MetricSummary, Mover, Trend
 from trainer.report.run_log import Series
@@ -14,32 +15,37 @@ from trainer.report.trends import direction
 from trainer.report.vocabulary import meaning, role_order
 
 GROUPS = ("optimisation", "reward", "length", "state", "timing", "memory", "data", "other")
-TIED = 0.005
-"""A metric within this share of its peak stays there."""
+WANTED = {"rising": "up", "falling": "down"}
+"""What a metric with a trend would have to want."""
+NEAR_PEAK = 0.95
 
 
 def inventory(run: AnalysedRun, trends: tuple[Trend, ...], rate: LearningRate | None) -> tuple[MetricSummary, ...]:
     """All metrics with at least one point, by group; those that rules look at come first, then by name."""
     by_key = {trend.key: trend for trend in trends}
+    rates = {run.key("lr"): rate} if rate is not None and rate.peak > 0 else {}
     summaries = [
-        _summary(run, key, series, by_key.get(key), rate) for key, series in run.log.series.items() if len(series)
+        _summary(run, key, series, by_key.get(key), rates.get(key))
+        for key, series in run.log.series.items()
+        if len(series)
     ]
     return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), role_order(s.key))))
+
+
+def group_counts(metrics: tuple[MetricSummary, ...]) -> str:
+    """`31: 12 optimisation, 8 reward, ...`."""
+    counts = {group: sum(m.group == group for m in metrics) for group in GROUPS}
+    return f"{len(metrics)}: " + listed(f"{count} {group}" for group, count in counts.items() if count)
 
 
 def _summary(
     run: AnalysedRun, key: str, series: Series, trend: Trend | None, rate: LearningRate | None
 ) -> MetricSummary:
-    entry, points = meaning(key), finite(series)
-    if not len(points):
-        nothing = math.nan
-        return MetricSummary(
-            *(key, entry.group, entry.unit, entry.text, entry.direction, len(series), nothing, nothing),
-            *(nothing, int(series.steps[0]), nothing, int(series.steps[0]), nothing, "unclear", "Never a number."),
-        )
+    entry, known = meaning(key), finite(series)
+    points = known if len(known) else Series(series.steps[:1], np.array([math.nan]))
     low, high = int(np.argmin(points.values)), int(np.argmax(points.values))
     course = direction(trend, run.limits)
-    is_rate = rate is not None and rate.peak > 0 and key == run.key("lr")
+    said = _of_rate(points, rate) if rate else _observation(run, key, points, trend, course)
     return MetricSummary(
         key=key,
         group=entry.group,
@@ -55,62 +61,48 @@ def _summary(
         maximum_step=int(points.steps[high]),
         median=float(np.median(points.values)),
         trend=course,
-        observation=_of_rate(points, rate) if is_rate and rate else _observation(run, key, points, trend, course),
+        observation=said if len(known) else "Never a number.",
     )
 
 
 def _observation(run: AnalysedRun, key: str, points: Series, trend: Trend | None, course: str) -> str:
     hidden = len(run.log.series[key]) - len(points)
     lost = f" {hidden} points are not numbers." if hidden else ""
+    low, high = map(number, np.quantile(points.values, [0.05, 0.95]).tolist())
+    moves = f"from {number(trend.early)} early to {number(trend.late)} late" if trend and course in WANTED else ""
     if np.ptp(points.values) == 0:
-        return f"Constant at {number(float(points.values[0]))}.{lost}"
+        return f"Constant at {low}.{lost}"
     if movers := [m for a in run.anomalies for m in a.movers if m.metric == key]:
-        return _of_bursts(points, movers) + _apart_from_bursts(trend, course) + lost
-    if trend is not None and course in ("rising", "falling"):
-        good = {"rising": "up", "falling": "down"}[course]
-        wanted = meaning(key).direction
-        verdict = ", as it should" if wanted == good else ", the wrong way" if wanted in ("up", "down") else ""
-        return f"{course.capitalize()} from {number(trend.early)} early to {number(trend.late)} late{verdict}.{lost}"
-    low, high = np.quantile(points.values, [0.05, 0.95])
-    return f"Between {number(float(low))} and {number(float(high))} nearly always, without a clear trend.{lost}"
+        return _of_bursts(points, movers) + (f" Apart from that {course}, {moves}." if moves else "") + lost
+    if moves:
+        good = meaning(key).direction
+        verdict = (
+            "" if good not in ("up", "down") else ", as it should" if good == WANTED[course] else ", the wrong way"
+        )
+        return f"{course.capitalize()} {moves}{verdict}.{lost}"
+    return f"Between {low} and {high} nearly always, without a clear trend.{lost}"
 
 
 def _of_bursts(points: Series, movers: list[Mover]) -> str:
     """Calm level, then where and how far it jumped."""
-    first = movers[0].onset_step
-    calm = points.values[points.steps < first]
-    calm = calm if len(calm) else points.values
-    low, high = np.quantile(calm, [0.05, 0.95])
-    peaks = sorted(m.peak_value for m in movers)
-    verb = "rises" if movers[0].sign > 0 else "falls"
-    reach = number(peaks[0]) if len(peaks) == 1 else f"{number(peaks[0])} to {number(peaks[-1])}"
+    first, peaks = movers[0].onset_step, sorted(mover.peak_value for mover in movers)
+    is_calm = points.steps < first
+    low, high = np.quantile(points.values[is_calm] if is_calm.any() else points.values, [0.05, 0.95]).tolist()
+    reach = f"{number(peaks[0])} to {number(peaks[-1])}" if len(peaks) > 1 else number(peaks[0])
     return (
-        f"{number(float(low))} to {number(float(high))} until step {first}; {verb} to {reach} near "
-        f"{listed(str(m.peak_step) for m in movers)}."
+        f"{number(low)} to {number(high)} until step {first}; {'rises' if movers[0].sign > 0 else 'falls'} to {reach} "
+        f"near {listed(str(mover.peak_step) for mover in movers)}."
     )
-
-
-def _apart_from_bursts(trend: Trend | None, course: str) -> str:
-    if trend is None or course not in ("rising", "falling"):
-        return ""
-    return f" Apart from that {course}, from {number(trend.early)} early to {number(trend.late)} late."
 
 
 def _of_rate(points: Series, rate: LearningRate) -> str:
     """Schedule, peak, and how long it stays near the peak."""
     warmup = f"warms up over {rate.warmup_steps} steps, " if rate.warmup_steps else ""
     usual = scheduled(points, rate.raised)
-    near = usual.steps[usual.values >= (1 - 10 * TIED) * rate.peak]
+    near = usual.steps[usual.values >= NEAR_PEAK * rate.peak]
     overlap = rate.anomalies_at_high_share
     unstable = f"; {percent(overlap)} of the unstable intervals lie at a high rate" if overlap is not None else ""
-    text = (
+    return capitalised(
         f"{rate.schedule} with peak {number(rate.peak)}: {warmup}is within 5 % of the peak until step {near[-1]}, "
         f"ends at {number(rate.last)}{unstable}."
     )
-    return text[0].upper() + text[1:]
-
-
-def group_counts(metrics: tuple[MetricSummary, ...]) -> str:
-    """`31 metrics: 12 optimisation, 8 reward, ...`."""
-    counts = {group: sum(m.group == group for m in metrics) for group in GROUPS}
-    return f"{len(metrics)}: " + listed(f"{count} {group}" for group, count in counts.items() if count)

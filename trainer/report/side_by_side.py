@@ -1,17 +1,19 @@
-"""Several runs beside each other: results, speed, loss at the same steps, and where their configurations differ."""
+"""Several runs beside each other: results, speed, results at the same steps, and where their configurations differ."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from trainer.report.curves import NOTHING, SMOOTHINGS, finite, smooth
-from trainer.report.formatting import MISSING, clean, number, percent, share, step
+from trainer.report.formatting import MISSING, capitalised, number, percent, share, step
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
 from trainer.report.vocabulary import ROLES
 
 NUM_STEPS = 8
+SAME_SPEED = 0.02
+"""Difference of tokens per second, as a share, that is not worth a word."""
 NAMES = {
     "val_reward": "validation reward",
     "val_accuracy": "validation accuracy",
@@ -19,42 +21,40 @@ NAMES = {
     "accuracy": "training accuracy",
     "loss": "training loss",
 }
-RESULTS = tuple(role for role in NAMES if role != "loss")
-"""Roles of results, which say more than the loss of a policy; what tells most is first."""
+"""What tells most is first: results say more than the loss of a policy."""
 PEAK_MEMORY = ("memory/max_reserved_gib", "memory/max_allocated_gib", "memory(GiB)")
-
 
 Run = tuple[Report, RunLog]
 
 
 def side_by_side(runs: Sequence[Run]) -> tuple[Section, ...]:
     """The first run is the one that the others are compared with."""
-    names = [f"{place}: {clean(report.title)}" for place, (report, _) in enumerate(runs, start=1)]
+    names = [f"{place}: {report.title}" for place, (report, _) in enumerate(runs, start=1)]
     is_policy = any(report.profile in ("grpo", "controller") for report, _ in runs)  # whose loss is no measure
-    curves = (*RESULTS, *(() if is_policy else ("loss",)))
-    found = (_results(runs, names), *(_same_steps(runs, names, role) for role in curves), _configs(runs, names))
-    return tuple(section for section in found if section is not None)
+    roles = [role for role in NAMES if role != "loss" or not is_policy]
+    found = (_results(runs, names), *(_same_steps(runs, names, role) for role in roles), _configs(runs, names))
+    return tuple(section for section in found if not section.is_empty)
 
 
 def _results(runs: Sequence[Run], names: list[str]) -> Section:
     columns = [_facts(report, log) for report, log in runs]
     rows = [(fact, *(column[fact] for column in columns)) for fact in columns[0]]
-    kept = tuple(row for row in rows if set(row[1:]) != {MISSING})
-    return Section("runs", "Runs", table=Table(("", *names), kept, frozenset({""})), notes=_speed_notes(runs, names))
+    known = tuple(row for row in rows if set(row[1:]) != {MISSING})
+    return Section("runs", "Runs", table=Table(("", *names), known, frozenset({""})), notes=_speed_notes(runs, names))
 
 
 def _facts(report: Report, log: RunLog) -> dict[str, str]:
-    val = report.generalisation
-    speed = report.throughput
-    peaks = [finite(log.series[key]).values for key in PEAK_MEMORY if key in log.series]
+    val, speed = report.generalisation, report.throughput
+    peaks = (finite(log.series[key]).values for key in PEAK_MEMORY if key in log.series)
     last_step = max((int(series.steps[-1]) for series in log.series.values() if len(series)), default=0)
+    lasts = {role: _smoothed(log, role).values[-1:].tolist() for role in NAMES}
     return {
         "verdict": report.verdict,
         "last step": step(last_step),
-        **{f"last {NAMES[role]}, smoothed": number(_last(_smoothed(log, role))) for role in (*RESULTS, "loss")},
-        "best validation": MISSING if val is None else f"{number(val.best_value)} @ {step(val.best_step)}",
-        "last validation": MISSING if val is None else number(val.last_value),
-        "measured by": MISSING if val is None else clean(val.metric),
+        **{f"last {NAMES[role]}, smoothed": number(last[0] if last else None) for role, last in lasts.items()},
+        "best validation": f"{number(val.best_value)} @ {step(val.best_step)}" if val else MISSING,
+        "last validation": number(val.last_value if val else None),
+        "measured by": val.metric if val else MISSING,
         "step time in s": number(speed.step_s if speed else None),
         "tokens per second": number(speed.tokens_per_s if speed else None),
         "MFU": share(speed.mfu if speed else None),
@@ -65,64 +65,34 @@ def _facts(report: Report, log: RunLog) -> dict[str, str]:
 
 
 def _speed_notes(runs: Sequence[Run], names: list[str]) -> tuple[str, ...]:
-    """Tokens per second where all runs have it; steps of different runs need not be equally long."""
-    rates = [report.throughput.tokens_per_s if report.throughput else None for report, _ in runs]
-    first, *others = rates
-    if not first:
-        return ()
-    pairs = zip(names[1:], others, strict=True)
+    """Tokens per second where both runs have it; steps of different runs need not be equally long."""
+    first, *others = [report.throughput.tokens_per_s if report.throughput else None for report, _ in runs]
+    known = [(name, rate / first) for name, rate in zip(names[1:], others, strict=True) if rate and first]
     return tuple(
-        f"{name} has {number(rate / first)} times the tokens per second of {names[0]}." for name, rate in pairs if rate
+        f"{name} is as fast as {names[0]}, in tokens per second."
+        if abs(factor - 1) < SAME_SPEED
+        else f"{name} has {number(factor)} times the tokens per second of {names[0]}."
+        for name, factor in known
     )
 
 
-def _same_steps(runs: Sequence[Run], names: list[str], role: str) -> Section | None:
+def _same_steps(runs: Sequence[Run], names: list[str], role: str) -> Section:
     """A smoothed metric where all runs have come, at equal distances; losses by ratio, others by difference."""
+    section_id, title = f"same-steps-{role}", capitalised(NAMES[role])
     curves = [_smoothed(log, role) for _, log in runs]
-    if not all(map(len, curves)):
-        return None
-    first, last = max(int(curve.steps[0]) for curve in curves), min(int(curve.steps[-1]) for curve in curves)
+    first = max((int(curve.steps[0]) for curve in curves if len(curve)), default=0)
+    last = min(int(curve.steps[-1]) if len(curve) else -1 for curve in curves)
     if first > last:
-        return None
-    steps = sorted({int(at) for at in np.linspace(first, last, NUM_STEPS)})
-    values = [[_at(curve, at) for curve in curves] for at in steps]
-    compare = _ratio if role == "loss" else _difference
+        return Section(section_id, title)
+    steps = np.unique(np.linspace(first, last, NUM_STEPS).astype(int))
+    newest = [curve.values[np.searchsorted(curve.steps, steps, side="right") - 1].tolist() for curve in curves]
+    compared = _ratio if role == "loss" else _difference
     rows = tuple(
-        (step(at), *map(number, row), *(compare(value, row[0]) for value in row[1:]))
-        for at, row in zip(steps, values, strict=True)
+        (step(at), *map(number, values), *(compared(value, values[0]) for value in values[1:]))
+        for at, *values in zip(steps.tolist(), *newest, strict=True)
     )
     header = ("step", *names, *(f"{name.split(':')[0]} vs 1" for name in names[1:]))
-    name = NAMES[role]
-    lead = f"{name[0].upper()}{name[1:]} at the same steps, smoothed."
-    return Section(f"same-steps-{role}", name[0].upper() + name[1:], lead, Table(header, rows, frozenset()))
-
-
-def _configs(runs: Sequence[Run], names: list[str]) -> Section | None:
-    configs = [log.config for _, log in runs]
-    if not any(configs):
-        return None
-    keys = sorted({key for config in configs for key in config})
-    rows = tuple(
-        (clean(key), *values)
-        for key in keys
-        if len(set(values := [clean(str(config.get(key, MISSING))) for config in configs])) > 1
-    )
-    lead = f"{len(rows)} of {len(keys)} keys differ." if rows else f"All {len(keys)} keys are equal."
-    return Section("configuration", "Configuration", lead, Table(("key", *names), rows, frozenset({"key", *names})))
-
-
-def _last(series: Series) -> float | None:
-    return float(series.values[-1]) if len(series) else None
-
-
-def _at(series: Series, at: int) -> float:
-    """The newest value at a step; before the first the first."""
-    return float(series.values[max(0, int(np.searchsorted(series.steps, at, side="right")) - 1)])
-
-
-def _smoothed(log: RunLog, role: str) -> Series:
-    key = next((key for key in ROLES[role] if key in log.series), "")
-    return smooth(log.series.get(key, NOTHING), SMOOTHINGS[-1])
+    return Section(section_id, title, f"{title} at the same steps, smoothed.", Table(header, rows))
 
 
 def _ratio(value: float, base: float) -> str:
@@ -131,3 +101,18 @@ def _ratio(value: float, base: float) -> str:
 
 def _difference(value: float, base: float) -> str:
     return f"{'+' if value > base else ''}{number(value - base)}"
+
+
+def _configs(runs: Sequence[Run], names: list[str]) -> Section:
+    configs = [log.config for _, log in runs]
+    keys = sorted(set().union(*configs))
+    rows = [(key, *(str(config.get(key, MISSING)) for config in configs)) for key in keys]
+    differing = tuple(row for row in rows if len(set(row[1:])) > 1)
+    lead = f"{len(differing)} of {len(keys)} keys differ." if differing else f"All {len(keys)} keys are equal."
+    shown = Table(("key", *names), differing, frozenset({"key", *names})) if differing else None
+    return Section("configuration", "Configuration", lead if keys else "", shown)
+
+
+def _smoothed(log: RunLog, role: str) -> Series:
+    key = next((key for key in ROLES[role] if key in log.series), "")
+    return smooth(log.series.get(key, NOTHING), SMOOTHINGS[-1])
