@@ -9,8 +9,9 @@ import tokenizer_fixtures as fixtures
 from tokenizer_fixtures import make_tokenizer
 from tokenizers import AddedToken
 
-from trainer.data.chat import ChatEncoder, Encoded, preview, tokenizer_digest
+from trainer.data.chat import ChatEncoder, Encoded, tokenizer_digest
 from trainer.data.conversation import Conversation
+from trainer.data.preview import preview
 from trainer.data.rows import UnusableError
 from trainer.errors import DataError
 

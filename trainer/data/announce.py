@@ -5,8 +5,8 @@ import logging
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.batch_plan import Schedule, split_batch
-from trainer.data.chat import preview
 from trainer.data.loader import RankPlan
+from trainer.data.preview import preview
 from trainer.data.samples import Samples, SourceSamples
 from trainer.data.turns import AUTO
 

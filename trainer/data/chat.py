@@ -5,9 +5,7 @@ the tokens that start inside.
 """
 
 import hashlib
-import itertools
 import json
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -200,16 +198,3 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     backend.pop("padding", None)
     parts = [backend, tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.split_special_tokens]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def preview(
-    input_ids: np.ndarray, loss_mask: np.ndarray, tokenizer: PreTrainedTokenizerBase, *, color: bool | None = None
-) -> str:
-    """The decoded sample, its supervised parts in green or in [[…]]; `color` None means green on a terminal."""
-    opening, closing = ("\x1b[32m", "\x1b[0m") if (sys.stdout.isatty() if color is None else color) else ("[[", "]]")
-    bounds = [0, *(np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1).tolist(), len(input_ids)]
-    parts = []
-    for start, end in itertools.pairwise(bounds):
-        text = tokenizer.decode(input_ids[start:end].tolist(), clean_up_tokenization_spaces=False)
-        parts.append(f"{opening}{text}{closing}" if start < end and loss_mask[start] else str(text))
-    return "".join(parts)

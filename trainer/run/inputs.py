@@ -43,11 +43,11 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     return Inputs(**vars(data), source=source, whole=whole)
 
 
-def prepare_data_alone(config: Config, *, progress: Callable[[], None]) -> PreparedData:
+def prepare_data_alone(config: Config) -> PreparedData:
     """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and config.json are enough."""
     files = find_files(config)
     without_weights = replace(config, model=replace(config.model, random_weights=True))
-    return prepare_data(config, files, resolve_source(without_weights, progress=progress).path, progress=progress)
+    return prepare_data(config, files, resolve_source(without_weights).path, progress=lambda: None)
 
 
 def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:

@@ -1,0 +1,112 @@
+"""How much is trained: tokens, supervised share, lengths, turns, by source; what was left out; exact duplicates."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from trainer.data.preview import visible
+from trainer.data.samples import Samples
+from trainer.data_tools.duplicates import Duplicates, between, digests, inside
+from trainer.run.prepared_data import PreparedData
+
+Tree = dict[str, Any]
+QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+LENGTHS = ("prompt", "completion", "total", "turns")
+COUNTS = (
+    "num_rows",
+    "num_samples",
+    "num_bad_rows",
+    "num_dropped",
+    "num_truncated",
+    "num_cut_tokens",
+    "num_without_reasoning",
+)
+
+
+def as_tree(data: PreparedData) -> Tree:
+    """All there is to say, for JSON."""
+    sides = {"train": data.train, "validation": data.validation}
+    tree: Tree = {name: _side(samples) if samples else None for name, samples in sides.items()}
+    sources = [(name, source) for name, samples in sides.items() if samples for source in samples.sources]
+    datasets = {source.dataset: f"{name} {source.name}" for name, source in reversed(sources)}
+    keys = (*COUNTS, "bad_rows_by_kind", "unread_keys")
+    tree["read"] = {
+        name: {key: getattr(dataset.summary, key) for key in keys} for dataset, name in reversed(datasets.items())
+    }
+    known = digests(data.train)
+    tree["duplicates"] = {"train": _found(inside(data.train, known)), "validation_in_train": None}
+    if data.validation:
+        own = digests(data.validation)
+        tree["duplicates"]["validation_in_train"] = _found(between(data.validation, own, data.train, known))
+    return tree
+
+
+def _found(duplicates: Duplicates) -> Tree:
+    return dataclasses.asdict(duplicates) | {"share": duplicates.share}
+
+
+def _side(samples: Samples) -> Tree:
+    numbers = samples.source_of(np.arange(len(samples.lengths)))
+    turns = np.fromiter(_turns(samples), dtype=np.int64, count=len(samples.lengths))
+    total = np.ones(len(numbers), dtype=bool)
+    by_source = {name: _facts(samples, turns, numbers == number) for number, name in enumerate(samples.names)}
+    for share, facts in zip(samples.shares, by_source.values(), strict=True):
+        facts["samples_per_epoch"] = share.num_samples
+    return {"total": _facts(samples, turns, total), "sources": by_source}
+
+
+def _turns(samples: Samples) -> Iterator[int]:
+    """Supervised stretches of each sample: its assistant turns, but for those that are not trained."""
+    for sample_id in range(len(samples.lengths)):
+        _, mask = samples.sample(sample_id)
+        yield int(np.count_nonzero(mask[1:] & ~mask[:-1]) + mask[0])
+
+
+def _facts(samples: Samples, turns: np.ndarray, of: np.ndarray) -> Tree:
+    lengths, supervised = samples.lengths[of], samples.num_loss_tokens[of]
+    facts: Tree = {"samples": len(lengths), "tokens": int(lengths.sum()), "supervised_tokens": int(supervised.sum())}
+    if len(lengths):
+        facts["supervised_share"] = facts["supervised_tokens"] / facts["tokens"]
+        columns = (lengths - supervised, supervised, lengths, turns[of])
+        facts |= {name: _quantiles(values) for name, values in zip(LENGTHS, columns, strict=True)}
+    return facts
+
+
+def _quantiles(values: np.ndarray) -> dict[str, float]:
+    found = np.quantile(values, list(QUANTILES.values()), method="inverted_cdf")
+    return {"mean": float(values.mean()), **dict(zip(QUANTILES, map(int, found), strict=True))}
+
+
+def as_lines(tree: Tree) -> Iterator[str]:
+    """The tree as text for a terminal."""
+    for side in ("train", "validation"):
+        if tree[side] is None:
+            yield f"{side}: no samples"
+            continue
+        sources = tree[side]["sources"]
+        scopes = {f"source {name}": facts for name, facts in sources.items()} if len(sources) > 1 else {}
+        for name, facts in {**scopes, "total": tree[side]["total"]}.items():
+            yield from _scope_lines(f"{side}, {visible(name)}", facts)
+    for name, summary in tree["read"].items():
+        counts = (f"{key.removeprefix('num_').replace('_', ' ')} {summary[key]:,}" for key in COUNTS)
+        yield f"read for {visible(name)}: {', '.join(counts)}"
+        for key, text in (("bad_rows_by_kind", "bad rows"), ("unread_keys", "keys of messages that nothing reads")):
+            if summary[key]:
+                yield f"  {text}: " + ", ".join(f"{visible(kind)} {count}" for kind, count in summary[key].items())
+    for key, text in (("train", "inside train"), ("validation_in_train", "of validation in train")):
+        if (found := tree["duplicates"][key]) is not None:
+            yield f"exact duplicates {text}: {found['count']:,} of {found['num_samples']:,} ({found['share']:.1%})"
+            yield from (f"  {visible(where)} equals {visible(original)}" for where, original in found["places"])
+
+
+def _scope_lines(name: str, facts: Tree) -> Iterator[str]:
+    share = f"; {facts['supervised_share']:.1%} supervised" if facts["samples"] else ""
+    epoch = f"; {facts['samples_per_epoch']:,} samples an epoch" if "samples_per_epoch" in facts else ""
+    yield f"{name}: {facts['samples']:,} samples, {facts['tokens']:,} tokens{share}{epoch}"
+    if facts["samples"]:
+        yield f"  {'':<12}" + "".join(f"{key:>10}" for key in ("mean", *QUANTILES))
+    for what in LENGTHS if facts["samples"] else ():
+        cells = (f"{value:>10,.1f}" if key == "mean" else f"{value:>10,}" for key, value in facts[what].items())
+        yield f"  {what:<12}{''.join(cells)}"
