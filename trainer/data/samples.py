@@ -169,6 +169,13 @@ class Samples:
         """Ids of the samples of rows (int64 ids), in their order."""
         return _samples_of(rows, self._row_bounds)
 
+    def beside(self, sample_id: int) -> np.ndarray:
+        """Ids of all samples of the row that a sample belongs to."""
+        if self._row_bounds is None:
+            return np.array([sample_id])
+        row = int(np.searchsorted(self._row_bounds, sample_id, side="right")) - 1
+        return np.arange(self._row_bounds[row], self._row_bounds[row + 1])
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)

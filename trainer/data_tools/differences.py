@@ -205,15 +205,16 @@ def _mask_rule(here: DumpRow, first: int, end: int, turns: list[tuple[int, int]]
     starts, ends = {start for start, _ in turns}, {stop for _, stop in turns}
     if here.loss_mask[first]:
         if (first, end) in turns:
-            return "a turn is not supervised there"
+            return "a turn not supervised there"
         if end in ends and end - first == 1:
             return "end token not supervised there"
         return "beginning of a turn not supervised there" if first in starts else "part of a turn not supervised there"
-    if first in ends and not setting.text(here.input_ids[first:end]).strip():
-        return "trailing newline after the end token is supervised there"
-    return (
-        "header of a turn supervised there" if end in starts else "text outside of the trained turns supervised there"
-    )
+    is_blank = not setting.text(here.input_ids[first:end]).strip()
+    if first in ends and is_blank:
+        return "trailing newline after the end token supervised there"
+    if end in starts:
+        return f"{'newline in front' if is_blank else 'header'} of a turn supervised there"
+    return "text outside of trained turns supervised there"
 
 
 def _runs(mask: np.ndarray) -> list[tuple[int, int]]:

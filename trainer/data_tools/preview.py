@@ -36,9 +36,12 @@ class Shown:
 
 
 def pick(samples: Samples, *, num_each: int, seed: int) -> list[Shown]:
-    """The first sample of each source, then `num_each` of each kind: longest, least supervised, random; each once."""
+    """The first sample of each source, then `num_each` of each kind: longest, least supervised, random; each once.
+
+    Where rows have several samples, those of the same row stand beside it.
+    """
     reasons: dict[int, list[str]] = {}
-    counts = [len(source.indices) for source in samples.sources]
+    counts = [len(source.samples) for source in samples.sources]
     share = samples.num_loss_tokens / samples.lengths
     kinds = {
         "first of its source": np.cumsum([0, *counts])[:-1][np.array(counts) > 0],
@@ -48,8 +51,11 @@ def pick(samples: Samples, *, num_each: int, seed: int) -> list[Shown]:
     }
     for reason, ids in kinds.items():
         for sample_id in ids.tolist():
-            reasons.setdefault(sample_id, []).append(reason)
-    return [_shown(samples, sample_id, tuple(found)) for sample_id, found in reasons.items()]
+            for other in samples.beside(sample_id).tolist():
+                found = reasons.setdefault(other, [])
+                if other == sample_id:
+                    found.append(reason)
+    return [_shown(samples, sample_id, tuple(found or ["of the same row"])) for sample_id, found in reasons.items()]
 
 
 def _shown(samples: Samples, sample_id: int, reasons: tuple[str, ...]) -> Shown:

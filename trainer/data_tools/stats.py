@@ -52,9 +52,11 @@ def _side(samples: Samples) -> Tree:
     turns = np.fromiter(_turns(samples), dtype=np.int64, count=len(samples.lengths))
     total = np.ones(len(numbers), dtype=bool)
     by_source = {name: _facts(samples, turns, numbers == number) for number, name in enumerate(samples.names)}
-    for share, facts in zip(samples.shares, by_source.values(), strict=True):
-        facts["samples_per_epoch"] = share.num_samples
-    return {"total": _facts(samples, turns, total), "sources": by_source}
+    facts = _facts(samples, turns, total)
+    for share, own in zip(samples.shares, by_source.values(), strict=True):
+        own |= {"rows": share.num_rows, "rows_per_epoch": share.num_samples}
+    facts |= {key: sum(own[key] for own in by_source.values()) for key in ("rows", "rows_per_epoch")}
+    return {"total": facts, "sources": by_source}
 
 
 def _turns(samples: Samples) -> Iterator[int]:
@@ -103,8 +105,8 @@ def as_lines(tree: Tree) -> Iterator[str]:
 
 def _scope_lines(name: str, facts: Tree) -> Iterator[str]:
     share = f"; {facts['supervised_share']:.1%} supervised" if facts["samples"] else ""
-    epoch = f"; {facts['samples_per_epoch']:,} samples an epoch" if "samples_per_epoch" in facts else ""
-    yield f"{name}: {facts['samples']:,} samples, {facts['tokens']:,} tokens{share}{epoch}"
+    rows = f"{facts['rows']:,} rows ({facts['rows_per_epoch']:,} an epoch)"
+    yield f"{name}: {rows}, {facts['samples']:,} samples, {facts['tokens']:,} tokens{share}"
     if facts["samples"]:
         yield f"  {'':<12}" + "".join(f"{key:>10}" for key in ("mean", *QUANTILES))
     for what in LENGTHS if facts["samples"] else ():
