@@ -1,5 +1,6 @@
 """In what a row differs from its counterpart in another framework, each difference under the name of a rule."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -11,6 +12,8 @@ from trainer.data_tools.dump import DumpRow
 
 MAX_CELLS = 4_000_000
 """Of the table that an alignment fills; what is longer counts as one difference."""
+NUM_BETWEEN = 8
+"""Equal tokens between changes that may be one."""
 OTHER_TEXT = "other text"
 
 
@@ -36,38 +39,44 @@ class Setting:
         return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
 
-@dataclass(frozen=True)
-class Change:
-    """Tokens that stand in place of each other; either side may be empty."""
+@dataclass(frozen=True, eq=False)
+class TokenChange:
+    """Tokens of two rows that stand in place of each other: half-open ranges, either may be empty."""
 
-    here: tuple[int, int]
-    there: tuple[int, int]
-    ids_here: np.ndarray
-    ids_there: np.ndarray
-    is_end: bool
-    """Nothing follows on either side."""
-    starts_with_bos: bool
-    """The row here does."""
+    row_here: np.ndarray
+    row_there: np.ndarray
+    at_here: tuple[int, int]
+    at_there: tuple[int, int]
 
     @property
     def sides(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.ids_here, self.ids_there
+        return self.row_here[slice(*self.at_here)], self.row_there[slice(*self.at_there)]
+
+    @property
+    def is_end(self) -> bool:
+        return self.at_here[1] == len(self.row_here) and self.at_there[1] == len(self.row_there)
 
 
 def differences(here: DumpRow, there: DumpRow, setting: Setting) -> list[Difference]:
     """None for equal ids and masks. The mask of a first token is not looked at: nothing predicts it."""
     blocks = _blocks(here.input_ids, there.input_ids)
-    found = [_explained(change, setting, there) for change in _changes(here, there, blocks, setting)]
+    found = []
+    for group in _groups(blocks):
+        alone = [_explained(here, there, change, setting) for change in itertools.pairwise(group)]
+        if any(item.rule == OTHER_TEXT for item in alone):  # what belongs together was torn apart by equal tokens
+            alone = [_explained(here, there, (group[0], group[-1]), setting)]
+        found += alone
     at_here = np.concatenate([np.arange(a, a + size) for a, _, size in blocks])
     at_there = np.concatenate([np.arange(b, b + size) for _, b, size in blocks])
     return found + list(_mask_differences(here, there, at_here, at_there, setting))
 
 
 Block = tuple[int, int, int]
+"""An equal stretch: (start here, start there, length)."""
 
 
 def _blocks(here: np.ndarray, there: np.ndarray) -> list[Block]:
-    """Equal stretches as (start here, start there, length), ascending; the last is empty and ends both."""
+    """Ascending; the first begins both, the last is empty and ends both. What is inserted stands as late as it can."""
     size = min(len(here), len(there))
     is_other = here[:size] != there[:size]
     first = int(is_other.argmax()) if is_other.any() else size
@@ -79,93 +88,106 @@ def _blocks(here: np.ndarray, there: np.ndarray) -> list[Block]:
     if len(middle_here) * len(middle_there) <= MAX_CELLS:
         matches = SequenceMatcher(None, middle_here, middle_there, autojunk=False).get_matching_blocks()
         blocks += [(first + a, first + b, length) for a, b, length in matches[:-1]]
-    return [*blocks, (len(here) - last, len(there) - last, last), (len(here), len(there), 0)]
+    blocks += [(len(here) - last, len(there) - last, last), (len(here), len(there), 0)]
+    for number in range(len(blocks) - 1):
+        (a, b, size), (next_a, next_b, next_size) = blocks[number : number + 2]
+        row, start, end = (there, b + size, next_b) if a + size == next_a else (here, a + size, next_a)
+        if (a + size == next_a) != (b + size == next_b):
+            slide = 0
+            while slide < next_size and row[start + slide] == row[end + slide]:
+                slide += 1
+            blocks[number] = (a, b, size + slide)
+            blocks[number + 1] = (next_a + slide, next_b + slide, next_size - slide)
+    return blocks
 
 
-def _changes(here: DumpRow, there: DumpRow, blocks: list[Block], setting: Setting) -> Iterator[Change]:
-    bos = setting.tokenizer.bos_token_id
-    a, b = 0, 0
-    for next_a, next_b, size in blocks:
-        if (a, b) != (next_a, next_b):
-            yield Change(
-                (a, next_a),
-                (b, next_b),
-                here.input_ids[a:next_a],
-                there.input_ids[b:next_b],
-                is_end=next_a == len(here.input_ids) and next_b == len(there.input_ids),
-                starts_with_bos=bos is not None and int(here.input_ids[0]) == bos,
-            )
-        a, b = next_a + size, next_b + size
+def _groups(blocks: list[Block]) -> Iterator[list[Block]]:
+    """Blocks with changes between them, where those inside are short."""
+    group: list[Block] = []
+    for block, following in itertools.pairwise(blocks):
+        (a, b, size), (next_a, next_b, _) = block, following
+        if (a + size, b + size) == (next_a, next_b):
+            continue
+        if group and (group[-1] != block or size > NUM_BETWEEN):
+            yield group
+            group = []
+        group = group or [block]
+        group.append(following)
+    if group:
+        yield group
 
 
-def _explained(change: Change, setting: Setting, there: DumpRow) -> Difference:
-    rule = next((name for ask in TOKEN_RULES if (name := ask(change, setting, there)) is not None), OTHER_TEXT)
-    return Difference(rule, change.here, change.there)
+def _explained(here: DumpRow, there: DumpRow, around: tuple[Block, Block], setting: Setting) -> Difference:
+    """Why the tokens between two blocks differ."""
+    (a, b, size), (end_a, end_b, _) = around
+    change = TokenChange(here.input_ids, there.input_ids, (a + size, end_a), (b + size, end_b))
+    rule = next((name for ask in TOKEN_RULES if (name := ask(change, setting)) is not None), OTHER_TEXT)
+    return Difference(rule, change.at_here, change.at_there)
 
 
-def _bos(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    bos, is_first = setting.tokenizer.bos_token_id, change.here[0] <= 1 and change.there[0] <= 1
-    only_here, only_there = change.ids_here.tolist(), change.ids_there.tolist()
-    if bos is None or not is_first or [*only_here, *only_there] != [bos]:
+def _bos(change: TokenChange, setting: Setting) -> str | None:
+    bos, (here, there) = setting.tokenizer.bos_token_id, change.sides
+    if bos is None or max(change.at_here[0], change.at_there[0]) > 1 or [*here.tolist(), *there.tolist()] != [bos]:
         return None
-    if only_here:
+    if len(here):
         return "BOS only here"
-    return "BOS added twice there" if change.starts_with_bos else "BOS only there"
+    return "BOS added twice there" if change.row_here[0] == bos else "BOS only there"
 
 
-def _cut(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    if not len(change.ids_there) and len(there.input_ids) == setting.max_length_there:
-        is_text = bool(setting.text(change.ids_here).strip())
-        if change.is_end and is_text:
+def _cut(change: TokenChange, setting: Setting) -> str | None:
+    here, there = change.sides
+    if not len(there) and len(change.row_there) == setting.max_length_there and setting.text(here).strip():
+        if change.is_end:
             return f"truncated at {setting.max_length_there} there"
-        if change.here[0] == 0 and is_text:
+        if change.at_here[0] == 0:
             return f"cut on the left at {setting.max_length_there} there"
-    if not len(change.ids_here) and change.is_end and change.here[1] == setting.max_length_here:
+    if not len(here) and change.is_end and len(change.row_here) == setting.max_length_here:
         return f"truncated at {setting.max_length_here} here"
     return None
 
 
-def _end(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    if not change.is_end:
+def _end(change: TokenChange, setting: Setting) -> str | None:
+    here, there = change.sides
+    if not change.is_end or setting.text(here).strip():
         return None
-    text_here, ids_there = setting.text(change.ids_here), change.ids_there.tolist()
-    if not text_here.strip() and len(ids_there) == 1 and ids_there[0] in setting.added_ids:
+    if len(there) == 1 and int(there[0]) in setting.added_ids:
         return "end of sequence added there"
-    if not text_here.strip() and not setting.text(change.ids_there).strip():
-        return f"newline after the last end token only {'here' if text_here else 'there'}"
+    if not setting.text(there).strip():
+        return f"newline after the last end token only {'here' if len(here) else 'there'}"
     return None
 
 
-def _reasoning(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    here_has, there_has = ("think>" in setting.text(ids) for ids in change.sides)
-    if here_has == there_has:
-        return None
-    return f"reasoning, or the tags around it, only {'here' if here_has else 'there'}"
+def _same_text(change: TokenChange, setting: Setting) -> str | None:
+    here, there = map(setting.text, change.sides)
+    return "the same text cut into other tokens" if here == there else None
 
 
-def _system(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    here_has, there_has = ("system" in setting.text(ids) for ids in change.sides)
-    if here_has == there_has or max(change.here[0], change.there[0]) > 2:
-        return None
-    return f"system prompt only {'here' if here_has else 'there'}"
+def _reasoning(change: TokenChange, setting: Setting) -> str | None:
+    side = _only_in(change, setting, "think>")
+    return side and f"reasoning, or the tags around it, only {side}"
 
 
-def _nulls(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    here_has, there_has = ("null" in setting.text(ids) for ids in change.sides)
-    return "absent fields filled with null there" if there_has and not here_has else None
+def _system(change: TokenChange, setting: Setting) -> str | None:
+    side = _only_in(change, setting, "system") if max(change.at_here[0], change.at_there[0]) <= 2 else None
+    return side and f"system prompt only {side}"
 
 
-def _same_text(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    is_same = setting.text(change.ids_here) == setting.text(change.ids_there)
-    return "the same text cut into other tokens" if is_same else None
+def _nulls(change: TokenChange, setting: Setting) -> str | None:
+    return "absent fields filled with null there" if _only_in(change, setting, "null") == "there" else None
 
 
-def _template(change: Change, setting: Setting, there: DumpRow) -> str | None:
-    sides = [[token for token in ids.tolist() if token in setting.added_ids] for ids in change.sides]
-    return "other chat template" if sides[0] != sides[1] else None
+def _template(change: TokenChange, setting: Setting) -> str | None:
+    here, there = ([token for token in ids.tolist() if token in setting.added_ids] for ids in change.sides)
+    return "other chat template" if here != there else None
 
 
-TokenRule = Callable[[Change, Setting, DumpRow], str | None]
+def _only_in(change: TokenChange, setting: Setting, word: str) -> str | None:
+    """The side that says a word, if it is one."""
+    here, there = (word in setting.text(ids) for ids in change.sides)
+    return None if here == there else "here" if here else "there"
+
+
+TokenRule = Callable[[TokenChange, Setting], str | None]
 TOKEN_RULES: tuple[TokenRule, ...] = (_bos, _cut, _end, _same_text, _reasoning, _system, _nulls, _template)
 """The first that knows a change of tokens names it."""
 
