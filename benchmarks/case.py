@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.data.batch_plan import Share, epoch_order
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
+from trainer.data.order import Share, rows_at
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.token_cache import prepare
@@ -99,7 +99,7 @@ def prepare_tokens(case: Case, *, max_length: int = 2048, truncation: str = "err
 
 
 def write_samples(case: Case, dataset: TokenDataset) -> None:
-    order = epoch_order((Share(len(dataset)),), seed=SEED, epoch=0)
+    _, order = rows_at(np.arange(len(dataset)), (Share(len(dataset)),), seed=SEED, epoch=0)
     parts = [dataset.sample(int(index)) for index in order]
     np.savez(
         case.samples,

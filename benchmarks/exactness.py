@@ -17,12 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.data.batch_plan import Share, epoch_order
+from trainer.data.order import Share, rows_at
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime import seeding
 from trainer.tracking import read_metrics
@@ -105,7 +106,7 @@ def plain_loop(model_dir: Path, arguments: argparse.Namespace, lrs: list[float])
     curve: dict[str, list[float]] = {key: [] for key in KEYS}
     for step, lr in enumerate(lrs):
         epoch, start = divmod(step * BATCH, len(samples))
-        order = epoch_order((Share(len(samples)),), seed=SEED, epoch=epoch)
+        _, order = rows_at(np.arange(len(samples)), (Share(len(samples)),), seed=SEED, epoch=epoch)
         loss, norm = plain_step(model, [samples[i] for i in order[start : start + BATCH]])
         for group in optimizer.param_groups:
             group["lr"] = lr

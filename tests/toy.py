@@ -8,8 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
-from trainer.data.batch_plan import START, Limits, Schedule, Share
+from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader
+from trainer.data.order import Share
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
 from trainer.loop.run import Cadence, Run
@@ -34,16 +35,24 @@ class OneSource:
 
     names = ("toy",)
     lengths: np.ndarray
+    num_loss_tokens: np.ndarray
 
     @property
     def shares(self) -> tuple[Share, ...]:
         return (Share(len(self.lengths)),)
+
+    @property
+    def record(self) -> list[dict[str, Any]]:
+        return []
 
     def source_of(self, ids: Any) -> np.ndarray:
         return np.zeros(len(ids), dtype=np.int64)
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         return rows
+
+    def counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.lengths[ids], self.num_loss_tokens[ids]
 
 
 class ToySamples(OneSource):

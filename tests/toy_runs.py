@@ -22,7 +22,8 @@ from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, decide_start
 from trainer.checkpoint.state import Stateful
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.data.batch_plan import Schedule, Share
+from trainer.data.batch_plan import Schedule
+from trainer.data.order import Share
 from trainer.loop import step
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run

@@ -18,8 +18,9 @@ from toy_runs import Recipe, Result, checkpoint_manager, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint import layout
-from trainer.data.batch_plan import Schedule, Share
+from trainer.data.batch_plan import Schedule
 from trainer.data.loader import ValidationBatches
+from trainer.data.order import Share
 from trainer.loop.fit import fit
 from trainer.model import packed_lm
 from trainer.model.experts import Routers

@@ -22,8 +22,9 @@ from toy import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.data.batch_plan import Schedule, Share
+from trainer.data.batch_plan import Schedule
 from trainer.data.loader import ValidationBatches
+from trainer.data.order import Share
 from trainer.loop.fit import fit
 from trainer.optim.schedule import LrSchedule
 from trainer.runtime import seeding

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.batch_plan import Limits, Schedule, Share, split_batch
+from trainer.data.batch_plan import Limits, Schedule, split_batch
+from trainer.data.order import Share
 from trainer.progress import Position
 
 NUM_CASES = 150

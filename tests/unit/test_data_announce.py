@@ -8,9 +8,10 @@ import tokenizer_fixtures as fixtures
 from prepared import run, write_rows
 
 from trainer.data.announce import announce
-from trainer.data.batch_plan import Limits, Schedule, Share
+from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.conversation import RowKeys
 from trainer.data.loader import RankPlan
+from trainer.data.order import Share
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import Samples
 

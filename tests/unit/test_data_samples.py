@@ -9,8 +9,10 @@ import pytest
 from prepared import good_rows, run, write_rows
 from toy import ToySamples
 
-from trainer.data.batch_plan import Limits, Schedule, Share, epoch_order
+from trainer.data.batch_plan import Limits, Schedule
+from trainer.data.held_out import Draw
 from trainer.data.loader import RankPlan, TrainLoader
+from trainer.data.order import FEISTEL, LISTED, ORDERS, Share
 from trainer.data.samples import Samples, SourceSamples
 from trainer.errors import DataError
 
@@ -24,6 +26,11 @@ MIXES = (
 )
 
 
+def epoch_order(shares: tuple[Share, ...], *, seed: int, epoch: int, order: str = FEISTEL) -> np.ndarray:
+    """Row ids of a whole epoch."""
+    return Schedule(shares, 1, seed, order=order).rows_of(epoch, 0, 10**6)
+
+
 def counts(shares: tuple[Share, ...], epoch: int, seed: int = 1) -> np.ndarray:
     """How often each sample comes in an epoch."""
     return np.bincount(epoch_order(shares, seed=seed, epoch=epoch), minlength=sum(share.num_rows for share in shares))
@@ -33,7 +40,7 @@ def counts(shares: tuple[Share, ...], epoch: int, seed: int = 1) -> np.ndarray:
 def test_one_source_without_repeats_keeps_the_order_that_older_runs_began_with(
     key: tuple[int, int], order: list[int]
 ) -> None:
-    assert epoch_order((Share(10),), seed=key[0], epoch=key[1]).tolist() == order
+    assert epoch_order((Share(10),), seed=key[0], epoch=key[1], order=LISTED).tolist() == order
 
 
 @pytest.mark.parametrize("shares", MIXES)
@@ -96,6 +103,7 @@ def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> Source
         lengths=np.arange(count) + 1,
         num_loss_tokens=np.arange(count),
         bounds=changes.get("bounds"),
+        num_rows=count,
         sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),
         location=lambda index: f"{name}.jsonl:{index + 1}",
     )
@@ -123,7 +131,7 @@ def test_the_samples_of_a_row_stand_together_and_count_once() -> None:
     assert [samples.location(i) for i in (2, 3, 4, 6)] == ["b.jsonl:1", "b.jsonl:5", "b.jsonl:6", "c.jsonl:2"]
     assert samples.source_of(samples.of_rows(np.arange(7))).tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
     assert sorted(samples.of_rows(np.arange(7)).tolist()) == list(range(len(samples.lengths)))
-    train, val = source("b", 6, indices=three, bounds=several).split(val_ratio=0.3, seed=1, limit=None)
+    train, val = source("b", 6, indices=three, bounds=several).split(Draw(0.3, 1, (3,)), limit=None)
     assert sorted([*train.samples, *val.samples]) == list(range(6)) and len(val.indices) == 1
     whole = [source("a", 6, indices=three, bounds=bounds) for bounds in (several, None)]
     assert len({part.fingerprint for part in whole}) == 2, "other rows make other batches of the same samples"
@@ -159,21 +167,22 @@ def test_a_source_of_no_sample_is_refused() -> None:
 )
 def test_split(count: int, ratio: float, num_val: int) -> None:
     whole = source("a", count, 2.0)
-    train, val = whole.split(val_ratio=ratio, seed=3, limit=None)
-    assert len(val.indices) == num_val
-    assert sorted([*train.indices, *val.indices]) == list(range(count))
-    assert np.array_equal(train.indices, np.sort(train.indices))
-    assert np.array_equal(val.indices, np.sort(val.indices))
+    train, val = whole.split(draw := Draw(ratio, 3, (count,)), limit=None)
+    assert len(val.indices) == num_val and len(train.indices) == count - num_val
+    indices, val_indices = np.asarray(train.indices), np.asarray(val.indices)
+    assert sorted([*indices, *val_indices]) == list(range(count))
+    assert np.array_equal(indices, np.sort(indices)) and np.array_equal(val_indices, np.sort(val_indices))
     assert (train.repeat, val.repeat) == (2.0, 1.0), "a validation measures every row once"
-    assert np.array_equal(whole.split(val_ratio=ratio, seed=3, limit=1)[1].indices, val.indices[:1])
+    assert np.array_equal(whole.split(draw, limit=1)[1].indices, val_indices[:1])
 
 
 def test_the_split_depends_on_the_seed_and_is_that_of_older_runs() -> None:
-    def split(count: int, seed: int) -> list[int]:
-        return source("a", count).split(val_ratio=0.25, seed=seed, limit=None)[1].indices.tolist()
+    def held_out(count: int, seed: int, order: str) -> list[int]:
+        return Draw(0.25, seed, (count,), order).rows().tolist()
 
-    assert split(100, 1) != split(100, 2)
-    assert split(12, 3) == [0, 5, 9]
+    for order in ORDERS:
+        assert held_out(100, 1, order) != held_out(100, 2, order)
+    assert held_out(12, 3, LISTED) == [0, 5, 9]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -72,7 +72,7 @@ def test_validation_rows_are_held_out_of_each_source_alike(files: Path) -> None:
     assert [len(rows) for rows in held_out] == [3, 2]
     assert inputs.validation.shares[0].repeat == 1, "a validation measures every row once"
     for rows, source, count in zip(held_out, inputs.train.sources, (NUM_CHATS, NUM_ANSWERS), strict=True):
-        assert sorted([*rows, *source.indices]) == list(range(count))
+        assert sorted([*rows, *np.asarray(source.indices)]) == list(range(count))
     alone = inputs_of(*words(files, answers(files)), ratio)
     assert alone.validation is not None
     assert np.array_equal(alone.validation.sources[0].indices, held_out[1]), "whatever stands beside it"

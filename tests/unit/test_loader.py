@@ -15,8 +15,9 @@ from torch import Tensor
 from toy import OneSource, ToySamples
 
 from trainer.batch import PackedBatch, StepBatch
-from trainer.data.batch_plan import START, Limits, Schedule, Share
+from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches, build_step, pack
+from trainer.data.order import Share
 from trainer.progress import Position
 from trainer.run import main
 

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer import __main__
-from trainer.data.batch_plan import Share
+from trainer.data.order import Share
 from trainer.model import source
 from trainer.run import main as run
 from trainer.runtime import log, signals
@@ -79,7 +79,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
 
     def prepare_inputs(config: Any, *, progress: Callable[[], None]) -> Any:
         progress()
-        return SimpleNamespace(train=SimpleNamespace(lengths=[1], shares=(Share(1),)))
+        return SimpleNamespace(train=SimpleNamespace(lengths=[1], shares=(Share(1),)), order="feistel", earlier=())
 
     def decide_start(*args: Any) -> None:
         raise ReachedError

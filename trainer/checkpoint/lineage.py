@@ -10,6 +10,7 @@ from trainer.config import ConfigError
 
 REFUSED = {
     "data": "the new samples are trained from the same place of the epoch on: some may come twice, some not at all",
+    "data_growth": "the epoch under way goes on with the rows it has; those that came join with the next one",
     "train_batch_size": "the rest of the epoch is trained in the new size, no sample twice and none left out",
     "seed": "the rest of the epoch follows another order: some samples may come twice, some not at all",
     "tokenizer": "tokens that it adds have untrained weights, and the export takes it over",
@@ -51,10 +52,15 @@ WARNED = (
 
 @dataclass(frozen=True)
 class Lineage:
-    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the user accepts."""
+    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the user accepts.
+
+    Where the data is another than the checkpoint's: `growth` says what came to it, or `not_grown` why it is not that.
+    """
 
     fingerprints: Mapping[str, str]
     allow: tuple[str, ...] = ()
+    growth: str = ""
+    not_grown: str = ""
 
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
@@ -70,9 +76,15 @@ def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
 
     Raises `ConfigError` with all differences when one of them would make the continued run another run.
     """
-    now = lineage.fingerprints
+    now, allow = lineage.fingerprints, set(lineage.allow)
     changed = {key: f"{key}: {saved[key]} -> {now[key]}" for key in now if saved.get(key, now[key]) != now[key]}
-    refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in lineage.allow]
+    if "data" in changed and lineage.growth:
+        del changed["data"]
+        changed["data_growth"] = f"data_growth: {lineage.growth}"
+        allow |= {"data_growth"} if "data" in allow else set()
+    elif "data" in changed and lineage.not_grown:
+        changed["data"] += f" ({lineage.not_grown})"
+    refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in allow]
     if refused:
         reasons, allowed = FIXED | REFUSED, ",".join(key for key in refused if key in REFUSED)
         lines = [f"  {text}{'   <- refused' if key in refused else ''}" for key, text in changed.items()]

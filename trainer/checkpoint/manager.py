@@ -187,7 +187,8 @@ class CheckpointManager:
         Collective. It is written down before anything changes; to load the checkpoint is the caller's part.
         """
         self.finish()
-        for info in self._on_main(lambda: rollback.candidates(self.run_dir, onset=onset, history=history)):
+        data = self._saver.fingerprints.get("data")
+        for info in self._on_main(lambda: rollback.candidates(self.run_dir, onset=onset, history=history, data=data)):
             if not start.verify(info, self._world):
                 break
         else:

@@ -39,14 +39,19 @@ def read(run_dir: Path) -> Rollbacks:
         raise ConfigError(f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them") from error
 
 
-def candidates(run_dir: Path, *, onset: int, history: History) -> list[CheckpointInfo]:
-    """Committed checkpoints from well before `onset` and outside any earlier trouble, newest first."""
+def candidates(run_dir: Path, *, onset: int, history: History, data: str | None) -> list[CheckpointInfo]:
+    """Committed checkpoints from well before `onset` and outside any earlier trouble, newest first.
+
+    Only of the same data (its fingerprint): where rows came since, a restart would let them join in another epoch.
+    """
     latest = onset - STEPS_BEFORE_ONSET
     trouble = [(first, last + STEPS_BEFORE_ONSET) for first, last in history.episodes if first < onset]
     return [
         info
         for info in reversed(layout.committed(run_dir))
-        if info.step <= latest and not any(first <= info.step <= last for first, last in trouble)
+        if info.step <= latest
+        and not any(first <= info.step <= last for first, last in trouble)
+        and (info.manifest is None or info.manifest.fingerprints.get("data") == data)
     ]
 
 

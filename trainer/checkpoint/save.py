@@ -49,7 +49,7 @@ class Saver:
     ) -> None:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
-        self._source, self._fingerprints, self._lock = source, fingerprints, lock
+        self._source, self.fingerprints, self._lock = source, fingerprints, lock
         self._board, self._number, self._deadline = Board(world), 0, math.inf
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -185,7 +185,7 @@ class Saver:
             tensors=self._tensors,
             text_names=self._source.whole.text_names if self._source.whole else (),
             num_passed_through=len(self._plans[""].others),
-            fingerprints=dict(self._fingerprints),
+            fingerprints=dict(self.fingerprints),
             loss=snapshot.loss,
             grad_norm=snapshot.grad_norm,
         )

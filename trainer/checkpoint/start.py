@@ -17,7 +17,7 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.state import saved_loop
+from trainer.checkpoint.state import saved_data, saved_loop
 from trainer.config import ConfigError, TrainerConfig
 from trainer.progress import LoopState, Position, Rollbacks
 from trainer.runtime import distributed
@@ -42,6 +42,8 @@ class Start:
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Of this run, for its checkpoints."""
+    data: Mapping[str, Any] | None = None
+    """What the checkpoint says of the data it goes on with."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class RunShape:
     """What is known of a run before its model: the size of its epoch and batch, how long it is, what it descends from.
 
     `total_steps` tells from a position how many steps the whole run has, `unfinished` of a run whose last step is saved
-    what its end still lacks beside checkpoints.
+    what its end still lacks beside checkpoints, `resumed` how it all is for a run that goes on with the data of a
+    checkpoint.
     """
 
     num_samples: int
@@ -57,6 +60,7 @@ class RunShape:
     total_steps: Callable[[Position], int]
     lineage: Lineage
     unfinished: Callable[[Position, LoopState], list[str]] = lambda position, loop: []
+    resumed: Callable[[Mapping[str, Any], Position], "RunShape"] | None = None
 
 
 def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
@@ -69,7 +73,8 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     selection = _on_main(partial(candidates_of, config), config, world)
     if selection.chosen is not None and _is_complete(selection.chosen, config, shape, world):
         _say(selection.notes)
-        return Start(selection.chosen, _position(selection.chosen, config, shape), is_complete=True, lock=None)
+        position, data = _position(selection.chosen, config, shape), _saved_data(selection.chosen, config, world)
+        return Start(selection.chosen, position, is_complete=True, lock=None, data=data)
     lock = RunLock(Path(config.default_local_dir))
     try:
         return _begin(lock, config, shape, world)
@@ -85,10 +90,11 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
     selection = _on_main(partial(candidates_of, config), config, world)
     _say(selection.notes)
     checkpoint = _first_proven(selection.candidates, config, world)
-    position = Position()
+    position, data = Position(), None
     if checkpoint is not None:
+        position, data = _position(checkpoint, config, shape), _saved_data(checkpoint, config, world)
+        shape = _resumed(shape, data, position)
         _require_same_run(checkpoint, config, shape.lineage)
-        position = _position(checkpoint, config, shape)
     rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
     return Start(
         checkpoint,
@@ -97,6 +103,7 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
         lock=lock if world.is_main else None,
         rollbacks=rollbacks,
         fingerprints=shape.lineage.fingerprints,
+        data=data,
     )
 
 
@@ -109,6 +116,7 @@ def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunSha
     if candidate.manifest is None and verify(candidate, world):
         return False
     position = _position(candidate, config, shape)
+    shape = _resumed(shape, _saved_data(candidate, config, world), position)
     loop = _on_main(partial(saved_loop, candidate), config, world)
     has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
     if not has_ended or verify(candidate, world):
@@ -141,6 +149,17 @@ def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape
         return checkpoint.manifest.position
     assert checkpoint.verl is not None, "a candidate is whole"
     return verl.read_position(checkpoint.verl, num_samples=shape.num_samples, train_batch_size=shape.batch_size)
+
+
+def _saved_data(checkpoint: CheckpointInfo, config: TrainerConfig, world: World) -> dict[str, Any] | None:
+    """Collective; None where the run does not go on with the data of the checkpoint."""
+    if checkpoint.manifest is None or "extra" not in config.checkpoint.load_contents:
+        return None
+    return _on_main(partial(saved_data, checkpoint), config, world)
+
+
+def _resumed(shape: RunShape, data: Mapping[str, Any] | None, position: Position) -> RunShape:
+    return shape if data is None or shape.resumed is None else shape.resumed(data, position)
 
 
 def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World) -> CheckpointInfo | None:

@@ -129,6 +129,14 @@ def _load_foreign(checkpoint: CheckpointInfo, state: State, contents: Sequence[s
         logger.warning("%s", note)
 
 
+def saved_data(checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """What a checkpoint of ours says of its data beside the position; empty where that file is damaged."""
+    with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
+        state = shards.read_torch(checkpoint.path / layout.DATA)
+        return {key: value for key, value in state.items() if key != "loader"}
+    return {}
+
+
 def saved_loop(checkpoint: CheckpointInfo) -> LoopState:
     """What the loop remembered; as at the start of a run where a checkpoint has nothing of it or is damaged."""
     loop = LoopState()

@@ -24,7 +24,7 @@ from trainer.config.keys import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts")
+RESUME_ALLOW = ("data", "data_growth", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts")
 AUTO, SELECTIVE, OFFLOAD = "auto", "selective", "offload"
 YEAR_S = 365 * 24 * 3600
 _LOADED = ("model", "optimizer", "extra")
@@ -241,7 +241,8 @@ class TrainerConfig:
     resume_from_path: str | None = key(None, ".../global_step_N to continue from, with resume_mode=resume_path")
     resume_allow: list[str] = key(
         [],
-        "changes that a resume accepts: data, train_batch_size, seed, tokenizer, model_config, other_parts",
+        "changes that a resume accepts: data, data_growth (rows or sources were added), train_batch_size, seed, "
+        "tokenizer, model_config, other_parts",
         one_of(*RESUME_ALLOW),
     )
     max_time: str | None = key(None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration)

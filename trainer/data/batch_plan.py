@@ -5,15 +5,14 @@ Where samples of an epoch, a batch or a position are counted, rows are. Splittin
 only decides who computes what.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from trainer.config import ConfigError
+from trainer.data.order import FEISTEL, Share, rows_at
 from trainer.progress import Position
-from trainer.runtime import seeding
 
 START = Position()
 
@@ -27,53 +26,36 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Share:
-    """How often the rows of a source come in an epoch: with `repeat` 2.5 each twice, and half of them once more."""
+class Earlier:
+    """What a run trained in the epochs before `until`: fewer rows of the same sources, or fewer of these."""
 
-    num_rows: int
-    repeat: float = 1.0
-
-    @property
-    def num_samples(self) -> int:
-        """The same in every epoch; half a sample counts whole."""
-        return math.floor(self.num_rows * self.repeat + 0.5)
-
-
-@functools.lru_cache(maxsize=2)
-def epoch_order(shares: tuple[Share, ...], *, seed: int, epoch: int) -> np.ndarray:
-    """Row ids of one epoch in the order they are trained, int64: a pure function of its arguments.
-
-    Ids count the rows of all sources, source by source. Rows that come once more are the next so many of an order of
-    their own, walked round and round over the epochs: none comes twice as often as another.
-    """
-    ids, first = [], 0
-    for number, share in enumerate(shares):
-        times, num_more = divmod(share.num_samples, share.num_rows)
-        ids += [np.arange(first, first + share.num_rows)] * times
-        if num_more:
-            turn = _generator("source", seed, number).permutation(share.num_rows)
-            ids.append(first + turn.take(np.arange(num_more) + epoch * num_more, mode="wrap"))
-        first += share.num_rows
-    epoch_ids = np.concatenate(ids)
-    return epoch_ids[_generator("epoch", seed, epoch).permutation(len(epoch_ids))]
-
-
-def _generator(*key: int | str) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(seeding.key(*key)))
+    until: int
+    shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a run from `start` on: a step of epoch e trains the next B samples of `epoch_order(seed, e)`.
+    """The order of a run from `start` on: a step trains the next B rows of its epoch.
 
-    The last batch of an epoch holds what is left; no sample is dropped. Continued from any of its own positions with
-    the same values a schedule goes on as it would have; with another batch size it goes on in the same order.
+    The last batch of an epoch holds what is left; no row is dropped. Continued from any of its own positions with
+    the same values a schedule goes on as it would have; with another batch size it goes on in the same order. Rows
+    that came later (`earlier` is how it was before) join with the epoch that follows: ids count all rows that there
+    are now, source by source.
     """
 
     shares: tuple[Share, ...]
     batch_size: int
     seed: int
     start: Position = START
+    order: str = FEISTEL
+    earlier: tuple[Earlier, ...] = ()
+    """In the order of their epochs."""
+
+    def shares_in(self, epoch: int) -> tuple[Share, ...]:
+        return next((earlier.shares for earlier in self.earlier if epoch < earlier.until), self.shares)
+
+    def num_samples_in(self, epoch: int) -> int:
+        return sum(share.num_samples for share in self.shares_in(epoch))
 
     @property
     def num_samples(self) -> int:
@@ -84,31 +66,42 @@ class Schedule:
     def steps_per_epoch(self) -> int:
         return math.ceil(self.num_samples / self.batch_size)
 
-    @property
-    def _steps_left_in_first_epoch(self) -> int:
-        return math.ceil(max(0, self.num_samples - self.start.samples_consumed) / self.batch_size)
-
     def position(self, step: int) -> Position:
         """Where the run stands after `step` finished steps, which is not before `start`."""
-        index = step - self.start.step
-        if index < 0:
+        if step < self.start.step:
             raise ValueError(f"step {step} lies before the start of this schedule, step {self.start.step}")
-        if index < self._steps_left_in_first_epoch:
-            return Position(step, self.start.epoch, self.start.samples_consumed + index * self.batch_size)
-        epochs, index = divmod(index - self._steps_left_in_first_epoch, self.steps_per_epoch)
-        return Position(step, self.start.epoch + 1 + epochs, index * self.batch_size)
+        left, epoch, consumed = step - self.start.step, self.start.epoch, self.start.samples_consumed
+        while consumed or epoch < self._first_equal_epoch:  # epochs of another length one by one
+            num_steps = math.ceil(max(0, self.num_samples_in(epoch) - consumed) / self.batch_size)
+            if left < num_steps:
+                return Position(step, epoch, consumed + left * self.batch_size)
+            left, epoch, consumed = left - num_steps, epoch + 1, 0
+        epochs, left = divmod(left, self.steps_per_epoch)
+        return Position(step, epoch + epochs, left * self.batch_size)
+
+    @property
+    def _first_equal_epoch(self) -> int:
+        return self.earlier[-1].until if self.earlier else 0
 
     def steps_until(self, total_epochs: int) -> int:
         """Finished steps of the whole run once `total_epochs` epochs are done."""
-        later_epochs = max(0, total_epochs - self.start.epoch - 1)
-        first = self._steps_left_in_first_epoch if total_epochs > self.start.epoch else 0
-        return self.start.step + first + later_epochs * self.steps_per_epoch
+        consumed, num_steps = self.start.samples_consumed, self.start.step
+        for epoch in range(self.start.epoch, min(total_epochs, max(self.start.epoch + 1, self._first_equal_epoch))):
+            num_steps += math.ceil(max(0, self.num_samples_in(epoch) - consumed) / self.batch_size)
+            consumed = 0
+        num_equal = max(0, total_epochs - max(self.start.epoch + 1, self._first_equal_epoch))
+        return num_steps + num_equal * self.steps_per_epoch
 
     def rows(self, step: int) -> np.ndarray:
         """Row ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
         position = self.position(step - 1)
-        order = epoch_order(self.shares, seed=self.seed, epoch=position.epoch)
-        return order[position.samples_consumed :][: self.batch_size]
+        return self.rows_of(position.epoch, position.samples_consumed, position.samples_consumed + self.batch_size)
+
+    def rows_of(self, epoch: int, first: int, end: int) -> np.ndarray:
+        """Row ids of the places `first` to before `end` of an epoch, as far as it goes."""
+        shares, places = self.shares_in(epoch), np.arange(first, min(end, self.num_samples_in(epoch)))
+        sources, rows = rows_at(places, shares, seed=self.seed, epoch=epoch, order=self.order)
+        return np.cumsum([0, *(share.num_rows for share in self.shares)])[sources] + rows
 
 
 def split_batch(

@@ -59,7 +59,7 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
 
 def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int) -> StepBatch:
     """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global counts."""
-    lengths, num_loss_tokens = samples.lengths[ids], samples.num_loss_tokens[ids]
+    lengths, num_loss_tokens = samples.counts(ids)
     dealt = split_batch(
         lengths, num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
@@ -180,6 +180,9 @@ class TrainLoader:
             "train_batch_size": self.schedule.batch_size,
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
+            "order": self.schedule.order,
+            "sources": self._samples.record,
+            "earlier": [[was.until, [[s.num_rows, s.repeat] for s in was.shares]] for was in self.schedule.earlier],
             "loader": self._loader.state_dict() if self._loader is not None else {},
         }
 
@@ -195,12 +198,12 @@ class ValidationBatches:
 
     def __init__(self, samples: Samples, plan: RankPlan, *, batch_size: int) -> None:
         self._samples, self._plan, self._batch_size = samples, plan, batch_size
-        self.length_facts = length_facts(samples.lengths, samples.num_loss_tokens)
+        self._num_samples = len(samples.lengths)
+        self.length_facts = length_facts(*samples.counts(np.arange(self._num_samples)))
         self.sources = samples.names if len(samples.names) > 1 else ()
 
     def __iter__(self) -> Iterator[StepBatch]:
-        num_samples = len(self._samples.lengths)
-        for index, start in enumerate(range(0, num_samples, self._batch_size)):
-            ids = np.arange(start, min(start + self._batch_size, num_samples))
+        for index, start in enumerate(range(0, self._num_samples, self._batch_size)):
+            ids = np.arange(start, min(start + self._batch_size, self._num_samples))
             batch = build_step(self._samples, ids, self._plan, step=index + 1, epoch=0)
             yield batch.pin_memory() if self._plan.pin_memory else batch

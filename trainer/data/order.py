@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.runtime import seeding
 
-NUM_ROUNDS = 12
+NUM_ROUNDS = 16
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 

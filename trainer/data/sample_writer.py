@@ -24,8 +24,8 @@ BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
 TOKEN = np.dtype("<i4")
 """Ids of all samples end to end; those that are supervised have the sign bit too."""
 SUPERVISED = np.int32(-(2**31))
-ROW = np.dtype([("file", "<i8"), ("line", "<i8"), ("num_tokens", "<i8"), ("num_loss_tokens", "<i4")])
-"""Of a sample: index of its file and its line there, tokens, and how many of these are labels."""
+ROW = np.dtype([("file", "<i4"), ("line", "<i8"), ("num_tokens", "<i4"), ("num_loss_tokens", "<i4"), ("end", "<i8")])
+"""Of a sample: index of its file and its line there, tokens, how many of them are labels, where it ends in `TOKENS`."""
 NUM_REASONS = 20  # told; the file has all
 NUM_PLACES = 3
 
@@ -123,15 +123,30 @@ class BadRows:
         return f"  {reason} ({count} rows: {', '.join(places)}{', …' if count > len(places) else ''})"
 
 
+class SamplesDigest:
+    """Over ids, mask and bounds of samples in their order, as they were once stored: checkpoints name it."""
+
+    def __init__(self) -> None:
+        self._parts = [hashlib.sha256() for _ in range(3)]
+        self._parts[2].update(np.int64(0).tobytes())
+
+    def update(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """With further `TOKEN`s and ends of samples (int64), each in their order."""
+        for part, array in zip(self._parts, (tokens & ~SUPERVISED, tokens < 0, ends), strict=True):
+            part.update(np.ascontiguousarray(array).data)
+
+    def hexdigest(self) -> str:
+        return hashlib.sha256("".join(part.hexdigest() for part in self._parts).encode()).hexdigest()
+
+
 class SampleWriter:
     """Fills a directory with tokens, rows and the lists of bad and of over-long rows; complete when left."""
 
     def __init__(self, directory: Path, options: PrepareOptions) -> None:
         self.options = options
         self._counts: Counter[str] = Counter()
-        self._pending: list[tuple[Encoded, tuple[int, int, int, int]]] = []
-        self._digests = [hashlib.sha256() for _ in range(3)]
-        self._digests[2].update(np.int64(0).tobytes())
+        self._pending: list[tuple[Encoded, tuple[int, int, int, int, int]]] = []
+        self._digest, self._end = SamplesDigest(), 0
         with ExitStack() as stack:
             self._tokens, self._rows = (stack.enter_context((directory / name).open("wb")) for name in (TOKENS, ROWS))
             self.bad_rows = stack.enter_context(BadRows(directory / BAD_ROWS))
@@ -156,12 +171,13 @@ class SampleWriter:
         if num_tokens > max_length and truncation == "drop":
             self._counts.update(num_rows=1, num_dropped=1)
             return self._list_over_long(row, num_tokens, "dropped")
-        kept = []
+        kept, end = [], self._end
         for sample in encoded:
             part = slice(-max_length, None) if truncation == "left" else slice(None, max_length)
             input_ids, loss_mask = sample.input_ids[part], sample.loss_mask[part]
             if num_loss_tokens := int(np.count_nonzero(loss_mask[1:])):
-                kept.append((Encoded(input_ids, loss_mask), (file_index, row.line, len(input_ids), num_loss_tokens)))
+                place = (file_index, row.line, len(input_ids), num_loss_tokens, end := end + len(input_ids))
+                kept.append((Encoded(input_ids, loss_mask), place))
             num_cut += len(sample.input_ids) - len(input_ids)
         if not kept:
             when = f" after data.truncation={truncation} to data.max_length {max_length}" if num_cut else ""
@@ -174,26 +190,25 @@ class SampleWriter:
         counts["num_samples"] += len(kept)
         counts["num_truncated"] += num_cut > 0
         counts["num_cut_tokens"] += num_cut
-        counts["num_tokens"] += sum(length for _, (_, _, length, _) in kept)
-        counts["num_loss_tokens"] += sum(num_labels for _, (_, _, _, num_labels) in kept)
+        counts["num_tokens"] += end - self._end
+        counts["num_loss_tokens"] += sum(num_labels for _, (_, _, _, num_labels, _) in kept)
+        self._end = end
         self._pending += kept
         if len(self._pending) >= SAMPLES_PER_WRITE:
             self._write_pending()
         return None
 
     def _write_pending(self) -> None:
-        """The digests are over ids, mask and bounds of all samples, as they were once stored: checkpoints name them."""
         if not self._pending:
             return
         ids = np.concatenate([sample.input_ids for sample, _ in self._pending], dtype=TOKEN)
         mask = np.concatenate([sample.loss_mask for sample, _ in self._pending])
         rows = np.array([row for _, row in self._pending], dtype=ROW)
         self._pending.clear()
-        self._tokens.write(np.where(mask, ids | SUPERVISED, ids).data)
+        tokens = np.where(mask, ids | SUPERVISED, ids)
+        self._tokens.write(tokens.data)
         self._rows.write(rows.data)
-        num_before = self._counts["num_tokens"] - len(ids)
-        for digest, array in zip(self._digests, (ids, mask, num_before + np.cumsum(rows["num_tokens"])), strict=True):
-            digest.update(array.data)
+        self._digest.update(tokens, rows["end"])
 
     def _list_over_long(self, row: Row, num_tokens: int, action: str) -> None:
         entry = {"file": str(row.file), "line": row.line, "num_tokens": num_tokens, "action": action}
@@ -215,7 +230,7 @@ class SampleWriter:
             bad_rows_by_kind=dict(self.bad_rows.by_kind.most_common()),
             unread_keys=dict(encoder.unread_keys.most_common()),
             end_token_ids=encoder.end_token_ids,
-            fingerprint=hashlib.sha256("".join(digest.hexdigest() for digest in self._digests).encode()).hexdigest(),
+            fingerprint=self._digest.hexdigest(),
         )
 
 

@@ -6,15 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from trainer.data.batch_plan import Share
+from trainer.data.held_out import AllBut, Draw, Rows
+from trainer.data.order import Share
 from trainer.data.rows import location
-from trainer.data.sample_writer import BAD_ROWS, OVER_LONG_ROWS, ROW, ROWS, SUPERVISED, TOKEN, TOKENS, Summary
+from trainer.data.sample_writer import (
+    BAD_ROWS,
+    OVER_LONG_ROWS,
+    ROW,
+    ROWS,
+    SUPERVISED,
+    TOKEN,
+    TOKENS,
+    SamplesDigest,
+    Summary,
+)
 from trainer.errors import DataError
 
-SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
+PIECE = 1 << 20
+"""So many tokens or rows are read at once where all are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +41,6 @@ class TokenDataset:
     """Of all samples, end to end, as `TOKEN` says."""
     rows: np.ndarray
     """`ROW` of each sample."""
-    ends: np.ndarray
-    """Where each sample ends in `tokens`, int64."""
     bounds: np.ndarray | None
     """Where the samples of each kept row begin, int64 with the end of the last; None: each row is one sample."""
 
@@ -47,7 +58,7 @@ class TokenDataset:
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and loss mask (bool) of one sample."""
-        end = int(self.ends[index])
+        end = int(self.rows["end"][index])
         tokens = self.tokens[end - int(self.lengths[index]) : end]
         return tokens & ~SUPERVISED, tokens < 0
 
@@ -75,8 +86,26 @@ class TokenDataset:
 
     def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
         """All samples, as a source."""
-        num_rows = len(self) if self.bounds is None else len(self.bounds) - 1
-        return SourceSamples(name, self, np.arange(num_rows), repeat)
+        return SourceSamples(name, self, AllBut(self.num_rows, np.arange(0)), repeat)
+
+    @property
+    def num_rows(self) -> int:
+        """Kept rows: each has one sample or more."""
+        return len(self) if self.bounds is None else len(self.bounds) - 1
+
+    def of_first(self, num_rows: int) -> "TokenDataset":
+        """What was prepared while there were only the first so many rows, for its fingerprint."""
+        bounds = None if self.bounds is None else self.bounds[: num_rows + 1]
+        rows = self.rows[: num_rows if bounds is None else bounds[-1]]
+        if len(rows) == len(self):
+            return self
+        digest, end = SamplesDigest(), int(rows["end"][-1])
+        for first in range(0, max(end, len(rows)), PIECE):
+            digest.update(self.tokens[first : min(end, first + PIECE)], rows["end"][first : first + PIECE])
+        summary = replace(self.summary, fingerprint=digest.hexdigest())
+        if len(rows) == num_rows:
+            bounds = None
+        return replace(self, summary=summary, rows=rows, bounds=bounds)
 
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
@@ -84,17 +113,15 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     tokens: np.ndarray = np.memmap(directory / TOKENS, TOKEN, "r")
     rows: np.ndarray = np.memmap(directory / ROWS, ROW, "r")
     summary = Summary(**json.loads((directory / "summary.json").read_text()))
-    ends, bounds = np.cumsum(rows["num_tokens"], dtype=np.int64), None
+    bounds = None
     if len(rows) != summary.num_kept_rows:
         places = rows[["file", "line"]]
         bounds = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1], [True]]))
-    return TokenDataset(directory, files, summary, tokens, rows, ends, bounds)
+    return TokenDataset(directory, files, summary, tokens, rows, bounds)
 
 
-def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
+def _samples_of(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """The samples of `rows`, those of a row side by side."""
-    if bounds is None:
-        return rows
     counts = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(counts)
     return np.arange(counts.sum()) + np.repeat(bounds[rows] - ends + counts, counts)
@@ -102,12 +129,16 @@ def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SourceSamples:
-    """The samples of one source: those of the kept rows `indices` (int64 [N]) of a prepared dataset."""
+    """The samples of one source: those of the kept rows `indices` (int64) of a prepared dataset.
+
+    `draw` says what of the dataset is not among the rows of training.
+    """
 
     name: str
     dataset: TokenDataset
-    indices: np.ndarray
+    indices: Rows
     repeat: float = 1.0
+    draw: Draw | None = None
 
     @property
     def share(self) -> Share:
@@ -119,37 +150,47 @@ class SourceSamples:
         return share
 
     @cached_property
-    def samples(self) -> np.ndarray:
+    def samples(self) -> Rows:
         """Their numbers in the dataset, int64."""
-        return _samples_of(self.indices, self.dataset.bounds)
+        bounds = self.dataset.bounds
+        return self.indices if bounds is None else _samples_of(np.asarray(self.indices), bounds)
+
+    def total(self, count: str) -> int:
+        """Sum of a column of `ROW` over the samples, without reading those of a whole dataset."""
+        column = self.dataset.rows[count]
+        if isinstance(self.samples, AllBut):
+            return int(getattr(self.dataset.summary, count)) - int(column[self.samples.left_out].sum())
+        return int(column[self.samples].sum())
 
     @property
     def row_sizes(self) -> np.ndarray:
         """Number of samples of each row, int64."""
-        bounds = self.dataset.bounds
-        return np.ones_like(self.indices) if bounds is None else np.diff(bounds)[self.indices]
+        bounds, rows = self.dataset.bounds, np.asarray(self.indices)
+        return np.ones_like(rows) if bounds is None else np.diff(bounds)[rows]
 
     @property
+    def record(self) -> dict[str, Any]:
+        """Rows trained on, of `sizes[-1]` kept ones, and what they are."""
+        draw = {} if self.draw is None else {"val_ratio": self.draw.val_ratio, "sizes": list(self.draw.sizes)}
+        rows = {"num_rows": len(self.indices), "fingerprint": self.fingerprint}
+        return {"name": self.name, "repeat": self.repeat, **rows, **draw}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for equal samples in equal order, of rows with equally many."""
         digest = hashlib.sha256(self.dataset.summary.fingerprint.encode())
-        digest.update(np.ascontiguousarray(self.indices, dtype=np.int64).tobytes())
+        for first in range(0, len(self.indices), PIECE):
+            places = np.arange(first, min(first + PIECE, len(self.indices)))
+            digest.update(self.indices[places].astype(np.int64, copy=False).data)
         if self.dataset.bounds is not None:
             digest.update(self.dataset.bounds.tobytes())
         return digest.hexdigest()[:16]
 
-    def split(self, *, val_ratio: float, seed: int, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
-        """(training, validation samples), in their order: whole rows, drawn by their number, ratio and seed alone.
-
-        At least one on each side when `val_ratio` is positive and there are two; of the second the first `limit`.
-        """
-        num_rows, num_val = len(self.indices), 0
-        if val_ratio > 0 and num_rows >= 2:
-            num_val = min(max(1, round(num_rows * val_ratio)), num_rows - 1)
-        rng = np.random.Generator(np.random.Philox(key=[seed % 2**64, SPLIT_STREAM]))
-        order = self.indices[rng.permutation(num_rows)]
-        train, val = np.sort(order[num_val:]), np.sort(order[:num_val])[:limit]
-        return replace(self, indices=train), replace(self, indices=val, repeat=1.0)
+    def split(self, draw: Draw, *, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
+        """(training, validation samples) of a whole dataset, in their order; of the second the first `limit` rows."""
+        held_out = draw.rows()
+        train = replace(self, indices=AllBut(draw.sizes[-1], held_out), draw=draw)
+        return train, replace(self, indices=held_out[:limit], repeat=1.0)
 
 
 class Samples:
@@ -162,12 +203,33 @@ class Samples:
         self._row_bounds: np.ndarray | None = None
         if any(source.dataset.bounds is not None for source in sources):
             self._row_bounds = np.cumsum(np.concatenate([[0], *(source.row_sizes for source in sources)]))
-        self.lengths = np.concatenate([source.dataset.lengths[source.samples] for source in sources])
-        self.num_loss_tokens = np.concatenate([source.dataset.num_loss_tokens[source.samples] for source in sources])
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Ids of the samples of rows (int64 ids), in their order."""
-        return _samples_of(rows, self._row_bounds)
+        return rows if self._row_bounds is None else _samples_of(rows, self._row_bounds)
+
+    def counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(Tokens, labels) of samples, int64."""
+        lengths, num_loss_tokens = np.empty_like(ids), np.empty_like(ids)
+        numbers = self.source_of(ids)
+        for number, source in enumerate(self.sources):
+            own = np.flatnonzero(numbers == number)
+            indices = source.samples[ids[own] - self._bounds[number]]
+            lengths[own] = source.dataset.lengths[indices]
+            num_loss_tokens[own] = source.dataset.num_loss_tokens[indices]
+        return lengths, num_loss_tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of all samples, read anew each time."""
+        return self.counts(np.arange(len(self)))[0]
+
+    @property
+    def num_loss_tokens(self) -> np.ndarray:
+        return self.counts(np.arange(len(self)))[1]
 
     def beside(self, sample_id: int) -> np.ndarray:
         """Ids of all samples of the row that a sample belongs to."""
@@ -187,6 +249,11 @@ class Samples:
             return self.sources[0].fingerprint
         parts = [[source.fingerprint, source.repeat] for source in self.sources]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    @property
+    def record(self) -> list[dict[str, Any]]:
+        """Of each source what tells later whether its rows are still there: of numbers and texts, for a checkpoint."""
+        return [source.record for source in self.sources]
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -214,4 +281,4 @@ class Samples:
     def _locate(self, sample_id: int) -> tuple[TokenDataset, int]:
         number = int(self.source_of([sample_id])[0])
         source = self.sources[number]
-        return source.dataset, int(source.samples[sample_id - self._bounds[number]])
+        return source.dataset, int(source.samples[np.asarray(sample_id - self._bounds[number])])

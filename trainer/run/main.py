@@ -2,8 +2,10 @@
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -71,17 +73,12 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         owes_validation = loop.owes_validation and inputs.validation is not None
         return unfinished(Path(trainer.default_local_dir), position.step, owes_validation=owes_validation)
 
-    shape = RunShape(
-        _schedule(config, inputs, START).num_samples,
-        config.data.train_batch_size,
-        lambda position: _total_steps(config, _schedule(config, inputs, position)),
-        _lineage(config, inputs),
-        missing_at_end,
-    )
+    shape = _shape(config, inputs, _lineage(config, inputs), missing_at_end)
     start, exit_code = decide_start(trainer, shape, world), EXIT_DONE
+    inputs = inputs if start.data is None else inputs.resumed(start.data, start.position)
     if start.is_complete:
         assert start.checkpoint is not None
-        num_steps = shape.total_steps(start.position)
+        num_steps = _total_steps(config, _schedule(config, inputs, start.position))
         is_whole = start.position.step >= num_steps
         what = f"has all {num_steps} steps" if is_whole else f"ended the run early, at step {start.position.step}"
         logger.info(f"already complete: {start.checkpoint.path} {what}; nothing to do")
@@ -170,8 +167,32 @@ def make_run(
     )
 
 
+def _shape(config: Config, inputs: Inputs, lineage: Lineage, unfinished: Callable[..., list[str]]) -> RunShape:
+    def resumed(saved: Mapping[str, Any], position: Position) -> RunShape:
+        data = inputs.resumed(saved, position)
+        fingerprints = {**lineage.fingerprints, "data": data.train.fingerprint}
+        now = replace(lineage, fingerprints=fingerprints, growth=data.growth, not_grown=data.not_grown)
+        return _shape(config, data, now, unfinished)
+
+    return RunShape(
+        _schedule(config, inputs, START).num_samples,
+        config.data.train_batch_size,
+        lambda position: _total_steps(config, _schedule(config, inputs, position)),
+        lineage,
+        unfinished,
+        resumed,
+    )
+
+
 def _schedule(config: Config, inputs: Inputs, start: Position) -> Schedule:
-    return Schedule(inputs.train.shares, config.data.train_batch_size, config.trainer.seed, start)
+    return Schedule(
+        inputs.train.shares,
+        config.data.train_batch_size,
+        config.trainer.seed,
+        start,
+        order=inputs.order,
+        earlier=inputs.earlier,
+    )
 
 
 def _total_steps(config: Config, schedule: Schedule) -> int:

@@ -2,21 +2,24 @@
 
 import copy
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.config import QUICKSTART, Config, Source, sources_of
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
+from trainer.data.growth import Division, TrainingData
 from trainer.data.rows import resolve_files
 from trainer.data.sample_writer import PrepareOptions
-from trainer.data.samples import Samples, SourceSamples
+from trainer.data.samples import SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
+from trainer.progress import Position
 from trainer.quickstart import TRAIN_FILE
 from trainer.run.preflight import read_chat_template
 
@@ -27,15 +30,18 @@ Files = list[tuple[Source, list[Path]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedData:
+class PreparedData(TrainingData):
     """What is trained and validated on."""
 
     tokenizer: PreTrainedTokenizerBase
     """With the chat template that is exported; its `tokenizer_digest` covers both."""
     tokenizer_digest: str
     chat_template: str | None
-    train: Samples
-    validation: Samples | None
+    division: Division
+
+    def resumed(self, saved: Mapping[str, Any], position: Position) -> Self:
+        """As a run goes on with it at `position` from a checkpoint whose data said `saved`."""
+        return replace(self, **vars(self.division.resume(saved, position)))
 
 
 @dataclass(frozen=True)
@@ -65,25 +71,24 @@ def prepare_data(config: Config, files: DataFiles, tokenizer_dir: str, *, progre
         tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
         return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
 
-    train = _prepare(config, files.train, renderer, progress)
-    if files.validation:
-        held_out = _prepare(config, files.validation, renderer, progress)
-    else:
-        limit = None if data.val_max_samples == -1 else data.val_max_samples
-        parts = [source.split(val_ratio=data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train]
-        train, held_out = [part for part, _ in parts], [part for _, part in parts]
+    division = Division(
+        sources=tuple(_prepare(config, files.train, renderer, progress)),
+        val_sources=tuple(_prepare(config, files.validation, renderer, progress)) if files.validation else None,
+        val_ratio=data.val_ratio,
+        val_limit=None if data.val_max_samples == -1 else data.val_max_samples,
+        seed=config.trainer.seed,
+    )
     if own_templates := [source.name for source, _ in files.train if source.chat_template != data.chat_template]:
         logger.warning(
             "rendered with chat templates of their own, which huggingface/ does not carry: %s", ", ".join(own_templates)
         )
     tokenizer, digest = renderer(data.chat_template)
-    validation = Samples(held_out)
     return PreparedData(
+        **vars(division.begin()),
+        division=division,
         tokenizer=tokenizer,
         tokenizer_digest=digest,
         chat_template=read_chat_template(data.chat_template),
-        train=Samples(train),
-        validation=validation if len(validation.lengths) else None,
     )
 
 
