@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.report.readers import read_run
+from trainer.report.readers import UnreadableLogError, read_run
+from trainer.report.readers import tensorboard as reader
 from trainer.report.readers.tensorboard import parse_event
 from trainer.report.run_log import RunLog
 from trainer.tracking import Tracking
@@ -91,9 +92,18 @@ def field(number: int, content: bytes) -> bytes:
     ],
 )
 def test_tensor_scalars_of_every_kind(tensor: bytes, scalar: float | None) -> None:
+    pytest.importorskip("tensorboard")
     event = b"\x10\x03" + field(5, field(1, field(1, b"tag") + field(8, tensor)))
     assert parse_event(event).scalars == ({} if scalar is None else {"tag": scalar})
     assert parse_event(event).step == 3
+
+
+def test_event_files_without_tensorboard_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    logged(tmp_path, "tensorboard", steps=range(1, 3))
+    monkeypatch.setattr(reader, "find_spec", lambda name: None)
+    with pytest.raises(UnreadableLogError, match=r"event files need tensorboard: pip install 'tensorboard>=2\.18'"):
+        read_run(tmp_path / "tensorboard")
 
 
 def test_of_several_directories_the_newest_is_read_and_the_others_are_mentioned(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
         if match and path.is_dir():
             faults = _own_faults(path) if path.name.startswith("global_step_") else _transformers_faults(path)
             found.append(CheckpointState(int(match[1]), path, _size_bytes(path), not faults, tuple(faults)))
-    if all(_is_log_alone(state.path) for state in found):
+    # A `trainer_state.json` copied with its directory to be read is neither a checkpoint nor a damaged one.
+    if all([entry.name for entry in state.path.glob("*")] == ["trainer_state.json"] for state in found):
         return ()
     return tuple(sorted(found, key=lambda state: state.step))
 
@@ -50,11 +51,6 @@ def _own_faults(path: Path) -> list[str]:
         for rank in range(min(world_size, 65536))
         if not (path / name.format(rank)).exists()
     ]
-
-
-def _is_log_alone(path: Path) -> bool:
-    """A `trainer_state.json` copied with its directory to be read: neither a checkpoint nor a damaged one."""
-    return [entry.name for entry in path.glob("*")] == ["trainer_state.json"]
 
 
 def _listed_fault(path: Path, item: object) -> str | None:

@@ -2,28 +2,32 @@
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 
-from trainer.report.readers import databases, json_logs, own, tables, tensorboard, transformers_state
+from trainer.report.readers import databases, json_logs, tables, tensorboard, transformers_state
 from trainer.report.readers.console import read_console
-from trainer.report.readers.parsing import Faults, as_step, json_rows
 from trainer.report.run_log import RunLog, UnreadableLogError
-
-Reader = Callable[[Path], RunLog]
 
 FIX = (
     "give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_log.jsonl, trainer_state.json, "
     "training_history.csv, a CSV with a step column, TensorBoard event files, mlruns, mlflow.db, a Trackio database, "
     "JSON lines with a step, or the captured console of verl or ROLL"
 )
-ROWS_TO_LOOK_AT = 64
 MAX_TRIED = 40
 """Files of a directory; one with more is no run directory."""
 KNOWN_NAMES = ("metrics.jsonl", "logging.jsonl", "trainer_log.jsonl")
 DATABASES = ("mlflow/mlflow.db", "mlflow.db", "mlruns.db")
-JSON_SUFFIXES = (".jsonl", ".ndjson")
-TEXT_SUFFIXES = (*JSON_SUFFIXES, ".csv", ".tsv", ".db", ".sqlite", ".sqlite3", ".json", ".log", ".txt", ".out")
+OTHERS = (*json_logs.SUFFIXES, *tables.SUFFIXES, ".db", ".sqlite", ".sqlite3", ".json", ".log", ".txt", ".out")
+FORMATS: tuple[tuple[Callable[[Path, bytes], object], Callable[[Path], RunLog]], ...] = (
+    (lambda path, head: path.is_dir() and databases.is_file_store(path), databases.read_file_store),
+    (lambda path, head: path.is_dir() or "tfevents" in path.name, tensorboard.read_tensorboard),
+    (lambda path, head: head.startswith(databases.SQLITE_MAGIC), databases.read_database),
+    (lambda path, head: path.suffix in tables.SUFFIXES, tables.read_csv),
+    (lambda path, head: path.suffix == ".json", transformers_state.read_transformers),
+    (lambda path, head: json_logs.json_source(path), json_logs.read_json_lines),
+    (lambda path, head: True, read_console),
+)
+"""What tells a format, given the path and the first bytes of a file, and its reader; the first that fits reads."""
 
 
 def read_run(path: Path) -> RunLog:
@@ -45,7 +49,8 @@ def read_run(path: Path) -> RunLog:
 
 def _try(path: Path, tried: list[str]) -> RunLog | None:
     try:
-        log = _read_one(path)
+        head = b"" if path.is_dir() else _head(path)
+        log = next(read for fits, read in FORMATS if fits(path, head))(path)
     except (UnreadableLogError, OSError, sqlite3.Error) as error:
         tried.append(f"{path.name}: {error}")
         return None
@@ -70,44 +75,10 @@ def _candidates(path: Path) -> Iterator[Path]:
     yield from (store for store in (path, path / "mlruns") if store.is_dir() and databases.is_file_store(store))
     if tensorboard.event_dir(path):
         yield path
-    others = [file for file in path.iterdir() if file.suffix in TEXT_SUFFIXES and file.name not in KNOWN_NAMES]
-    yield from sorted(others, key=lambda file: (TEXT_SUFFIXES.index(file.suffix), file.name))[:MAX_TRIED]
+    others = [file for file in path.iterdir() if file.suffix in OTHERS and file.name not in KNOWN_NAMES]
+    yield from sorted(others, key=lambda file: (OTHERS.index(file.suffix), file.name))[:MAX_TRIED]
 
 
-def _read_one(path: Path) -> RunLog:
-    if path.is_dir():
-        return databases.read_file_store(path) if databases.is_file_store(path) else tensorboard.read_tensorboard(path)
-    return _reader_of(path)(path)
-
-
-def _reader_of(path: Path) -> Reader:
-    """Decides by content; names count only where the content is free text."""
-    if tensorboard.is_event_file(path):
-        return tensorboard.read_tensorboard
+def _head(path: Path) -> bytes:
     with path.open("rb") as file:
-        head = file.read(4096)
-    if head.startswith(databases.SQLITE_MAGIC):
-        return databases.read_database
-    if path.suffix in tables.SUFFIXES:
-        return tables.read_csv
-    if path.suffix == ".json":
-        return transformers_state.read_transformers
-    return _json_reader_of(path) or read_console
-
-
-def _json_reader_of(path: Path) -> Reader | None:
-    """By the first rows: the first that is surely of one kind decides. A console may print a JSON object, too."""
-    faults, num_steps = Faults(), 0
-    for row in islice(json_rows(path, faults), ROWS_TO_LOOK_AT):
-        if own.is_own_row(row):
-            return own.read_own
-        if json_logs.is_swift_row(row):
-            return json_logs.read_swift
-        if json_logs.is_llama_factory_row(row):
-            return json_logs.read_llama_factory
-        if json_logs.is_verl_row(row):
-            return json_logs.read_verl
-        name = json_logs.step_key(row)
-        num_steps += name is not None and as_step(row[name]) is not None
-    is_table = path.suffix in JSON_SUFFIXES or num_steps >= faults.num_unparsed
-    return json_logs.read_generic if num_steps > 0 and is_table else None
+        return file.read(len(databases.SQLITE_MAGIC))

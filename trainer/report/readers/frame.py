@@ -4,23 +4,28 @@ R rows in the order in which they were written.
 """
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.report.readers.parsing import as_number
-from trainer.report.run_log import Series
+from trainer.report.readers.aliases import canonical
+from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
+from trainer.report.readers.parsing import Faults, as_number, flat
+from trainer.report.run_log import RunLog, Series
 
 BLOCK_ROWS = 16384
 MAX_COLUMNS = 20000
 """More different keys than any run has; a damaged file must not make one array for each of its rows."""
+CLOCK = "ts"
+"""The column with the wall time of a row in seconds, where a format has one; it is no metric."""
+_END = np.iinfo(np.int64).max
 
-Rename = Callable[[str], tuple[str, float]]
-"""The name in the log -> our key, and the factor to its unit."""
+Ints = NDArray[np.int64]
+Rows = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -36,19 +41,19 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Resolved:
-    series: dict[str, Series]
-    num_disordered_rows: int
-    num_lost_steps: int
+class _Table:
+    """Columns that are logged together. Arrays grow in place: one block of memory each, and no holes of small ones."""
+
+    rows: "array[int]" = field(default_factory=lambda: array("i"))
+    columns: dict[str, "array[float]"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Column:
-    """Columns that are logged together share the arrays of `rows`, block by block."""
+class _Selection:
+    """Which values of columns with the same rows count, in the order of their steps; `picks` None: all, as they are."""
 
-    rows: list[NDArray[np.int32]] = field(default_factory=list)
-    values: "array[float]" = field(default_factory=lambda: array("d"))
-    """Grows in place: one block of memory at the end, and no holes of small ones."""
+    steps: Ints
+    picks: NDArray[np.intp] | None
 
 
 class Frame:
@@ -58,105 +63,167 @@ class Frame:
     """
 
     def __init__(self) -> None:
+        self.faults = Faults()
         self._steps = array("q")
-        self._blocks: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
-        self._num_waiting = 0
-        self._columns: dict[str, _Column] = {}
-        self.restarts: list[Restart] = []
+        self._waiting: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
+        self._tables: dict[tuple[str, ...], _Table] = {}
+        self._num_columns = 0
+        self._restarts: list[Restart] = []
 
     @property
     def num_rows(self) -> int:
         return len(self._steps)
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        keys = tuple(row)
-        block = self._blocks.get(keys)
-        if block is None:
-            block = self._blocks[keys] = ([], [])
-        block[0].append(len(self._steps))
-        block[1].append(list(row.values()))
+        self._wait(len(self._steps), row)
         self._steps.append(step)
-        self._num_waiting += 1
-        if self._num_waiting == BLOCK_ROWS:
+        if len(self._steps) % BLOCK_ROWS == 0:
             self._flush()
 
     def restart(self, step: int | None = None, *, rewinds: bool = False) -> None:
         """What is added from here on was trained after a restart from `step`."""
-        self.restarts.append(Restart(self.num_rows, step, rewinds))
+        self._restarts.append(Restart(self.num_rows, step, rewinds))
 
-    def take(self, name: str) -> NDArray[np.float64]:
-        """A column's values in the order of the file; it is no metric and gives no series."""
-        self._flush()
-        return np.array(self._columns.pop(name, _Column()).values)
-
-    def resolve(self, rename: Rename) -> Resolved:
-        """Sorted series under our keys: of each step the last row, and nothing that a rewind took back."""
+    def log(self, path: Path, source: str, run_dir: Path) -> RunLog:
+        """Sorted series under our keys, of each step the last row, and nothing that a rewind took back."""
         self._flush()
         steps = np.frombuffer(self._steps, dtype=np.int64) if self._steps else np.empty(0, dtype=np.int64)
-        restarts = sorted(self.restarts, key=lambda restart: restart.row)
-        is_stale = _stale_rows(steps, restarts)
-        segments = np.searchsorted([restart.row for restart in restarts], np.arange(len(steps)), side="right")
-        num_values, num_repeats = np.zeros((2, len(steps)), dtype=np.int32)
-        selections: dict[tuple[int, ...], _Selection] = {}
-        kept: list[list[NDArray[np.int32]]] = []  # an identity is one as long as its array lives
-        series: dict[str, Series] = {}
-        for name, key, factor in self._sources(rename):
-            column = self._columns.pop(name)
-            identity = tuple(map(id, column.rows))
-            if identity not in selections:
-                kept.append(column.rows)
-                selections[identity] = _select(column.rows, steps, is_stale)
-            selection = selections[identity]
-            for rows in column.rows:
-                num_values[rows] += 1
-            num_repeats[selection.repeats(segments)] += 1
-            series[key] = selection.series(column.values, factor)
-        series = {key: points for key, points in series.items() if len(points)}
-        # A validation row gives the epoch and the clock of its step again: a repeat has nothing new.
-        is_disordered = _backward_rows(steps, restarts) | ((num_repeats > 0) & (num_repeats == num_values))
-        return Resolved(series, int(is_disordered.sum()), _num_lost(steps, restarts))
+        clocks = [np.frombuffer(t.columns.pop(CLOCK)) for t in self._tables.values() if CLOCK in t.columns]
+        is_disordered = np.zeros(len(steps), dtype=np.bool_)
+        for start, stop, _ in self._segments():
+            is_disordered[start:stop] = steps[start:stop] < np.maximum.accumulate(steps[start:stop])
+        series = self._series(steps, is_disordered)
+        return RunLog(
+            path=path,
+            source=source,
+            series=series,
+            num_rows=self.num_rows,
+            num_unparsed=self.faults.num_unparsed,
+            checkpoints=find_checkpoints(run_dir),
+            tracker_step=tracker_step(run_dir),
+            num_attempts=1 + len({restart.row for restart in self._restarts} - {0}),
+            num_lost_steps=self._num_lost(steps),
+            num_disordered_rows=int(is_disordered.sum()),
+            span_s=float(np.ptp(np.concatenate(clocks))) if sum(map(len, clocks)) > 1 else None,
+        )
 
-    def _sources(self, rename: Rename) -> list[tuple[str, str, float]]:
-        """(column, key, factor), one column a key: the one that has its name already, else the first."""
-        chosen: dict[str, tuple[str, str, float]] = {}
-        for name in self._columns:
-            key, factor = rename(name)
-            if key not in chosen or name == key:
-                chosen[key] = (name, key, factor)
-        return list(chosen.values())
+    def _wait(self, number: int, row: Mapping[str, Any]) -> None:
+        rows, cells = self._waiting.setdefault(tuple(row), ([], []))
+        rows.append(number)
+        cells.append(list(row.values()))
 
     def _flush(self) -> None:
-        blocks, self._blocks, self._num_waiting = self._blocks, {}, 0
-        for keys, (rows, cells) in blocks.items():
+        waiting, self._waiting = self._waiting, {}
+        for keys, (rows, cells) in waiting.items():
+            whole: dict[str, NDArray[np.float64]] = {}
             row_ids = np.array(rows, dtype=np.int32)
             for key, column in zip(keys, zip(*cells, strict=True), strict=False):
-                self._append(key, row_ids, column)
+                values = _plain_numbers(column)
+                if values is None:
+                    self._unpack(rows, key, column)
+                    numbers = [as_number(cell) for cell in column]
+                    found = [index for index, number in enumerate(numbers) if number is not None]
+                    values = np.array([numbers[index] for index in found], dtype=np.float64)
+                    if len(found) < len(rows):
+                        self._put(row_ids[found], {key: values})
+                        continue
+                whole[key] = values
+            self._put(row_ids, whole)
+        if self._waiting:
+            self._flush()
 
-    def _append(self, key: str, rows: NDArray[np.int32], cells: tuple[Any, ...]) -> None:
-        values = _plain_numbers(cells)
-        if values is not None:
-            self._put(key, rows, values)
+    def _unpack(self, rows: list[int], key: str, column: tuple[Any, ...]) -> None:
+        for number, cell in zip(rows, column, strict=True):
+            if isinstance(cell, dict):
+                self._wait(number, flat(cell, f"{key}/", separator="/"))
+
+    def _put(self, rows: Rows, columns: dict[str, NDArray[np.float64]]) -> None:
+        """Keys beyond the limit get a column each instead of one for each set of keys, and then none."""
+        table = self._tables.get(tuple(columns))
+        if table is None and self._num_columns + len(columns) > MAX_COLUMNS:
+            for key in columns if len(columns) > 1 else ():
+                self._put(rows, {key: columns[key]})
             return
-        nested: dict[str, tuple[list[int], list[Any]]] = {}
-        numbers = [as_number(cell) for cell in cells]
-        found = [index for index, number in enumerate(numbers) if number is not None]
-        for index, cell in enumerate(cells):
-            if isinstance(cell, dict) and key.count("/") < 16:
-                for inner, value in cell.items():
-                    inner_rows, inner_cells = nested.setdefault(f"{key}/{inner}", ([], []))
-                    inner_rows.append(int(rows[index]))
-                    inner_cells.append(value)
-        if found:
-            found_rows = rows if len(found) == len(rows) else rows[found]
-            self._put(key, found_rows, np.array([numbers[index] for index in found], dtype=np.float64))
-        for name, (inner_rows, inner_cells) in nested.items():
-            self._append(name, np.array(inner_rows, dtype=np.int32), tuple(inner_cells))
+        if not len(rows) or not columns:
+            return
+        if table is None:
+            table = self._tables[tuple(columns)] = _Table(columns={key: array("d") for key in columns})
+            self._num_columns += len(columns)
+        table.rows.frombytes(rows.tobytes())
+        for key, values in columns.items():
+            table.columns[key].frombytes(values.tobytes())
 
-    def _put(self, key: str, rows: NDArray[np.int32], values: NDArray[np.float64]) -> None:
-        if key in self._columns or len(self._columns) < MAX_COLUMNS:
-            column = self._columns.setdefault(key, _Column())
-            column.rows.append(rows)
-            column.values.frombytes(values.tobytes())
+    def _series(self, steps: Ints, is_disordered: NDArray[np.bool_]) -> dict[str, Series]:
+        """Also marks rows that repeat a step: a validation row has other keys, a restart explains what it repeats."""
+        is_stale = self._stale_rows(steps)
+        segments = np.searchsorted([restart.row for restart in self._restarts], np.arange(len(steps)), side="right")
+        homes: dict[str, list[int]] = {}
+        tables = list(self._tables.values())
+        for place, table in enumerate(tables):
+            for name in table.columns:
+                homes.setdefault(name, []).append(place)
+            rows = np.frombuffer(table.rows, dtype=np.int32)
+            if bool(np.any(np.diff(steps[rows]) <= 0)):
+                order = rows[np.lexsort((rows, steps[rows], segments[rows]))]
+                same = (np.diff(steps[order]) == 0) & (np.diff(segments[order]) == 0)
+                is_disordered[order[1:][same]] = True
+        selections: dict[tuple[int, ...], _Selection] = {}
+        series = {}
+        for key, (name, factor) in _chosen(homes).items():
+            at = tuple(homes[name])
+            if at not in selections:
+                rows = np.concatenate([np.frombuffer(tables[place].rows, dtype=np.int32) for place in at])
+                selections[at] = _select(rows, steps, is_stale)
+            values = _joined([tables[place].columns.pop(name) for place in at])
+            picks = selections[at].picks
+            values = values if picks is None else values[picks]
+            if factor != 1:
+                values = values * factor
+            if len(values):
+                series[key] = Series(selections[at].steps, values)
+        return series
+
+    def _segments(self) -> Iterator[tuple[int, int, Restart]]:
+        """(first row, last + 1, the restart that began it); the first of all began at step 0."""
+        starts = [Restart(0, 0), *self._restarts]
+        stops = [*(restart.row for restart in self._restarts), self.num_rows]
+        return ((restart.row, stop, restart) for restart, stop in zip(starts, stops, strict=True))
+
+    def _stale_rows(self, steps: Ints) -> NDArray[np.bool_]:
+        """Rows of steps beyond a later rewind."""
+        is_stale = np.zeros(len(steps), dtype=np.bool_)
+        limit = _END
+        for start, stop, restart in reversed(list(self._segments())):
+            is_stale[start:stop] = steps[start:stop] > limit
+            if restart.rewinds and restart.step is not None:
+                limit = min(limit, restart.step)
+        return is_stale
+
+    def _num_lost(self, steps: Ints) -> int:
+        """Steps between where the run was when it ended and where it went on, over all restarts."""
+        num_lost = reached = 0
+        for start, stop, restart in self._segments():
+            begin = restart.step
+            if begin is None:
+                begin = int(steps[start]) - 1 if stop > start else reached
+            num_lost += max(0, reached - begin) if start > 0 else 0
+            reached = max(begin, int(steps[start:stop].max(initial=0)))
+        return num_lost
+
+
+def _chosen(names: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+    """Our key -> (column, factor to our unit): the column that has its name already, else the first."""
+    chosen: dict[str, tuple[str, float]] = {}
+    for name in names:
+        key, factor = canonical(name)
+        if key not in chosen or name == key:
+            chosen[key] = (name, factor)
+    return chosen
+
+
+def _joined(parts: list["array[float]"]) -> NDArray[np.float64]:
+    arrays = [np.frombuffer(part) for part in parts]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _plain_numbers(cells: tuple[Any, ...]) -> NDArray[np.float64] | None:
@@ -170,81 +237,11 @@ def _plain_numbers(cells: tuple[Any, ...]) -> NDArray[np.float64] | None:
     return values.astype(np.float64, copy=False) if values.dtype.kind in "iuf" and values.ndim == 1 else None
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """Which values of a set of columns with the same rows count, in the order of their steps."""
-
-    steps: NDArray[np.int64]
-    picks: NDArray[np.intp] | None
-    """Into the values; None = all, as they are."""
-    repeated: NDArray[np.int32]
-    """Rows that a later row of the same step replaced,"""
-    replaced_by: NDArray[np.int32]
-    """and those later rows."""
-
-    def series(self, logged: "array[float]", factor: float) -> Series:
-        values = np.frombuffer(logged)
-        values = values if self.picks is None else values[self.picks]
-        if factor != 1:
-            values *= factor
-        return Series(self.steps, values)
-
-    def repeats(self, segments: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Later rows of a step within one segment: no restart explains them."""
-        return self.replaced_by[segments[self.repeated] == segments[self.replaced_by]]
-
-
-def _select(row_blocks: list[NDArray[np.int32]], steps: NDArray[np.int64], is_stale: NDArray[np.bool_]) -> _Selection:
-    rows = np.concatenate(row_blocks)
+def _select(rows: Rows, steps: Ints, is_stale: NDArray[np.bool_]) -> _Selection:
     own_steps = steps[rows]
-    nothing = np.empty(0, dtype=np.int32)
     if not is_stale[rows].any() and bool(np.all(np.diff(own_steps) > 0)):
-        return _Selection(own_steps, None, nothing, nothing)
+        return _Selection(own_steps, None)
     picks = np.lexsort((rows, own_steps))
     picks = picks[~is_stale[rows[picks]]]
-    is_last = np.ones(len(picks), dtype=np.bool_)
-    is_last[:-1] = np.diff(own_steps[picks]) > 0
-    replaced = np.flatnonzero(~is_last)
-    return _Selection(
-        own_steps[picks[is_last]],
-        picks[is_last],
-        rows[picks[replaced]],
-        rows[picks[np.minimum(replaced + 1, len(picks) - 1)]],
-    )
-
-
-def _stale_rows(steps: NDArray[np.int64], restarts: list[Restart]) -> NDArray[np.bool_]:
-    """Rows of steps beyond a later rewind."""
-    is_stale = np.zeros(len(steps), dtype=np.bool_)
-    limit, end = np.iinfo(np.int64).max, len(steps)
-    for restart in reversed(restarts):
-        is_stale[restart.row : end] = steps[restart.row : end] > limit
-        end = restart.row
-        if restart.rewinds and restart.step is not None:
-            limit = min(limit, restart.step)
-    is_stale[:end] = steps[:end] > limit
-    return is_stale
-
-
-def _backward_rows(steps: NDArray[np.int64], restarts: list[Restart]) -> NDArray[np.bool_]:
-    """Rows whose step lies before that of an earlier row of the same segment."""
-    is_backward = np.zeros(len(steps), dtype=np.bool_)
-    bounds = [0, *(restart.row for restart in restarts), len(steps)]
-    for start, end in pairwise(bounds):
-        is_backward[start:end] = steps[start:end] < np.maximum.accumulate(steps[start:end])
-    return is_backward
-
-
-def _num_lost(steps: NDArray[np.int64], restarts: list[Restart]) -> int:
-    """Steps between where the run was when it ended and where it went on, over all restarts."""
-    num_lost, reached, start = 0, 0, 0
-    for index, restart in enumerate(restarts):
-        reached = max(reached, int(steps[start : restart.row].max(initial=0)))
-        end = restarts[index + 1].row if index + 1 < len(restarts) else len(steps)
-        step = restart.step
-        if step is None:
-            step = int(steps[restart.row]) - 1 if end > restart.row else reached
-        if restart.row > 0:
-            num_lost += max(0, reached - step)
-        reached, start = step, restart.row
-    return num_lost
+    picks = picks[np.append(np.diff(own_steps[picks]) > 0, True)] if len(picks) else picks
+    return _Selection(own_steps[picks], picks)

@@ -1,22 +1,13 @@
 """Our own run directory: `metrics.jsonl`, `events.jsonl`, `run.json`, and the checkpoints."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.report.readers.aliases import canonical
-from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import (
-    Faults,
-    as_number,
-    as_step,
-    first_step,
-    flat,
-    json_rows,
-    parse_number,
-)
-from trainer.report.run_log import LogEvent, RunLog, Series
+from trainer.report.readers.parsing import Faults, as_number, as_step, flat, json_rows, parse_number
+from trainer.report.run_log import LogEvent, RunLog
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.live_run import is_live
 
@@ -30,45 +21,35 @@ def is_own_row(row: Mapping[str, Any]) -> bool:
 
 
 def read_own(path: Path) -> RunLog:
-    faults, frame = Faults(), Frame()
-    num_attempts = _read_rows(path, frame, faults)
-    clock = frame.take("ts")
-    resolved = frame.resolve(canonical)
-    run_dir = path.parent
+    frame, run_dir = Frame(), path.parent
+    num_attempts = _read_rows(path, frame)
+    events, exit_code = _read_events(run_dir / "events.jsonl", frame.faults)
+    log = frame.log(path, "fsdp-sft", run_dir)
     run = read_object(run_dir / "run.json")
     config = run.get("config")
     config = flat(config) if isinstance(config, dict) else {}
-    events, exit_code = _read_events(run_dir / "events.jsonl", faults)
-    return RunLog(
-        path=path,
-        source="fsdp-sft",
-        series=resolved.series,
-        num_rows=frame.num_rows,
-        num_unparsed=faults.num_unparsed,
+    planned = as_step(run.get("total_steps")) or as_step(config.get("trainer.total_training_steps"))
+    return replace(
+        log,
         config=config,
         events=events,
-        checkpoints=find_checkpoints(run_dir),
-        tracker_step=tracker_step(run_dir),
-        total_steps=first_step([run.get("total_steps"), config.get("trainer.total_training_steps")])
-        or _foretold(resolved.series.get("progress/pct")),
+        total_steps=planned or _foretold(log),
         num_attempts=num_attempts,
-        num_lost_steps=resolved.num_lost_steps,
-        num_disordered_rows=resolved.num_disordered_rows,
-        span_s=float(clock.max() - clock.min()) if len(clock) > 1 else None,
         exit_code=exit_code,
         is_running=is_live(run_dir),
     )
 
 
-def _foretold(shares: Series | None) -> int | None:
+def _foretold(log: RunLog) -> int | None:
     """How many steps 100 % are, for runs whose `run.json` does not say it."""
+    shares = log.series.get("progress/pct")
     return round(100 * int(shares.steps[-1]) / shares.values[-1]) if shares and shares.values[-1] > 0 else None
 
 
-def _read_rows(path: Path, frame: Frame, faults: Faults) -> int:
+def _read_rows(path: Path, frame: Frame) -> int:
     """Fill the frame; returns the number of attempts."""
     attempt, num_attempts = None, 1
-    for row in json_rows(path, faults):
+    for row in json_rows(path, frame.faults):
         step, kind, own_attempt = row.pop("step", None), row.pop("kind", None), row.pop("attempt", None)
         if own_attempt != attempt:
             # A start marker says where the attempt goes on; files from before there were markers leave it open.
@@ -76,18 +57,16 @@ def _read_rows(path: Path, frame: Frame, faults: Faults) -> int:
                 frame.restart()
             attempt = own_attempt
             num_attempts = max(num_attempts, min(as_step(attempt) or 1, 10**6))
+        number = as_number(step) if kind in MARKERS else as_step(step)
         if kind in MARKERS:
-            number = as_number(step)
             if number is not None and abs(number) < 2**53:
                 frame.restart(int(number), rewinds=True)
-            continue
-        number = as_step(step)
-        if number is None:
-            faults.num_unparsed += 1
-            continue
-        if nonfinite := row.pop("nonfinite", None):
-            row |= _restored(nonfinite)
-        frame.add(number, row)
+        elif number is None:
+            frame.faults.num_unparsed += 1
+        else:
+            if nonfinite := row.pop("nonfinite", None):
+                row |= _restored(nonfinite)
+            frame.add(int(number), row)
     return num_attempts
 
 
@@ -100,19 +79,10 @@ def _restored(nonfinite: Any) -> dict[str, float | None]:
 def _read_events(path: Path, faults: Faults) -> tuple[tuple[LogEvent, ...], int | None]:
     """All events, and how the last attempt ended: None if it started again since."""
     events, exit_code = [], None
-    if not path.is_file():
-        return (), None
-    for row in json_rows(path, faults):
-        kind, level = str(row.get("kind", "")), row.get("level")
-        if kind == "start":
-            exit_code = None
-        exit_code = as_step(row.get("exit_code")) if "exit_code" in row else exit_code
-        events.append(
-            LogEvent(
-                step=as_step(row.get("step")) or 0,
-                kind=kind,
-                message=str(row.get("message", "")),
-                level=level if level in LEVELS else "info",
-            )
-        )
+    for row in json_rows(path, faults) if path.is_file() else ():
+        kind, level, step = str(row.get("kind", "")), row.get("level"), as_step(row.get("step")) or 0
+        if kind == "start" or "exit_code" in row:
+            exit_code = as_step(row.get("exit_code"))
+        level = level if level in LEVELS else "info"
+        events.append(LogEvent(step=step, kind=kind, message=str(row.get("message", "")), level=level))
     return tuple(events), exit_code

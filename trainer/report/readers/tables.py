@@ -2,10 +2,9 @@
 
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from trainer.report.readers.aliases import canonical
-from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.json_logs import step_key
 from trainer.report.readers.parsing import Faults, as_step
@@ -21,28 +20,25 @@ _NOT_METRICS = {"attempt", "step", "ts", "timestamp", "kind"}
 def read_csv(path: Path) -> RunLog:
     """One table, or both of a pair of histories whichever of them is named."""
     pair = [path.parent / name for name in PAIR] if path.name in PAIR else [path]
-    faults = Faults()
-    tables = [_read_table(part, faults) for part in pair if part.is_file() and part.stat().st_size > 0]
-    resolved = [frame.resolve(canonical) for _, frame in tables]
-    return RunLog(
+    logs = [_read_table(part) for part in pair if part.is_file() and part.stat().st_size > 0]
+    if not logs:
+        raise UnreadableLogError(f"{path} is empty")
+    return replace(
+        logs[0],
         path=path,
-        source="csv",
-        series={key: points for part in reversed(resolved) for key, points in part.series.items()},
-        num_rows=sum(frame.num_rows for _, frame in tables),
-        num_unparsed=faults.num_unparsed,
-        checkpoints=find_checkpoints(path.parent),
-        tracker_step=tracker_step(path.parent),
-        num_attempts=max((1 + len(frame.restarts) for _, frame in tables), default=1),
-        num_lost_steps=max((part.num_lost_steps for part in resolved), default=0),
-        num_disordered_rows=sum(part.num_disordered_rows for part in resolved),
-        notes=(EPOCH_NOTE,) if {x_axis for x_axis, _ in tables} == {"epoch"} else (),
+        series={key: points for log in reversed(logs) for key, points in log.series.items()},
+        num_rows=sum(log.num_rows for log in logs),
+        num_unparsed=sum(log.num_unparsed for log in logs),
+        num_attempts=max(log.num_attempts for log in logs),
+        num_lost_steps=max(log.num_lost_steps for log in logs),
+        num_disordered_rows=sum(log.num_disordered_rows for log in logs),
+        notes=logs[0].notes if all(log.notes for log in logs) else (),
     )
 
 
-def _read_table(path: Path, faults: Faults) -> tuple[str, Frame]:
-    """The column that gives the step, and the rows."""
+def _read_table(path: Path) -> RunLog:
     frame = Frame()
-    rows = _cells(path, faults)
+    rows = _cells(path, frame.faults)
     header = [name.strip() for name in next(rows, [])]
     x_axis = step_key(header)
     if x_axis is None:
@@ -53,14 +49,14 @@ def _read_table(path: Path, faults: Faults) -> tuple[str, Frame]:
     for cells in rows:
         step = as_step(cells[place]) if len(cells) == len(header) else None
         if step is None:
-            faults.num_unparsed += bool(cells)
+            frame.faults.num_unparsed += bool(cells)
             continue
         if attempt_place is not None and cells[attempt_place] != attempt:
             if attempt is not None:
                 frame.restart()
             attempt = cells[attempt_place]
         frame.add(step, {name: cell for name, cell in zip(names, cells, strict=True) if name and cell})
-    return x_axis, frame
+    return replace(frame.log(path, "csv", path.parent), notes=(EPOCH_NOTE,) if x_axis == "epoch" else ())
 
 
 def _metric_names(path: Path, header: list[str], x_axis: str) -> list[str]:
@@ -78,10 +74,8 @@ def _cells(path: Path, faults: Faults) -> Iterator[list[str]]:
         reader = csv.reader(file, delimiter=max(",;\t", key=first.count))
         while True:
             try:
-                row = next(reader, None)
+                yield next(reader)
             except csv.Error:
                 faults.num_unparsed += 1
-                continue
-            if row is None:
+            except StopIteration:
                 return
-            yield row

@@ -2,14 +2,12 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.report.readers.aliases import canonical
-from trainer.report.readers.checkpoints import find_checkpoints
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import Faults, as_step, flat
+from trainer.report.readers.parsing import as_step, flat
 from trainer.report.run_log import RunLog, UnreadableLogError
 from trainer.runtime.json_lines import read_object
 
@@ -19,16 +17,11 @@ NAN_NOTE = (
     "a loss of 0 or a grad_norm of NaN are the only traces"
 )
 MEAN_NOTE = "the loss is the mean over a logging interval, grad_norm and the learning rate are those of its last step"
+SUMMARY = "train_runtime"
+"""Only the row that sums the run up has it."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
-
-
-@dataclass
-class _State:
-    history: list[Any]
-    facts: dict[str, Any] = field(default_factory=dict)
-    is_torn: bool = False
 
 
 def state_files(run_dir: Path) -> list[Path]:
@@ -39,47 +32,40 @@ def state_files(run_dir: Path) -> list[Path]:
 
 
 def read_transformers(path: Path) -> RunLog:
-    state = _load(path)
-    faults, frame = Faults(int(state.is_torn)), Frame()
-    config = state.facts
-    for row in state.history:
-        step = as_step(row.get("step")) if isinstance(row, dict) else None
+    """Of a file that was cut as much of the history as is whole."""
+    frame = Frame()
+    history, config = _load(path, frame)
+    for row in history:
+        step = as_step(row.pop("step", None)) if isinstance(row, dict) else None
         if step is None:
-            faults.num_unparsed += 1
-        elif "train_runtime" in row:  # the sum of the run, at its last step
-            config |= {f"summary.{key}": value for key, value in row.items() if key != "step"}
+            frame.faults.num_unparsed += 1
+        elif SUMMARY in row:
+            config |= {f"summary.{key}": value for key, value in row.items()}
         else:
-            frame.add(step, {key: value for key, value in row.items() if key != "step"})
-    resolved = frame.resolve(canonical)
-    run_dir = path.parent.parent if _CHECKPOINT.fullmatch(path.parent.name) else path.parent
-    notes = [MEAN_NOTE, NAN_NOTE]
-    if path.parent != run_dir:
-        notes.append(f"read from {path.parent.name}: what came after that checkpoint is not in it")
-    return RunLog(
-        path=path,
-        source="transformers",
-        series=resolved.series,
-        num_rows=frame.num_rows,
-        num_unparsed=faults.num_unparsed,
+            frame.add(step, row)
+    is_in_checkpoint = _CHECKPOINT.fullmatch(path.parent.name) is not None
+    run_dir = path.parent.parent if is_in_checkpoint else path.parent
+    late = (f"read from {path.parent.name}: what came after that checkpoint is not in it",) * is_in_checkpoint
+    return replace(
+        frame.log(path, "transformers", run_dir),
         config=flat(read_object(run_dir / "args.json")) | config,
-        checkpoints=find_checkpoints(run_dir),
         total_steps=as_step(config.get("max_steps")) or None,
-        num_disordered_rows=resolved.num_disordered_rows,
-        notes=tuple(notes),
+        notes=(MEAN_NOTE, NAN_NOTE, *late),
     )
 
 
-def _load(path: Path) -> _State:
-    """The history and the other facts; of a file that was cut as much of the history as is whole."""
+def _load(path: Path, frame: Frame) -> tuple[list[Any], dict[str, Any]]:
+    """The history and the other facts."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
-        return _State(_salvaged(text), is_torn=True)
+        frame.faults.num_unparsed += 1
+        return _salvaged(text), {}
     history = tree.pop("log_history", None) if isinstance(tree, dict) else None
     if not isinstance(history, list):
         raise UnreadableLogError(f"{path} has no log_history: give a {FILE_NAME} that transformers wrote")
-    return _State(history, {key: value for key, value in tree.items() if not isinstance(value, dict | list)})
+    return history, {key: value for key, value in tree.items() if not isinstance(value, dict | list)}
 
 
 def _salvaged(text: str) -> list[Any]:
