@@ -13,6 +13,8 @@ DEFAULTS = {
     "tools_key": "tools",
     "prompt_key": None,
     "response_key": None,
+    "text_key": None,
+    "vocabulary_digest": None,
 }
 
 
@@ -58,6 +60,10 @@ def test_what_a_source_leaves_open_is_as_in_data() -> None:
     shared = {"prompt_key": "q", "response_key": "a", "chat_template": "t.jinja", "messages_key": "chat"}
     assert plain == expected("a", "a.jsonl", **shared)
     assert chat == expected("b", "b.jsonl", chat_template="t.jinja", messages_key="m"), "it says where to look itself"
+    text, tokens = sources(*common, "data.train_files=[{files:a.jsonl,text_key:t},{files:b.jsonl,vocabulary_digest:d}]")
+    shared["vocabulary_digest"] = "d"
+    own = {"chat_template": "t.jinja", "messages_key": "chat", "text_key": "t"}
+    assert (text, tokens) == (expected("a", "a.jsonl", **own), expected("b", "b.jsonl", **shared))
 
 
 MISTAKES = {
@@ -69,6 +75,7 @@ MISTAKES = {
     "[{files:a.jsonl,repeat:often}]": r"'data\.train_files\[0\]\.repeat' must be float, got 'often'",
     "[{files:a.jsonl,max_samples:0}]": r"'data\.train_files\[0\]\.max_samples' must be -1 \(all\) or at least 1, got 0",
     "[{files:a.jsonl,prompt_key:q}]": r"'data\.train_files\[0\]\.prompt_key' and '.*\.response_key' go together",
+    "[{files:a.jsonl,prompt_key:q,response_key:a,text_key:t}]": r"text_key' and '.*prompt_key' exclude each other",
     "[{files:x/a.jsonl},{files:y/a.jsonl}]": r"'data\.train_files' has 2 sources named 'a': give each a name",
     "[{files:'*.jsonl'}]": r"'data\.train_files\[0\]' needs a name, which metrics carry: none follows from its files",
     "[{files:a.jsonl,name:'a b'}]": r"'data\.train_files\[0\]\.name' must be made of letters, digits",

@@ -251,7 +251,7 @@ def test_conversations_are_read_a_bounded_number_ahead(monkeypatch: pytest.Monke
 
 def test_unusable_tokenizers() -> None:
     with pytest.raises(DataError, match=r"no chat template: name a jinja file in data.chat_template"):
-        ChatEncoder(make_tokenizer(None), template_kwargs={})
+        list(ChatEncoder(make_tokenizer(None), template_kwargs={}).encode([chat("one")]))
     slow = make_tokenizer(fixtures.CHATML)
     slow_type = type("SlowTokenizer", (type(slow),), {"is_fast": property(lambda self: False)})
     slow.__class__ = slow_type

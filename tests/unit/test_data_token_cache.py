@@ -124,7 +124,7 @@ def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
 
 
 def test_long_lists_are_cut_in_the_message_only(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", *["1" * length + "x" for length in range(1, 31)], *good_rows(1))
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), *["1" * length + "x" for length in range(1, 31)])
     with pytest.raises(DataError, match="… and 10 more") as error:
         run(path, cache=tmp_path / "cache")
     assert str(error.value).count("rows.jsonl:") == 20

@@ -34,6 +34,8 @@ class SourceConfig:
     tools_key: str | None = key(None, "column with tool definitions")
     prompt_key: str | None = key(None, "column of the user's text")
     response_key: str | None = key(None, "column of the assistant's text")
+    text_key: str | None = key(None, "column of plain text, all of it trained")
+    vocabulary_digest: str | None = key(None, "of the vocabulary that made its rows of tokens")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class DataConfig:
     tools_key: str = key("tools", "column with tool definitions, if any")
     prompt_key: str | None = key(None, "single-turn data: column of the user's text; null = recognise the shape")
     response_key: str | None = key(None, "single-turn data: column of the assistant's text")
+    text_key: str | None = key(
+        None, "column of plain text, for continued pretraining: all of it is trained, and the tokenizer's end token"
+    )
+    vocabulary_digest: str | None = key(
+        None, "rows of tokens (input_ids): which vocabulary made them, where they do not say it (docs/data.md)"
+    )
     chat_template: str | None = key(None, "path of a jinja template replacing the tokenizer's; exported with the model")
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further variables for the template, e.g. {enable_thinking: false}"
@@ -118,6 +126,8 @@ class Source:
     tools_key: str
     prompt_key: str | None
     response_key: str | None
+    text_key: str | None
+    vocabulary_digest: str | None
 
 
 def sources_of(data: DataConfig, name: str) -> list[Source]:
@@ -139,11 +149,11 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(f"'{dotted}.repeat' must be 1, got {given.repeat:g}: a validation measures every row once")
-    if (given.prompt_key is None) != (given.response_key is None):
-        raise ConfigError(f"'{dotted}.prompt_key' and '{dotted}.response_key' go together: set both or neither")
+    if problem := column_problem(given, f"{dotted}."):
+        raise ConfigError(problem)
     limit = data.train_max_samples if name == "train_files" else data.val_max_samples
     # a source that says where its conversation stands does not look where others have theirs
-    is_own = given.messages_key is not None or given.prompt_key is not None
+    is_own = any(own is not None for own in (given.messages_key, given.prompt_key, given.text_key))
     return Source(
         name=given.name or _name(given.files, dotted),
         files=given.files,
@@ -154,7 +164,18 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         tools_key=given.tools_key or data.tools_key,
         prompt_key=given.prompt_key if is_own else data.prompt_key,
         response_key=given.response_key if is_own else data.response_key,
+        text_key=given.text_key if is_own else data.text_key,
+        vocabulary_digest=given.vocabulary_digest or data.vocabulary_digest,
     )
+
+
+def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str | None:
+    """What is wrong between the keys that name columns."""
+    if (keys.prompt_key is None) != (keys.response_key is None):
+        return f"'{prefix}prompt_key' and '{prefix}response_key' go together: set both or neither"
+    if keys.text_key is not None and keys.prompt_key is not None:
+        return f"'{prefix}text_key' and '{prefix}prompt_key' exclude each other: a row is one text, or two"
+    return None
 
 
 def _name(files: str | list[str], dotted: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.data import QUICKSTART, DataConfig
+from trainer.config.data import QUICKSTART, DataConfig, column_problem
 from trainer.config.keys import (
     at_least,
     at_most,
@@ -298,8 +298,8 @@ def contradictions(config: Config) -> Iterator[str]:
             f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}) is below 'data.max_length' "
             f"({data.max_length}): a single sample would not fit; raise the first or lower the second"
         )
-    if (data.prompt_key is None) != (data.response_key is None):
-        yield "'data.prompt_key' and 'data.response_key' go together: set both or neither"
+    if problem := column_problem(data, "data."):
+        yield problem
     if model.compile and model.enable_gradient_checkpointing == SELECTIVE:
         yield (
             "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' exclude each other: compiled "

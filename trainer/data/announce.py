@@ -43,6 +43,8 @@ def announce(
             logger.info(_source_line(source))
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
+        shapes = (f"{count} of {shape}" for shape, count in dataset.summary.rows_by_shape.items())
+        logger.info("rows taken for: %s", "; ".join(shapes))
         for note in dataset.notes:
             logger.warning("%s", note)
     sample = int(first[0])

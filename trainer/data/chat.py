@@ -9,7 +9,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.content import REASONING_KEYS, StructuralTokens, num_left_out
 from trainer.data.conversation import Conversation, Message
+from trainer.data.plain_text import Continuation, MarkedContinuation, TextEncoder
 from trainer.data.rows import UnusableError
+from trainer.data.shapes import Item
 from trainer.data.spans import Renderings
 from trainer.data.template import ChatTemplate, Tools
-from trainer.data.tokens import Located, MarkedText, Span, TokenFinder
+from trainer.data.tokens import Encoded, Located, MarkedText, Span, TokenFinder
 from trainer.data.turns import AUTO, TurnDivider
 from trainer.errors import DataError
 
@@ -30,22 +32,15 @@ NUM_BATCHES_AHEAD = 2  # the tokenizer finds the next one waiting while its resu
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Tokens of one sample (int32) and which of them are supervised (bool, same length)."""
-
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-
-
-_Batch = list[list[MarkedText] | UnusableError]
+_Batch = list[list[MarkedText] | Encoded | UnusableError]
 _Waiting = dict[frozenset[str], Callable[[], list[Located]]]
 
 
 class ChatEncoder:
-    """Encodes conversations with a tokenizer and its chat template.
+    """Encodes conversations with a tokenizer and its chat template, and plain text; takes over what is encoded.
 
-    Raises `DataError` for a tokenizer without a chat template, with a broken one, or without offsets (a slow one).
+    Raises `DataError` for a tokenizer without offsets (a slow one), and where it has to render without a chat template
+    or with a broken one.
     """
 
     def __init__(
@@ -64,14 +59,13 @@ class ChatEncoder:
         if not tokenizer.is_fast:
             name = type(tokenizer).__name__
             raise DataError(f"{name} is a slow tokenizer without character offsets: use a model with a tokenizer.json")
-        if not tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template: name a jinja file in data.chat_template")
-        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+        self.tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self._special_in_content, self._train_on = special_in_content, train_on
         self._templates: dict[str, tuple[ChatTemplate, StructuralTokens]] = {}
         self._turns = TurnDivider(tokenizer, turns)
         self._finders = {frozenset[str](): TokenFinder(tokenizer)}
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
+        self._special_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._end_token_ids: set[int] = set()
         self.num_without_reasoning = 0
         """Supervised turns whose reasoning the template has left out so far."""
@@ -90,17 +84,17 @@ class ChatEncoder:
 
     @property
     def end_token_ids(self) -> list[int]:
-        """Ids seen closing an assistant turn so far: what generation must stop at."""
+        """Ids seen closing an assistant turn or a text so far: what generation must stop at."""
         return sorted(self._end_token_ids)
 
-    def encode(self, conversations: Iterable[Conversation | UnusableError]) -> Iterator[list[Encoded] | UnusableError]:
-        """In order: the samples of each conversation, or the reason why it has none.
+    def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
+        """In order: the samples of each item, or the reason why it has none.
 
-        It reads a bounded number of conversations ahead: the tokenizer leaves Python free to render the next ones.
+        It reads a bounded number of items ahead: the tokenizer leaves Python free to render the next ones.
         """
         running: deque[tuple[_Batch, _Waiting]] = deque()
         with ThreadPoolExecutor(max_workers=NUM_BATCHES_AHEAD) as pool:
-            for batch in self._rendered_batches(conversations):
+            for batch in self._rendered_batches(items):
                 running.append((batch, self._start(batch, pool)))
                 if len(running) > NUM_BATCHES_AHEAD:
                     yield from self._masked_batch(*running.popleft())
@@ -116,19 +110,20 @@ class ChatEncoder:
 
     def _finder(self, aliased: frozenset[str]) -> TokenFinder:
         if aliased not in self._finders:
-            self._finders[aliased] = TokenFinder(self._tokenizer, aliased)
+            self._finders[aliased] = TokenFinder(self.tokenizer, aliased)
         return self._finders[aliased]
 
-    def _rendered_batches(self, conversations: Iterable[Conversation | UnusableError]) -> Iterator[_Batch]:
+    def _rendered_batches(self, items: Iterable[Item]) -> Iterator[_Batch]:
         """Renderings in batches of about `BATCH_CHARS`, with the reason in place of what cannot be rendered."""
         batch: _Batch = []
         num_chars, limit = 0, BATCH_CHARS // 8  # the first batches are smaller: the tokenizer starts sooner
-        for conversation in conversations:
+        for item in items:
             try:
-                if isinstance(conversation, UnusableError):
-                    raise conversation
-                batch.append(samples := self._rendered(conversation))
-                num_chars += sum(len(item.text) for item in samples)
+                if isinstance(item, UnusableError | Encoded):
+                    batch.append(item)
+                else:
+                    batch.append(samples := self._marked(item))
+                    num_chars += sum(len(sample.text) for sample in samples)
             except UnusableError as error:
                 batch.append(error)
             if num_chars >= limit or len(batch) == BATCH_ROWS:
@@ -136,6 +131,13 @@ class ChatEncoder:
                 batch, num_chars, limit = [], 0, min(2 * limit, BATCH_CHARS)
         if batch:
             yield batch
+
+    def _marked(self, item: Conversation | Continuation) -> list[MarkedText]:
+        return self._rendered(item) if isinstance(item, Conversation) else [self._texts.marked(item)]
+
+    @cached_property
+    def _texts(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer, special_in_content=self._special_in_content)
 
     def _rendered(self, conversation: Conversation) -> list[MarkedText]:
         tools = conversation.tools
@@ -155,9 +157,11 @@ class ChatEncoder:
         return [structural.exchange(part.marked) if is_hidden else part.marked for part in parts]
 
     def _template(self, tools: Tools) -> tuple[ChatTemplate, StructuralTokens]:
-        source = self._tokenizer.get_chat_template(tools=tools)
+        if not self.tokenizer.chat_template:
+            raise DataError("the tokenizer has no chat template: name a jinja file in data.chat_template")
+        source = self.tokenizer.get_chat_template(tools=tools)
         if source not in self._templates:
-            template = ChatTemplate(source, self._tokenizer, self._template_kwargs)
+            template = ChatTemplate(source, self.tokenizer, self._template_kwargs)
             self._templates[source] = template, StructuralTokens(template.structural_tokens)
         return self._templates[source]
 
@@ -172,13 +176,24 @@ class ChatEncoder:
             if isinstance(samples, UnusableError):
                 yield samples
                 continue
+            if isinstance(samples, Encoded):
+                yield [self._taken_over(samples)]
+                continue
             found = [next(located[item.aliased]) for item in samples]
             try:
-                yield [self._masked(input_ids, bounds) for input_ids, bounds in found]
+                yield [self._masked(item, *tokens) for item, tokens in zip(samples, found, strict=True)]
             except UnusableError as error:
                 yield error
 
-    def _masked(self, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
+    def _taken_over(self, sample: Encoded) -> Encoded:
+        is_last = sample.loss_mask & ~np.append(sample.loss_mask[1:], False)
+        self._end_token_ids |= self._special_ids.intersection(sample.input_ids[is_last].tolist())
+        return sample
+
+    def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
+        if isinstance(item, MarkedContinuation):
+            self._end_token_ids.add(self._texts.end_id)
+            return self._texts.encoded(item, input_ids, bounds, self._finder(item.aliased))
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1]) if first < last else None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.data.rows import Row, UnusableError
@@ -21,6 +21,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 FLAGS = frozenset(("weight", "train", "trainable", "loss_mask"))
 """Keys of a message that decide whether an assistant turn is supervised: 0 and false leave it out of the loss."""
 SHAREGPT_KEY, ALPACA_KEYS, SYSTEM_KEY = "conversations", ("instruction", "input", "output", "history"), "system"
+TRL_KEYS = PROMPT, COMPLETION = "prompt", "completion"
+TOKEN_KEYS = IDS_KEY, MASK_KEY, LABELS_KEY, DIGEST_KEY = "input_ids", "loss_mask", "labels", "vocabulary_digest"
 PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user")
 RESPONSE_NAMES = ("completion", "response", "answer", "output", "solution", "assistant")
 NUM_NAMED = 30  # columns listed in a message
@@ -35,13 +37,18 @@ class RowKeys:
     tools_key: str = "tools"
     prompt_key: str | None = None
     response_key: str | None = None
+    text_key: str | None = None
+    vocabulary_digest: str | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """All that is ever read of a row."""
+        if self.text_key is not None:
+            return (self.text_key,)
         if self.prompt_key is not None and self.response_key is not None:
             return (self.prompt_key, self.response_key, self.tools_key)
-        return tuple(dict.fromkeys((self.messages_key, self.tools_key, SHAREGPT_KEY, *ALPACA_KEYS, SYSTEM_KEY)))
+        known = (SHAREGPT_KEY, *ALPACA_KEYS, SYSTEM_KEY, *TRL_KEYS, *TOKEN_KEYS)
+        return tuple(dict.fromkeys((self.messages_key, self.tools_key, *known)))
 
 
 @dataclass(frozen=True)
@@ -51,34 +58,48 @@ class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     untrained: frozenset[int] = frozenset()
-    """Indices of the assistant messages that flags leave out of the loss."""
+    """Indices of the assistant messages that are left out of the loss."""
+    shape: str = field(default="", compare=False)
+    """What the row was taken for."""
 
 
 def to_conversation(row: Row, keys: RowKeys) -> Conversation | UnusableError:
-    """The conversation in a row: prompt and response columns, chat messages, ShareGPT or Alpaca."""
+    """The conversation in a row: prompt and response columns, chat messages, ShareGPT, Alpaca, or TRL's two lists."""
     if row.problem is not None:
         return row.problem
     try:
-        messages = [_checked_message(message, index) for index, message in enumerate(_messages(row, keys))]
-        trained = [_take_flags(message, index) for index, message in enumerate(messages)]
+        shape, given, num_given = _messages(row, keys)
+        messages = [_checked_message(message, index) for index, message in enumerate(given)]
+        trained = [_take_flags(message, index) and index >= num_given for index, message in enumerate(messages)]
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
         tools = _tools(_lookup(row.record, keys.tools_key), keys.tools_key)
-        return Conversation(messages, tools, frozenset([index for index in turns if not trained[index]]))
+        return Conversation(messages, tools, frozenset([index for index in turns if not trained[index]]), shape)
     except UnusableError as error:
         return error
 
 
-def _messages(row: Row, keys: RowKeys) -> list[Any]:
+def has_conversation(record: dict[str, Any], keys: RowKeys) -> bool:
+    """Whether a row has columns that are read as messages before any others."""
+    is_named = keys.prompt_key is not None or _lookup(record, keys.messages_key) is not None
+    return is_named or record.get(SHAREGPT_KEY) is not None or ("instruction" in record and "output" in record)
+
+
+def _messages(row: Row, keys: RowKeys) -> tuple[str, list[Any], int]:
+    """What the row was taken for, its messages, and how many of these are only given."""
     record = row.record
     if keys.prompt_key is not None and keys.response_key is not None:
-        return _from_prompt_response(row, keys.prompt_key, keys.response_key)
+        shape = f"prompts in '{keys.prompt_key}' and responses in '{keys.response_key}'"
+        return shape, _from_prompt_response(row, keys.prompt_key, keys.response_key), 0
     for key in (keys.messages_key, SHAREGPT_KEY):
         if (turns := _lookup(record, key)) is not None:
-            return _from_turns(record, key, turns)
+            return f"messages in '{key}'", _from_turns(record, key, turns), 0
     if "instruction" in record and "output" in record:
-        return _from_alpaca(record)
+        return "Alpaca's 'instruction' and 'output'", _from_alpaca(record), 0
+    prompt, completion = record.get(PROMPT), record.get(COMPLETION)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return f"messages in '{PROMPT}' and '{COMPLETION}'", [*prompt, *completion], len(prompt)
     if keys.messages_key in record:
         raise UnusableError(f"messages not a list: '{keys.messages_key}' is null")
     tried = f"'{keys.messages_key}' (data.messages_key), 'conversations' (ShareGPT), 'instruction' + 'output' (Alpaca)"
@@ -86,15 +107,20 @@ def _messages(row: Row, keys: RowKeys) -> list[Any]:
 
 
 def _from_prompt_response(row: Row, prompt_key: str, response_key: str) -> list[Any]:
-    prompt, response = _lookup(row.record, prompt_key), _lookup(row.record, response_key)
-    for name, key, value in (("prompt_key", prompt_key, prompt), ("response_key", response_key, response)):
-        if value is None and key not in _column_names(row):
-            raise UnusableError(f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name})")
+    prompt, response = column(row, prompt_key, "prompt_key"), column(row, response_key, "response_key")
     if not isinstance(prompt, list):
-        _require_text(prompt, f"'{prompt_key}'")
+        require_text(prompt, f"'{prompt_key}'")
         prompt = [{"role": "user", "content": prompt}]
-    _require_text(response, f"'{response_key}'")
+    require_text(response, f"'{response_key}'")
     return [*prompt, {"role": "assistant", "content": response}]
+
+
+def column(row: Row, key: str, name: str) -> Any:
+    """What stands in the column that `data.<name>` names. Raises `UnusableError` where there is none."""
+    value = _lookup(row.record, key)
+    if value is None and key not in _column_names(row):
+        raise UnusableError(f"unrecognised columns: found {_found(row)}; tried '{key}' (data.{name})")
+    return value
 
 
 def _column_names(row: Row) -> list[str]:
@@ -148,7 +174,7 @@ def _from_sharegpt(turn: Any, index: int) -> Message:
         raise UnusableError(f"{kind}: message {index + 1} is from {speaker!r}, known are {', '.join(SHAREGPT_ROLES)}")
     if speaker != "function_call":
         return {**others, "role": SHAREGPT_ROLES[speaker], "content": value}
-    text = _require_text(value, f"function_call in message {index + 1}")
+    text = require_text(value, f"function_call in message {index + 1}")
     try:
         calls = json.loads(text)
     except ValueError as error:
@@ -170,9 +196,9 @@ def _from_alpaca(record: dict[str, Any]) -> list[Any]:
             )
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     prompt = record["instruction"]
-    _require_text(prompt, "'instruction'")
+    require_text(prompt, "'instruction'")
     if record.get("input"):
-        _require_text(record["input"], "'input'")
+        require_text(record["input"], "'input'")
         prompt = f"{prompt}\n{record['input']}" if prompt else record["input"]
     return [*messages, {"role": "user", "content": prompt}, {"role": "assistant", "content": record["output"]}]
 
@@ -222,7 +248,7 @@ def _take_flags(message: Message, index: int) -> bool:
 def _content_text(content: Any, what: str) -> str:
     """Text, or the text parts of a list joined as they are."""
     if not isinstance(content, list):
-        return _require_text(content, what)
+        return require_text(content, what)
     for part in content:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             kind = repr(part.get("type")) if isinstance(part, dict) else _type(part)
@@ -252,7 +278,7 @@ def _lookup(record: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _require_text(value: Any, what: str) -> str:
+def require_text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise UnusableError(f"wrong content type: {what} is {_type(value)}, not text")
     return value

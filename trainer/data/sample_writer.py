@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.chat import ChatEncoder, Encoded
-from trainer.data.conversation import RowKeys, to_conversation
+from trainer.data.chat import ChatEncoder
+from trainer.data.conversation import RowKeys
 from trainer.data.readers import iter_rows
 from trainer.data.rows import Row, UnusableError, excerpt, location
+from trainer.data.shapes import RowParser
+from trainer.data.tokens import Encoded
 
 SAMPLES_PER_WRITE = 256  # to write and hash a sample alone costs more than to make it
 TOKENS, ROWS = "tokens.bin", "rows.bin"
@@ -28,6 +30,7 @@ ROW = np.dtype([("file", "<i4"), ("line", "<i8"), ("num_tokens", "<i4"), ("num_l
 """Of a sample: index of its file and its line there, tokens, how many of them are labels, where it ends in `TOKENS`."""
 NUM_REASONS = 20  # told; the file has all
 NUM_PLACES = 3
+NUM_HOPELESS = 1000  # bad rows, and not a good one
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Summary:
     """Rows of which each supervised turn became a sample, unused ones included."""
     num_unlike_prompt: int
     """Supervised turns that are not rendered as their generation prompt begins, those of unused rows included."""
+    rows_by_shape: dict[str, int]
+    """What rows were taken for, those included that turned out bad later."""
     unread_keys: dict[str, int]
     """Keys of messages that nothing reads, with the number of messages."""
     end_token_ids: list[int]
@@ -84,6 +89,8 @@ class BadRows:
 
     def __init__(self, path: Path) -> None:
         self.by_kind: Counter[str] = Counter()
+        self.is_cut = False
+        """Whether there may be more rows, which were not read."""
         self._places: dict[str, list[str]] = {}
         self._by_reason: Counter[str] = Counter()
         self._file = path.open("w", encoding="utf-8")
@@ -114,6 +121,8 @@ class BadRows:
         lines = [self._line(reason, places) for reason, places in self._places.items()]
         if more := self.total - self._by_reason.total():
             lines.append(f"  … and {more} more")
+        if self.is_cut:
+            lines.append("  no row behind was read")
         return [*lines, "by reason: " + ", ".join(f"{kind} {count}" for kind, count in self.by_kind.most_common())]
 
     def _line(self, reason: str, places: list[str]) -> str:
@@ -218,7 +227,7 @@ class SampleWriter:
         self._counts["num_rows"] += 1
         self.bad_rows.add(row, reason)
 
-    def summary(self, encoder: ChatEncoder) -> Summary:
+    def summary(self, encoder: ChatEncoder, rows_by_shape: Counter[str]) -> Summary:
         counted = {field.name: self._counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
         counted |= {
             name: getattr(encoder, name) for name in ("num_without_reasoning", "num_apart", "num_unlike_prompt")
@@ -228,6 +237,7 @@ class SampleWriter:
             **counted,
             turns=self.options.turns,
             bad_rows_by_kind=dict(self.bad_rows.by_kind.most_common()),
+            rows_by_shape=dict(rows_by_shape),
             unread_keys=dict(encoder.unread_keys.most_common()),
             end_token_ids=encoder.end_token_ids,
             fingerprint=self._digest.hexdigest(),
@@ -236,14 +246,38 @@ class SampleWriter:
 
 def write_samples(
     writer: SampleWriter, encoder: ChatEncoder, files: list[Path], progress: Callable[[], None] = lambda: None
-) -> None:
-    """Every row of `files`, in order, into `writer`, a bounded number of rows at a time; `progress` after each."""
-    keys, limit = writer.options.keys, writer.options.max_samples
+) -> Counter[str]:
+    """Every row of `files`, in order, into `writer`, a bounded number of rows at a time; `progress` after each.
+
+    Returns the number of rows by what they were taken for. Where one bad row is enough, none is read behind a first one
+    that is bad.
+    """
+    options = writer.options
+    keys, limit, is_strict = options.keys, options.max_samples, options.on_bad_row == "error"
+    if is_strict and _add_bad_first_row(writer, encoder, files if limit < 0 else files[:1]):
+        return Counter()
+    parser = RowParser(keys, encoder.tokenizer)
     rows, ahead = itertools.tee(itertools.islice(_located_rows(files, keys), limit if limit >= 0 else None))
-    parsed = (to_conversation(row, keys) for _, row in ahead)
-    for (file_index, row), result in zip(rows, encoder.encode(parsed), strict=True):
+    parsed = (parser.parse(row) for _, row in ahead)
+    for num_rows, ((file_index, row), result) in enumerate(zip(rows, encoder.encode(parsed), strict=True), start=1):
         writer.add(row, file_index, result)
         progress()
+        if is_strict and writer.bad_rows.total == num_rows == NUM_HOPELESS:
+            writer.bad_rows.is_cut = True
+            break
+    return parser.num_by_shape
+
+
+def _add_bad_first_row(writer: SampleWriter, encoder: ChatEncoder, files: list[Path]) -> bool:
+    """Whether there is a file whose first row is none; a .json file, whose rows are read at once, is not looked at."""
+    parser = RowParser(writer.options.keys, encoder.tokenizer)
+    for file_index, path in enumerate(files):
+        row = next(iter_rows(path, writer.options.keys.columns), None) if path.suffix != ".json" else None
+        if row is not None and isinstance(problem := parser.parse(row), UnusableError):
+            writer.add(row, file_index, problem)
+            writer.bad_rows.is_cut = True
+            return True
+    return False
 
 
 def _located_rows(files: list[Path], keys: RowKeys) -> Iterator[tuple[int, Row]]:

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.conversation import Message
 from trainer.data.rows import UnusableError
-from trainer.data.tokens import Span
+from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -71,10 +71,7 @@ class ChatTemplate:
         except Exception as error:  # templates run arbitrary expressions on the row
             raise UnusableError(f"chat template: refuses the conversation: {type(error).__name__}: {error}") from error
         (text, *_), spans = rendered
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UnusableError(f"bad unicode: half of a surrogate pair, {text[error.start]!r}") from None
+        require_unicode(text)
         return text, spans[0] if tagged else []
 
     def _try(self, messages: list[Message]) -> str | None:

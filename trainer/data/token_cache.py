@@ -137,8 +137,8 @@ def _fill(
         train_on=options.train_on,
     )
     with SampleWriter(staging, options) as writer:
-        write_samples(writer, encoder, files, progress)
-    summary = writer.summary(encoder)
+        rows_by_shape = write_samples(writer, encoder, files, progress)
+    summary = writer.summary(encoder, rows_by_shape)
     _check_usable(summary, writer.bad_rows, options, staging)
     (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
 
@@ -159,15 +159,15 @@ def _check_usable(summary: Summary, bad_rows: BadRows, options: PrepareOptions, 
     lines = [f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can):"]
     lines += bad_rows.lines()
     lines.append(f"all of them: {bad_rows_file}")
-    lines.append(_way_out(summary, options))
+    lines.append(_way_out(summary, options, is_cut=bad_rows.is_cut))
     raise DataError("\n".join(lines))
 
 
-def _way_out(summary: Summary, options: PrepareOptions) -> str:
+def _way_out(summary: Summary, options: PrepareOptions, *, is_cut: bool) -> str:
     fixes = ["repair the rows"]
     if "over-long" in summary.bad_rows_by_kind:
         fixes.append("for over-long rows raise data.max_length or set data.truncation=right, left or drop")
-    if summary.num_samples and options.on_bad_row == "error":
+    if (summary.num_samples or is_cut) and options.on_bad_row == "error":
         fixes.append("leave them out with data.on_bad_row=skip")
     if summary.num_samples and options.on_bad_row == "skip":
         fixes.append(f"raise data.max_bad_fraction (now {options.max_bad_fraction:g})")

@@ -24,6 +24,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.rows import UnusableError
 from trainer.errors import DataError
 
 Span = tuple[int, int]
@@ -43,6 +44,14 @@ MAY_BE_WHITESPACE = np.isin(np.arange(256), [0xC2, 0x9A, 0x80, 0x81])
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """Tokens of one sample (int32) and which of them are supervised (bool, same length)."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+@dataclass(frozen=True)
 class MarkedText:
     """A text, not empty, and spans of its characters, ascending and disjoint."""
 
@@ -50,6 +59,14 @@ class MarkedText:
     spans: list[Span]
     aliased: frozenset[str] = frozenset()
     """Added tokens that stand in the text as their aliases; their own characters are ordinary ones."""
+
+
+def require_unicode(text: str) -> None:
+    """Raises `UnusableError` for what no encoding can hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnusableError(f"bad unicode: half of a surrogate pair, {text[error.start]!r}") from None
 
 
 def aliases(tokens: frozenset[str]) -> dict[str, str]:
@@ -83,6 +100,10 @@ class TokenFinder:
             return _by_offsets(batch, self._encode_with_offsets(batch)) if located is None else located
 
         return finish
+
+    def ids(self, text: str) -> list[int]:
+        """Of one text."""
+        return list(self._with_offsets.encode(text, add_special_tokens=False).ids)
 
     def _encode_with_offsets(self, batch: list[MarkedText]) -> list[Encoding]:
         return self._with_offsets.encode_batch([item.text for item in batch], add_special_tokens=False)

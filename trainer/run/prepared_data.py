@@ -112,7 +112,14 @@ def _prepare(
     for source, files in sources:
         tokenizer, digest = renderer(source.chat_template)
         options = PrepareOptions(
-            keys=RowKeys(source.messages_key, source.tools_key, source.prompt_key, source.response_key),
+            keys=RowKeys(
+                messages_key=source.messages_key,
+                tools_key=source.tools_key,
+                prompt_key=source.prompt_key,
+                response_key=source.response_key,
+                text_key=source.text_key,
+                vocabulary_digest=source.vocabulary_digest,
+            ),
             max_length=data.max_length,
             truncation=data.truncation,
             on_bad_row=data.on_bad_row,

@@ -1,0 +1,61 @@
+"""Which of the known shapes a row has, and what stands in it to be encoded."""
+
+from collections import Counter
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.conversation import (
+    COMPLETION,
+    IDS_KEY,
+    PROMPT,
+    Conversation,
+    RowKeys,
+    column,
+    has_conversation,
+    require_text,
+    to_conversation,
+)
+from trainer.data.plain_text import Continuation
+from trainer.data.rows import Row, UnusableError
+from trainer.data.token_rows import TokenRows
+from trainer.data.tokens import Encoded
+
+Item = Conversation | Continuation | Encoded | UnusableError
+
+TEXTS_SHAPE = (
+    f"plain text in '{PROMPT}' and '{COMPLETION}' (data.prompt_key={PROMPT} data.response_key={COMPLETION} would make "
+    f"them chats)"
+)
+
+
+class RowParser:
+    """Takes rows apart by `keys`, and by what their columns are called."""
+
+    def __init__(self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._keys, self._token_rows = keys, TokenRows(tokenizer, keys.vocabulary_digest)
+        self.num_by_shape: Counter[str] = Counter()
+        """Rows by what they were taken for."""
+
+    def parse(self, row: Row) -> Item:
+        if row.problem is not None:
+            return row.problem
+        try:
+            shape, item = self._recognised(row)
+        except UnusableError as error:
+            return error
+        self.num_by_shape[shape] += not isinstance(item, UnusableError)
+        return item
+
+    def _recognised(self, row: Row) -> tuple[str, Item]:
+        record, keys = row.record, self._keys
+        if keys.text_key is not None:
+            text = require_text(column(row, keys.text_key, "text_key"), f"'{keys.text_key}'")
+            return f"plain text in '{keys.text_key}'", Continuation("", text)
+        if not has_conversation(record, keys):
+            if IDS_KEY in record:
+                return f"tokens in '{IDS_KEY}'", self._token_rows.encoded(record)
+            texts = record.get(PROMPT), record.get(COMPLETION)
+            if isinstance(texts[0], str) and isinstance(texts[1], str):
+                return TEXTS_SHAPE, Continuation(*texts)
+        item = to_conversation(row, keys)
+        return item.shape if isinstance(item, Conversation) else "", item
