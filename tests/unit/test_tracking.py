@@ -22,7 +22,7 @@ from trainer.tracking import Tracking, facade, read_metrics
 from trainer.tracking.backend import Backend
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
-from trainer.tracking.sink import ThreadSink
+from trainer.tracking.sink import Sink
 
 
 def track(run_dir: Path, *backends: str, **kwargs: Any) -> Tracking:
@@ -265,7 +265,7 @@ sys.exit(7)
 def test_full_queue_or_stalled_call_drops_the_backend(caplog: pytest.LogCaptureFixture, limits: dict[str, Any]) -> None:
     release = threading.Event()
     backend = FakeBackend(log=release.wait)
-    sink = ThreadSink(backend, name="hung", close_timeout_s=20.0, **limits)
+    sink = Sink(backend, name="hung", close_timeout_s=20.0, **limits)
     sink.open()
     sink.send("log", MetricsRow(0, "train", 0.0, {}))
     while ("log", {}, 0) not in backend.calls:

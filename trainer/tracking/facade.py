@@ -22,7 +22,7 @@ from trainer.tracking.histories import FILE_NAMES, HistoryBackend
 from trainer.tracking.metrics_file import MetricsFile, MetricsRow, Past
 from trainer.tracking.mlflow_backend import MlflowBackend
 from trainer.tracking.run_info import ELSEWHERE, RunFile, RunInfo
-from trainer.tracking.sink import InlineSink, Sink, ThreadSink
+from trainer.tracking.sink import Sink
 from trainer.tracking.tensorboard_backend import TensorboardBackend
 from trainer.tracking.wandb_backend import WandbBackend
 
@@ -121,7 +121,10 @@ class Tracking:
             attempt=self._metrics_file.attempt,
             run_file=run_file,
         )
-        self._sinks = [_sink(name, spec, self._info) for name, spec in {"csv": HISTORIES, **self._specs}.items()]
+        self._sinks = [
+            Sink(spec.build(self._info), name=name, close_timeout_s=spec.close_timeout_s, is_inline=spec.inline)
+            for name, spec in {"csv": HISTORIES, **self._specs}.items()
+        ]
         self._lock = threading.RLock()
         self._last_step = 0
         self._has_started = self._has_finished = False
@@ -294,10 +297,3 @@ def _cannot_import(name: str, spec: BackendSpec, reason: str) -> ConfigError:
         f"'trainer.logger' has '{name}', but its package cannot be imported ({reason}): pip install {spec.install}, or "
         f"remove '{name}' from 'trainer.logger'"
     )
-
-
-def _sink(name: str, spec: BackendSpec, info: RunInfo) -> Sink:
-    backend = spec.build(info)
-    if spec.inline:
-        return InlineSink(backend, name=name)
-    return ThreadSink(backend, name=name, close_timeout_s=spec.close_timeout_s)
