@@ -1,0 +1,130 @@
+"""`python -m trainer.cli.data preview` and `stats`: what is trained is shown, without weights."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_sources
+
+from trainer.cli.data import main
+from trainer.quickstart import MODEL_DIR
+from trainer.run.compose import load_config
+from trainer.run.inputs import prepare_inputs
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    write_sources(tmp_path)
+    return tmp_path
+
+
+def append(path: Path, *pairs: tuple[str, str]) -> None:
+    with path.open("a") as file:
+        for question, answer in pairs:
+            file.write(json.dumps({"q": question, "a": answer}) + "\n")
+
+
+def stats(capsys: pytest.CaptureFixture[str], *given: str) -> Any:
+    assert main(["stats", "--json", *given]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_each_kind_of_sample_is_shown_once_with_its_mask(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(files / "answers.jsonl", ("Say much. " * 9, "no"))
+    given = [*words(files, chats(files), answers(files)), "data.val_ratio=0"]
+    assert main(["preview", "--samples", "1", "--ids", *given]) == 0
+    shown = capsys.readouterr().out
+    total = NUM_CHATS + NUM_ANSWERS + 1
+    assert f"of {total} samples, random ones by trainer.seed=1\n" in shown
+    assert f"{files}/chats.jsonl:1 (first of its source" in shown
+    assert f"{files}/answers.jsonl:1 (first of its source" in shown
+    assert f"{files}/answers.jsonl:{NUM_ANSWERS + 1} (longest, least supervised" in shown
+    assert "<|im_start|>assistant\n[[x + 0<|im_end|>]]\n" in shown
+    assert shown.count("\n--- ") == shown.count("\nids, those supervised in []: ") in (3, 4)
+    assert main(["preview", "--samples", "1", "--ids", *given]) == 0
+    assert capsys.readouterr().out == shown, "the same seed shows the same samples"
+
+
+def test_what_is_shown_is_what_is_trained_and_needs_no_weights(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(MODEL_DIR, files / "model")
+    given = [*words(files, chats(files)), f"model.partial_pretrain={model}"]
+    assert main(["stats", "--json", *given]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    refuse = mock.Mock(side_effect=AssertionError("a run finds its tokens prepared"))
+    monkeypatch.setattr("trainer.data.token_cache._fill", refuse)
+    trained = prepare_inputs(load_config([*given, "model.random_weights=true"]), progress=lambda: None)
+    assert tree["train"]["total"]["tokens"] == int(trained.train.lengths.sum())
+    assert tree["train"]["total"]["supervised_tokens"] == int(trained.train.num_loss_tokens.sum())
+
+
+def test_the_page_shows_hostile_text_as_text(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "<script>alert(1)</script> \x1b[2J \u202e &amp; " + "long " * 1000
+    turns = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "</pre><b>done"}]
+    (files / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    given = [*words(files, chats(files)), "data.max_length=6000"]
+    assert main(["preview", "--html", f"{files}/page.html", *given]) == 0
+    page = (files / "page.html").read_text()
+    assert page.count("<script") == 0 and "&lt;script&gt;alert(1)&lt;/script&gt; \\x1b[2J \\u202e &amp;amp;" in page
+    assert "<mark>&lt;/pre&gt;&lt;b&gt;done&lt;|im_end|&gt;</mark>" in page
+    assert page.count("<details>") == 1, "only the long one is folded"
+    assert "http" not in page and "prefers-color-scheme:dark" in page
+    capsys.readouterr()
+    assert main(["preview", *given]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert main(["preview", "--html", f"{files}/no/page.html", *given]) == 73
+    assert "no/page.html: " in capsys.readouterr().err
+
+
+def test_counts_by_source_and_what_was_left_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(files / "answers.jsonl", ("", "empty"), ("long " * 60, "dropped"))
+    given = [*words(files, chats(files, ",repeat:2.5"), answers(files)), "data.val_ratio=0.25"]
+    more = ["data.on_bad_row=skip", "data.max_bad_fraction=0.2", "data.truncation=drop"]
+    tree = stats(capsys, *given, *more)
+    train, held_out = tree["train"], tree["validation"]
+    assert [train["sources"][name]["rows"] for name in ("chats", "answers")] == [9, 6]
+    assert [held_out["sources"][name]["rows"] for name in ("chats", "answers")] == [3, 2]
+    assert train["sources"]["chats"]["rows_per_epoch"] == 23 and train["total"]["rows_per_epoch"] == 29
+    for side in (train, held_out):
+        parts = side["sources"].values()
+        for key in ("samples", "tokens", "supervised_tokens"):
+            assert sum(part[key] for part in parts) == side["total"][key]
+        for what in ("prompt", "completion", "total", "turns"):
+            found = [side["total"][what][key] for key in ("min", "p50", "p90", "p99", "max")]
+            assert found == sorted(found) and found[-1] == max(part[what]["max"] for part in parts)
+    assert train["total"]["turns"]["max"] == 1
+    read = tree["read"]["train answers"]
+    assert (read["num_rows"], read["num_bad_rows"], read["num_dropped"]) == (NUM_ANSWERS + 2, 1, 1)
+    assert read["bad_rows_by_kind"] == {"empty prompt": 1} and len(tree["read"]) == 2
+    assert main(["stats", *given, *more]) == 0
+    assert "  bad rows: empty prompt 1\n" in capsys.readouterr().out
+
+
+def test_duplicates_are_found_inside_train_and_in_validation(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(files / "answers.jsonl", ("What is 1?", "1 it is, and no other number"), ("What is 1?", "another"))
+    val = files / "val.jsonl"
+    append(val, ("What is 2?", "2 it is, and no other number"), ("What is 99?", "99 it is, and no other number"))
+    held_out = f"data.val_files=[{{files:{val},prompt_key:q,response_key:a,chat_template:{files}/says.jinja}}]"
+    given = [*words(files, answers(files)), held_out]
+    found = stats(capsys, *given)["duplicates"]
+    inside, between = found["train"], found["validation_in_train"]
+    assert (inside["count"], inside["share"]) == (1, 0.1)
+    assert inside["places"] == [[f"{files}/answers.jsonl:9", f"{files}/answers.jsonl:2"]]
+    assert (between["count"], between["share"]) == (1, 0.5)
+    assert between["places"] == [[f"{val}:1", f"{files}/answers.jsonl:3"]]
+
+
+def test_exit_codes_are_those_of_a_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", "data.max_lenght=3"]) == 2 and "data.max_length" in capsys.readouterr().err
+    assert main([]) == main(["show"]) == main(["preview", "--samples", "-1"]) == 2
+    assert main(["stats", "data.train_files=nowhere.jsonl"]) == 65
+    append(files / "answers.jsonl", ("", "empty"))
+    capsys.readouterr()
+    assert main(["preview", *words(files, answers(files))]) == 65
+    assert f"{files}/answers.jsonl:9: empty prompt" in capsys.readouterr().err
+    (files / "file").write_text("")
+    assert main(["stats", *words(files, chats(files))[:1], f"data.cache_dir={files}/file/cache"]) == 73

@@ -1,0 +1,169 @@
+"""`data compare`: what another framework prepared otherwise is found, counted, and explained by a named rule."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizer_fixtures as fixtures
+from prepared import run, write_rows
+
+from trainer.cli.data import main
+from trainer.data.conversation import RowKeys
+from trainer.data.sample_writer import PrepareOptions
+from trainer.data.samples import Samples
+from trainer.data_tools.compare import compare
+from trainer.data_tools.dump import DumpRow, read_dump
+from trainer.data_tools.frameworks import FRAMEWORKS
+from trainer.data_tools.matching import match, moved
+from trainer.errors import DataError
+
+NUM_ROWS = 6
+TOKENIZER = fixtures.make_tokenizer(fixtures.CHATML)
+END, NEWLINE = TOKENIZER.convert_tokens_to_ids("<|im_end|>"), TOKENIZER.encode("\n")[0]
+Change = Callable[[list[int], list[bool]], tuple[list[int], list[bool]]]
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    directory = tmp_path_factory.mktemp("compare")
+    rows = [conversation(number) for number in range(NUM_ROWS)]
+    options = PrepareOptions(RowKeys(), max_length=512)
+    return Samples([run(write_rows(directory / "a.jsonl", *rows), options, cache=directory).whole("a")])
+
+
+def conversation(number: int) -> dict[str, Any]:
+    said = [f"first question {number}", f"answer {number} it is", f"and after {number * 7}?", f"that is {number + 99}"]
+    roles = ("user", "assistant") * 2
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]}
+
+
+def rules(samples: Samples, change: Change) -> dict[str, int]:
+    """Rows by rule, where all rows there are changed alike."""
+    dump = []
+    for number in range(NUM_ROWS):
+        ids, mask = change(*(part.tolist() for part in samples.sample(number)))
+        dump.append(DumpRow(np.array(ids, dtype=np.int32), np.array(mask)))
+    return found(samples, dump)
+
+
+def found(samples: Samples, dump: list[DumpRow]) -> dict[str, int]:
+    tree = compare(samples, dump, TOKENIZER, framework="trl", max_length=512)
+    return {rule: entry["rows"] for rule, entry in tree["rules"].items()}
+
+
+def ends(ids: list[int], mask: list[bool]) -> list[int]:
+    """Where the end tokens of assistant turns stand."""
+    return [index for index, token in enumerate(ids) if token == END and mask[index]]
+
+
+def text_before(ids: list[int], mask: list[bool], text: str) -> tuple[list[int], list[bool]]:
+    added = TOKENIZER.encode(text)
+    return [*added, *ids], [False] * len(added) + mask
+
+
+def with_labels_at(shift: int, value: bool) -> Change:
+    def change(ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+        changed = list(mask)
+        for index in ends(ids, mask):
+            changed[index + shift] = value
+        return ids, changed
+
+    return change
+
+
+def without_first_turn(ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+    last = max(index for index in range(1, len(ids)) if mask[index] and not mask[index - 1])
+    return ids, [kept and index >= last for index, kept in enumerate(mask)]
+
+
+def as_other_template(ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+    other = TOKENIZER.convert_tokens_to_ids("<|eot_id|>")
+    return [other if token == END else token for token in ids], mask
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "equal": (lambda ids, mask: (ids, mask), ""),
+    "first label": (lambda ids, mask: (ids, [True, *mask[1:]]), ""),
+    "newline": (with_labels_at(1, True), "trailing newline after the end token supervised there"),
+    "no end": (with_labels_at(0, False), "end token not supervised there"),
+    "whole": (lambda ids, mask: (ids, [True] * len(ids)), "whole conversation supervised there"),
+    "nothing": (lambda ids, mask: (ids, [False] * len(ids)), "nothing supervised there"),
+    "last": (without_first_turn, "only the last turn supervised there"),
+    "bos": (lambda ids, mask: text_before(ids, mask, "<s>"), "BOS only there"),
+    "eos": (lambda ids, mask: ([*ids, END], [*mask, True]), "end of sequence added there"),
+    "stripped": (lambda ids, mask: (ids[:-1], mask[:-1]), "newline after the last end token only here"),
+    "cut": (lambda ids, mask: (ids[:20], mask[:20]), "truncated at 20 there"),
+    "left": (lambda ids, mask: (ids[-20:], mask[-20:]), "cut on the left at 20 there"),
+    "system": (
+        lambda ids, mask: text_before(ids, mask, "<|im_start|>system\nBe kind.<|im_end|>\n"),
+        "system prompt only there",
+    ),
+    "template": (as_other_template, "other chat template"),
+    "text": (lambda ids, mask: ([*ids[:4], ids[4] + 1, *ids[5:]], mask), "other text"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_difference_has_its_rule(samples: Samples, name: str) -> None:
+    change, rule = CHANGES[name]
+    assert rules(samples, change) == ({rule: NUM_ROWS} if rule else {})
+
+
+def test_several_differences_are_told_apart_and_shown(samples: Samples) -> None:
+    ids, mask = samples.sample(2)
+    extra = TOKENIZER.bos_token_id
+    there = DumpRow(np.array([extra, extra, *ids], dtype=np.int32), np.array([False, False, *mask[:-1], True]))
+    rows = [DumpRow(*samples.sample(number)) for number in range(NUM_ROWS)]
+    tree = compare(samples, [*rows[:2], there, *rows[3:]], TOKENIZER, framework="trl", max_length=512)
+    assert tree["equal"] == NUM_ROWS - 1
+    [(rule, entry), _] = tree["rules"].items()
+    assert rule == "other chat template", "two BOS where none was"
+    assert entry["places"][0].endswith(
+        f"a.jsonl:3, row 3 there, after '': nothing here; there token 0 is '<s>' ({extra}), not supervised"
+    )
+
+
+def test_rows_are_matched_whatever_their_order_and_whichever_is_missing(samples: Samples) -> None:
+    rows = [DumpRow(*samples.sample(number)) for number in range(NUM_ROWS)]
+    assert found(samples, [rows[3], *rows[:3], *rows[4:]]) == {"order differs": 1}
+    assert found(samples, rows[1:]) == {"row missing there": 1}
+    assert found(samples, [*rows, rows[0]]) == {"row missing here": 1}
+    changed = [DumpRow(np.append(row.input_ids, NEWLINE + 1), np.append(row.loss_mask, False)) for row in rows]
+    order = list(range(1, NUM_ROWS))
+    random.Random(5).shuffle(order)
+    here = [row.input_ids for row in rows]
+    assert match(here, [changed[number].input_ids for number in order]) == sorted(
+        (number, order.index(number)) for number in order
+    ), "no row is equal and one is missing: stretches of its own tell a row"
+    assert moved([(0, 2), (1, 0), (2, 1), (3, 3)]) == [(0, 2)]
+
+
+def test_a_dump_that_is_none_is_refused_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+    for bad, reason in (
+        ({"labels": [1]}, "no object with 'input_ids'"),
+        ({"input_ids": [1, 2]}, "neither 'labels' nor a mask"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, r"shape \(2,\) and 'loss_mask' of shape \(1,\)"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "label 2 of token 0 is not its id 1: dump labels unshifted"),
+        ("{", "Expecting property name"),
+    ):
+        with pytest.raises(DataError, match=f"dump.jsonl:2: .*{reason}"):
+            read_dump(write_rows(tmp_path / "dump.jsonl", good, bad))
+    kept = read_dump(write_rows(tmp_path / "dump.jsonl", good, {"input_ids": [1, 2], "loss_mask": [0, 1]}))
+    assert [row.loss_mask.tolist() for row in kept] == [[False, True, True], [False, True]]
+    assert main(["compare", "--with", "trl", f"{tmp_path}/none.jsonl"]) == 65
+    assert main(["compare", "--with", "trl"]) == main(["compare", "--with", "other", "dump.jsonl"]) == 2
+    assert main(["compare", f"{tmp_path}/dump.jsonl"]) == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_dump_scripts_are_printed_and_are_python(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--dump-script", name]) == 0
+    script = capsys.readouterr().out
+    compile(script, name, "exec")
+    assert json.dumps("labels") in script
