@@ -4,9 +4,9 @@ A role is named by the first of its keys that a log has; which one that is depen
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 
-from trainer import metrics
 from trainer.report.foreign_metrics import lookup
 
 ROLES: dict[str, tuple[str, ...]] = {
@@ -66,10 +66,6 @@ def role_order(key: str) -> tuple[int, str]:
     return _ORDER.get(key, len(_ORDER)), key
 
 
-DERIVED = ("train/ppl", "train/loss_ema", "train/loss_max_rank")
-"""Functions of another metric: as witnesses they would count it twice."""
-
-
 @dataclass(frozen=True)
 class Meaning:
     group: str
@@ -78,81 +74,74 @@ class Meaning:
     text: str
 
 
-_TABLE: tuple[tuple[str, Meaning], ...] = tuple(
-    (pattern, Meaning(group, unit, direction, text))
-    for pattern, group, unit, direction, text in (
-        ("(train/)?loss", "optimisation", "nat/token", "down", "what training minimises: cross entropy per token"),
-        ("(val|eval)/loss", "optimisation", "nat/token", "down", "the loss on samples that are not trained on"),
-        ("(train|val|eval)/(ppl|loss_.*)", "optimisation", "", "down", "the loss in another form"),
-        (r"(train/)?grad_norm", "optimisation", "", "middle", "L2 norm of all gradients, before clipping"),
-        ("train/lr.*|learning_rate|(actor|critic)/lr", "optimisation", "", "none", "step size of the optimizer"),
-        ("(.*/)?(kl|approxkl|policykl|kl_loss)", "optimisation", "nat", "middle", "distance of policy and reference"),
-        ("clip_ratio.*|actor/.*clipfrac", "optimisation", "share", "middle", "share of clipped probability ratios"),
-        ("(.*/)?entropy(/mean)?", "optimisation", "nat", "middle", "how undecided the model is about a token"),
-        ("train/adv_.*|critic/advantages/.*", "optimisation", "", "middle", "advantages: mean near 0, spread near 1"),
-        ("(optim|guard|actor)/.*", "optimisation", "", "none", "state of the optimizer or of its guard"),
-        ("reward.*[_/]std", "reward", "", "none", "spread of the rewards in a batch"),
-        ("train/reward.*_(std|min|max)", "reward", "", "none", "spread of the rewards in a batch"),
-        ("reward|rewards?[_/].*|train/(reward|tag_count).*", "reward", "", "up", "what the reward functions gave"),
-        ("critic/(score|rewards?)[_/].*|val/(score|reward).*", "reward", "", "up", "what the reward functions gave"),
-        ("(train|val)/token_accuracy", "optimisation", "share", "up", "share of label tokens that come first"),
-        ("(.*/)?accuracy(_(mean|std))?", "reward", "share", "up", "share of right answers"),
-        ("(.*/)?budget_violation_rate", "reward", "share", "down", "share of answers over the latency budget"),
-        ("(.*/)?latency_(mean|std)", "reward", "ms", "down", "time per answer: near, not above its budget"),
-        ("completions/clipped_ratio", "length", "share", "down", "share of answers cut at the length limit"),
-        ("completions/.*|tokens/.*|.*response_length.*", "length", "token", "none", "length of generated text"),
-        ("(train|val|eval)/seq_.*", "length", "token", "none", "length of the samples"),
-        ("(val|eval)/runtime", "timing", "s", "down", "wall time of a validation"),
-        ("(val|eval)/(samples|steps)_per_second", "timing", "1/s", "up", "how much is processed per second"),
-        ("(val|eval)/num_tokens", "state", "", "none", "how far the run is"),
-        ("(val|eval)/.*", "optimisation", "", "none", "measured on samples that are not trained on"),
-        (r"train/time\(s\)|time/.*", "timing", "s", "down", "wall time of a phase"),
-        ("throughput/.*|system/(tps|samples)", "timing", "1/s", "up", "how much is processed per second"),
-        ("memory.*|train_memory.*", "memory", "GiB", "down", "memory in use"),
-        ("system/.*", "memory", "", "none", "state of the machine"),
-        ("data/.*|train/(total|.*_count).*", "data", "", "none", "what the batches hold"),
-        ("(train/)?epoch|progress/.*|percentage|.*elapsed_time.*", "state", "", "none", "how far the run is"),
-        ("remaining_time.*|global_step.*|.*max_steps|train_speed.*", "state", "", "none", "how far the run is"),
-        ("ckpt/.*|obs/.*|num_tokens", "state", "", "none", "how far the run is"),
-    )
+_FAMILIES = (
+    ("(train|val)/(ppl|loss_.*)", "optimisation", "", "down", "the loss in another form"),
+    ("train/lr.*|.*/lr", "optimisation", "", "none", "step size of the optimizer"),
+    (".*/(kl|approxkl|policykl|kl_loss)", "optimisation", "nat", "middle", "distance of policy and reference"),
+    ("clip_ratio.*|actor/.*clipfrac", "optimisation", "share", "middle", "share of clipped probability ratios"),
+    ("(.*/)?entropy(/mean)?", "optimisation", "nat", "middle", "how undecided the model is about a token"),
+    ("(optim|guard|actor)/.*", "optimisation", "", "none", "state of the optimizer or of its guard"),
+    ("(train/)?reward.*[_/](std|min|max)", "reward", "", "none", "spread of the rewards in a batch"),
+    ("(train/)?(reward|tag_count).*", "reward", "", "up", "what the reward functions gave"),
+    ("critic/(score|rewards?)[_/].*|val/(score|reward).*", "reward", "", "up", "what the reward functions gave"),
+    ("(.*/)?accuracy", "reward", "share", "up", "share of right answers"),
+    ("completions/.*|tokens/.*|.*response_length.*|(train|val)/seq_.*", "length", "token", "none", "length of texts"),
+    ("val/runtime", "timing", "s", "down", "wall time of a validation"),
+    ("val/(samples|steps)_per_second", "timing", "1/s", "up", "how much is processed per second"),
+    ("(val/|weights/)?num_tokens|ckpt/.*|obs/.*", "state", "", "none", "how far the run is"),
+    ("val/.*", "optimisation", "", "none", "measured on samples that are not trained on"),
+    ("time/.*", "timing", "s", "down", "wall time of a phase"),
+    ("throughput/.*|system/(tps|samples)", "timing", "1/s", "up", "how much is processed per second"),
+    ("memory.*|train_memory.*", "memory", "GiB", "down", "memory in use"),
+    ("system/.*", "memory", "", "none", "state of the machine"),
+    ("data/.*|train/(total|.*_count).*", "data", "", "none", "what the batches hold"),
+    (
+        "progress/.*|.*elapsed_time.*|remaining_time.*|.*max_steps|train_speed.*",
+        "state",
+        "",
+        "none",
+        "how far the run is",
+    ),
 )
-_OTHER = Meaning("other", "", "none", "nothing is known about it")
-
-
+"""Of names that stand in no table: pattern, group, unit, good direction, meaning."""
 _GROUPS = {"validation": "optimisation", "guard": "optimisation"}
 """Groups of the table of metrics that a report shows as another."""
 
 
+@cache
 def meaning(key: str) -> Meaning:
-    """Of a key: our own metrics' is that of their table; group `other` stands for one nothing is known about."""
-    if (own := metrics.find(key)) is not None:
-        return Meaning(_GROUPS.get(own.group, own.group), _unit(own.unit), own.better, own.meaning)
-    entry, known = _entry(key), lookup(key)
-    return entry if known is None else replace(entry, unit=_unit(known.unit), text=known.meaning)
+    """Of a key: what a table of metrics says of it, ours or that of other trainers, else what its family is.
+
+    Group `other` stands for one nothing is known about.
+    """
+    if (known := lookup(key) or lookup(f"train/{key}")) is not None:
+        unit = "" if known.unit == "1" else known.unit
+        return Meaning(_GROUPS.get(known.group, known.group), unit, known.better, known.meaning)
+    families = (Meaning(*words) for pattern, *words in _FAMILIES if re.fullmatch(pattern, key))
+    return next(families, Meaning("other", "", "none", "nothing is known about it"))
 
 
-def _unit(unit: str) -> str:
-    return "" if unit == "1" else unit
-
-
-def _entry(key: str) -> Meaning:
-    return next((entry for pattern, entry in _TABLE if re.fullmatch(pattern, key)), _OTHER)
+_WITNESSES = {
+    "rate": ROLES["lr"],
+    "loss": ROLES["loss"],
+    "gradient": ROLES["grad"],
+    "kl": ROLES["kl"],
+    "policy": (*ROLES["clip_ratio"], *ROLES["entropy"]),
+}
+_OF_GENERATION = re.compile(
+    r"(?P<length>completions/.*|tokens/.*|train/seq_(?!prompt|total).*|.*response_length.*)|"
+    r"(?P<reward>(?!.*([_/]std|_min|_max)$)((train/)?(reward|tag_count).*|critic/(score|rewards?)[_/].*"
+    r"|(.*/)?(accuracy(_mean)?|budget_violation_rate|latency_mean)))"
+)
+"""Lengths and rewards are the model's doing only where it generates; otherwise they describe the batch."""
 
 
 def witness_group(key: str, *, is_generating: bool) -> str | None:
-    """What a metric testifies to when it jumps: rate, loss, gradient, kl, length, reward, policy; None: bookkeeping.
-
-    Lengths and rewards are the model's doing only where it generates; otherwise they describe the batch.
-    """
-    for role, group in (("lr", "rate"), ("loss", "loss"), ("grad", "gradient"), ("kl", "kl")):
-        if key in ROLES[role]:
-            return group
-    entry = _entry(key)
-    if key in DERIVED or not is_generating or key.startswith(("val/", "eval/", "train/seq_prompt", "train/seq_total")):
-        return None
-    if entry.group in ("reward", "length"):
-        return None if entry.direction == "none" and entry.group == "reward" else entry.group
-    return "policy" if key in (*ROLES["clip_ratio"], *ROLES["entropy"]) else None
+    """What a metric testifies to when it jumps: rate, loss, gradient, kl, length, reward, policy; None: bookkeeping."""
+    group = next((group for group, keys in _WITNESSES.items() if key in keys), None)
+    if group is None and not key.startswith(("val/", "eval/")) and (match := _OF_GENERATION.fullmatch(key)):
+        group = match.lastgroup
+    return group if is_generating or group in ("rate", "loss", "gradient", "kl") else None
 
 
 CHAIN_GROUPS = ("rate", "kl", "policy", "length", "reward", "gradient", "loss")
