@@ -11,8 +11,9 @@ from prepared import OPTIONS, run, write_rows
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from trainer.data.chat import ChatEncoder, preview
+from trainer.data.chat import ChatEncoder
 from trainer.data.conversation import RowKeys
+from trainer.data.preview import preview
 from trainer.data.rows import Row, UnusableError
 from trainer.data.shapes import RowParser
 from trainer.data.token_rows import vocabulary_digest

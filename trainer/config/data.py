@@ -29,7 +29,7 @@ class SourceConfig:
         within("(0, 1000]"),
     )
     max_samples: int | None = key(None, "use only the first rows; -1 = all", _COUNT_OR_ALL)
-    chat_template: str | None = key(None, "path of a jinja template for its rows")
+    chat_template: str | None = key(None, "the same for its rows, chatml | llama3 | plain or a path")
     messages_key: str | None = key(None, "column with [{role, content}, ...]")
     tools_key: str | None = key(None, "column with tool definitions")
     prompt_key: str | None = key(None, "column of the user's text")
@@ -79,7 +79,10 @@ class DataConfig:
     vocabulary_digest: str | None = key(
         None, "rows of tokens (input_ids): which vocabulary made them, where they do not say it (docs/data.md)"
     )
-    chat_template: str | None = key(None, "path of a jinja template replacing the tokenizer's; exported with the model")
+    chat_template: str | None = key(
+        None,
+        "in place of the tokenizer's: chatml | llama3 | plain, or the path of a jinja file; exported with the model",
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further variables for the template, e.g. {enable_thinking: false}"
     )

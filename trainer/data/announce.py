@@ -44,7 +44,8 @@ def announce(
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         shapes = (f"{count} of {shape}" for shape, count in dataset.summary.rows_by_shape.items())
-        logger.info("rows taken for: %s", "; ".join(shapes))
+        ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(dataset.summary.end_token_ids)))
+        logger.info("rows taken for: %s; what is trained ends with %s", "; ".join(shapes), ends)
         for note in dataset.notes:
             logger.warning("%s", note)
     sample = int(first[0])

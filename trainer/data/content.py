@@ -105,7 +105,7 @@ def _with_marks(message: Message, marks: Iterator[str]) -> tuple[Message, list[t
         parts.append((part, mark := next(marks)))
         return mark
 
-    reasoning, end, answer = message["content"].rpartition(THINK_END)
+    reasoning, end, answer = (message["content"] or "").rpartition(THINK_END)
     if reasoning.strip():
         reasoning += new(REASONING)
     if answer.strip():

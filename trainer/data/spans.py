@@ -26,7 +26,8 @@ class Renderings:
     @cached_property
     def whole(self) -> tuple[str, list[Span]]:
         """The text, and what the template's generation tags enclose."""
-        return self.template.render(self.messages, self.tools, tagged=self.template.has_generation_tags)
+        text, tagged = self.template.render(self.messages, self.tools, tagged=self.template.has_generation_tags)
+        return text + self._open_end(len(self.messages)), tagged
 
     @property
     def text(self) -> str:
@@ -37,8 +38,14 @@ class Renderings:
         if index == len(self.messages) and not prompt:
             return self.text
         if (index, prompt) not in self._made:
-            self._made[index, prompt], _ = self.template.render(self.messages[:index], self.tools, prompt=prompt)
+            text, _ = self.template.render(self.messages[:index], self.tools, prompt=prompt)
+            self._made[index, prompt] = text if prompt else text + self._open_end(index)
         return self._made[index, prompt]
+
+    def _open_end(self, index: int) -> str:
+        """What the template has not written yet behind an assistant's message that is the last of so many."""
+        is_turn = index > 0 and self.messages[index - 1]["role"] == "assistant"
+        return self.template.end_behind(self.messages[index - 1]) if is_turn else ""
 
     def number(self, index: int) -> int:
         """Of an assistant message, counted among these from 1."""
@@ -155,7 +162,7 @@ class SpanFinder:
 
     def _check_no_header(self, text: str, start: int, renderings: Renderings, index: int) -> None:
         """A template that cannot render a generation prompt leaves the turn's header inside the span."""
-        content = renderings.messages[index]["content"].strip()
+        content = (renderings.messages[index]["content"] or "").strip()
         lead = text[start : max(start, text.find(content, start))]
         if self._special.positions(lead):
             reason = f"{lead!r} before it would be trained, because the template ignores add_generation_prompt"

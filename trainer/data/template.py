@@ -27,9 +27,9 @@ PLAIN = [
 ]
 
 
-def _tool_probe(arguments: object) -> list[Message]:
+def _tool_probe() -> list[Message]:
     """A call, its result and an answer; some templates insist on ids of nine characters."""
-    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     return [
         {"role": "user", "content": "The weather?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -85,11 +85,37 @@ class ChatTemplate:
         """How messages are handed over: tool arguments as objects, or as JSON text to a template that needs text.
 
         Servers hand templates objects, and a template would quote JSON text a second time. One that refuses objects,
-        or prints them as Python does, was written for text.
+        or prints them as Python does, was written for text. And one that writes no calls beside an empty text, as
+        DeepSeek-V3's first did, gets none.
         """
-        objects, text = (self._try(_tool_probe(arguments)) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)))
-        is_refused = objects is None or repr(ARGUMENTS) in objects
-        return partial(_with_arguments, _as_text if is_refused and text is not None else _as_object)
+        for empty in ("", None):
+            for change in (_as_object, _as_text):
+                handed_over = partial(_with_arguments, change, empty)
+                written = self._try([handed_over(message) for message in _tool_probe()])
+                if written is not None and ARGUMENTS["city"] in written and repr(ARGUMENTS) not in written:
+                    return handed_over
+        return partial(_with_arguments, _as_object, "")
+
+    def end_behind(self, message: Message) -> str:
+        """What ends an assistant's message where a template leaves that to the next one's role, as GLM does: generation
+        stops when the model writes that token. Empty for all other templates.
+        """
+        return self._next_roles[bool(message.get("tool_calls"))]
+
+    @cached_property
+    def _next_roles(self) -> tuple[str, str]:
+        tool = [self.with_arguments(message) for message in _tool_probe()]
+        return self._next_role(PLAIN[:3]), self._next_role(tool[:3])
+
+    def _next_role(self, probe: list[Message]) -> str:
+        """The token that is found where the last message but one ends without one of its own."""
+        head, longer = self._try(probe[:-1]), self._try(probe)
+        if head is None or longer is None or head != head.rstrip() or not longer.startswith(head):
+            return ""
+        if head.endswith((*self._marks_in(head), *self._ends)):
+            return ""
+        marks = (token for token in self._marks_in(longer) if longer.startswith(token, len(head)))
+        return max(marks, key=len, default="")
 
     @cached_property
     def structural_tokens(self) -> frozenset[str]:
@@ -97,7 +123,7 @@ class ChatTemplate:
 
         Not those inside a turn: around tool calls, and tags in pairs such as <think> and </think>.
         """
-        tool = [self.with_arguments(message) for message in _tool_probe(ARGUMENTS)]
+        tool = [self.with_arguments(message) for message in _tool_probe()]
         for system in (SYSTEM, []):  # without one, some templates write a default full of explanations
             plain, called, answered = (self._try(system + probe) for probe in (PLAIN, tool[:2], tool))
             if plain is not None:
@@ -142,10 +168,12 @@ def _as_text(arguments: object) -> object:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def _with_arguments(change: Callable[[object], object], message: Message) -> Message:
+def _with_arguments(change: Callable[[object], object], empty: str | None, message: Message) -> Message:
+    """`empty`: the content of a message that has calls alone."""
     if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [with_function(call, "arguments", change) for call in message["tool_calls"]]}
+    calls = [with_function(call, "arguments", change) for call in message["tool_calls"]]
+    return {**message, "content": message["content"] or empty, "tool_calls": calls}
 
 
 def with_function(call: dict[str, Any], key: str, change: Callable[[object], object]) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import trainer.data
 from trainer.checkpoint.choice import candidates_of, cannot_use
 from trainer.config import QUICKSTART, Config, ConfigError, sources_of
 from trainer.data.rows import resolve_files
 from trainer.detection import parse_rules
 from trainer.model.source import require_adapters, require_model
 from trainer.tracking.facade import require_installed
+
+TEMPLATES = Path(trainer.data.__file__).parent / "templates"
+TEMPLATE_NAMES = ("chatml", "llama3", "plain")
 
 
 def require_ready(config: Config) -> None:
@@ -30,12 +34,13 @@ def require_ready(config: Config) -> None:
         raise cannot_use(Path(config.trainer.default_local_dir), error) from error
 
 
-def read_chat_template(path: str | None) -> str | None:
-    """The text of a `chat_template` of `data` or of a source. Raises `ConfigError`."""
-    if path is None:
+def read_chat_template(name: str | None) -> str | None:
+    """The text of a `chat_template` of `data` or of a source: one of ours, or a file. Raises `ConfigError`."""
+    if name is None:
         return None
     try:
-        return Path(path).read_text()
+        return (TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"data.chat_template={path}: {reason}") from error
+        ours = f"; those with names are {', '.join(TEMPLATE_NAMES)}" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"data.chat_template={name}: {reason}{ours}") from error

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.config import QUICKSTART, Config, Source, sources_of
+from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.growth import Division, TrainingData
@@ -21,7 +22,7 @@ from trainer.data.token_cache import prepare
 from trainer.errors import DataError
 from trainer.progress import Position
 from trainer.quickstart import TRAIN_FILE
-from trainer.run.preflight import read_chat_template
+from trainer.run.preflight import TEMPLATE_NAMES, read_chat_template
 
 logger = logging.getLogger(__name__)
 Renderer = tuple[PreTrainedTokenizerBase, str]
@@ -69,6 +70,8 @@ def prepare_data(config: Config, files: DataFiles, tokenizer_dir: str, *, progre
     def renderer(chat_template: str | None) -> Renderer:
         tokenizer = copy.copy(own)
         tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
+        if chat_template in TEMPLATE_NAMES:
+            _require_tokens(tokenizer, chat_template)
         return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
 
     division = Division(
@@ -90,6 +93,20 @@ def prepare_data(config: Config, files: DataFiles, tokenizer_dir: str, *, progre
         tokenizer_digest=digest,
         chat_template=read_chat_template(data.chat_template),
     )
+
+
+def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes around turns."""
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    if missing := [token for token in written if token not in known]:
+        listed = ",".join(f'"{token}"' for token in missing)
+        raise ConfigError(
+            f"data.chat_template={name} writes special tokens that this tokenizer does not have: add them with "
+            f"'model.new_tokens=[{listed}]'"
+        )
+    if not tokenizer.eos_token:
+        raise ConfigError(f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has none")
 
 
 def _files(config: Config, key: str) -> Files:
