@@ -1,9 +1,9 @@
 """Data that grew since a checkpoint: the epoch under way keeps its rows, those that came join with the next."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from trainer.data.samples import TokenDataset
 from trainer.progress import Position
 
 PLAN = RankPlan(0, 1, Limits(None, None), quadratic_cost=0.0)
-NO_SUMMARY = Summary(*[0] * 3, {}, *[0] * 6, {}, [], "")  # type: ignore[arg-type]
+NO_SUMMARY = Summary(**{field.name: (get_origin(field.type) or field.type)() for field in fields(Summary)})
 
 
 def dataset(*rows: int, sizes: tuple[int, ...] = ()) -> TokenDataset:

@@ -1,4 +1,4 @@
-"""What is trained, shown: `python -m trainer.cli.data preview|stats|compare [options] [key=value ...]` (floor 5).
+"""What is trained, shown: `python -m trainer.cli.data preview|stats|compare|ledger [options] [words ...]` (floor 5).
 
 The tokens come from the cache of the runs with these overrides, or are put there; no weights are read. Exit codes as
 those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73 cannot write, 130 interrupted; of `compare`
@@ -107,6 +107,18 @@ def _compare(parser: Parser, argv: list[str]) -> int:
     return EXIT_DIFFERENT if tree["rules"] else EXIT_DONE
 
 
+def _ledger(parser: Parser, argv: list[str]) -> int:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<project_name>/<experiment_name>")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with each row by file:line")
+    arguments = parser.parse_args(argv)
+
+    from trainer.data_tools.ledger import as_lines, ledger
+
+    tree = ledger(arguments.run_dir, has_rows=arguments.json)
+    print(json.dumps(tree, indent=1) if arguments.json else "\n".join(as_lines(tree)))
+    return EXIT_DONE
+
+
 def _write(path: Path, text: str) -> None:
     try:
         atomic_write(path, text)
@@ -119,6 +131,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "preview": ("samples as the model sees them, the supervised part marked", _preview),
     "stats": ("tokens, supervised share, lengths, turns, what was left out, exact duplicates", _stats),
     "compare": ("ids and masks with those that another framework prepared; exit code 1 if any differ", _compare),
+    "ledger": ("how often each row was trained by a run, over kills, growth and rollbacks", _ledger),
 }
 """A command's line of help, and what runs with its parser and the rest of the words."""
 

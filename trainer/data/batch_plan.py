@@ -99,9 +99,13 @@ class Schedule:
 
     def rows_of(self, epoch: int, first: int, end: int) -> np.ndarray:
         """Row ids of the places `first` to before `end` of an epoch, as far as it goes."""
-        shares, places = self.shares_in(epoch), np.arange(first, min(end, self.num_samples_in(epoch)))
-        sources, rows = rows_at(places, shares, seed=self.seed, epoch=epoch, order=self.order)
+        sources, rows = self.places(epoch, first, end)
         return np.cumsum([0, *(share.num_rows for share in self.shares)])[sources] + rows
+
+    def places(self, epoch: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same as (number of the source, row in it)."""
+        places = np.arange(first, min(end, self.num_samples_in(epoch)))
+        return rows_at(places, self.shares_in(epoch), seed=self.seed, epoch=epoch, order=self.order)
 
 
 def split_batch(

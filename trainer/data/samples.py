@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ class SourceSamples:
     @property
     def record(self) -> dict[str, Any]:
         """Rows trained on, of `sizes[-1]` kept ones, and what they are."""
-        draw = {} if self.draw is None else {"val_ratio": self.draw.val_ratio, "sizes": list(self.draw.sizes)}
+        draw = {} if self.draw is None else asdict(self.draw) | {"sizes": list(self.draw.sizes)}
         rows = {"num_rows": len(self.indices), "fingerprint": self.fingerprint}
         return {"name": self.name, "repeat": self.repeat, **rows, **draw}
 
@@ -254,6 +254,18 @@ class Samples:
     def record(self) -> list[dict[str, Any]]:
         """Of each source what tells later whether its rows are still there: of numbers and texts, for a checkpoint."""
         return [source.record for source in self.sources]
+
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        """Of each source where its rows and tokens lie, and how many it trains on in all."""
+        return [
+            {
+                "directory": str(source.dataset.directory.resolve()),
+                "files": [str(path) for path in source.dataset.files],
+                **{count: source.total(count) for count in ("num_tokens", "num_loss_tokens")},
+            }
+            for source in self.sources
+        ]
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from trainer.checkpoint.state import State
 from trainer.config import AUTO, Config
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
-from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
+from trainer.data.loader import DATA_EVENT, RankPlan, TrainLoader, ValidationBatches
 from trainer.detection import parse_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
@@ -112,6 +112,7 @@ def train(config: Config, inputs: Inputs, start: Start, world: World, stop: Stop
             _announce(parts, inputs)
         if held.tracking is not None:
             held.tracking.start(start.position.step)
+            _record_data(parts.batches, inputs, held.tracking)
         held.exit_code = fit(parts)
     return held.exit_code
 
@@ -289,6 +290,15 @@ def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
             parts.tracking.past.last_step,
             step,
         )
+
+
+def _record_data(batches: TrainLoader, inputs: Inputs, tracking: Tracking) -> None:
+    """What this attempt trains on, from where: `data ledger` computes from it how often each row was trained."""
+    record, step = batches.record, batches.step
+    sources = [source | place for source, place in zip(record["sources"], inputs.train.places, strict=True)]
+    message = inputs.growth or f"{sum(source['num_rows'] for source in sources)} rows of {len(sources)} sources"
+    del record["step"]  # a column of every event
+    tracking.event(DATA_EVENT, step, message, **record | {"sources": sources})
 
 
 def _announce(parts: Run, inputs: Inputs) -> None:
