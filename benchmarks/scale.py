@@ -1,7 +1,8 @@
 """How cost grows: with rows, with the length of a document, with ranks and with parameters.
 
-    python benchmarks/scale.py --only rows length ranks checkpoint
+    python benchmarks/scale.py --only rows many length ranks checkpoint
 
+many: the shortest chats, one million and ten of them: what grows with rows alone.
 rows: chats of about 45 tokens are prepared in a fresh process, then three steps of a tiny model start from the cache.
 length: one document per step; memory is the process's high-water mark above that before its first step.
 ranks: bytes of parameters, gradients and optimizer state that a rank of the real FSDP2 model holds, counted over the
@@ -58,6 +59,7 @@ from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory
 
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
+MANY = (1_000_000, 10_000_000)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 LENGTH_MODEL = {
     "vocab_size": 4096,
@@ -89,12 +91,12 @@ TIMEOUT_S = 400.0
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(path: Path, num_rows: int) -> None:
-    """Chats of 16 to 44 random words, about one token each, written one by one."""
+def write_rows(path: Path, num_rows: int, *, num_words: tuple[int, int] = (8, 22)) -> None:
+    """Chats of two turns of so many random words, about one token each, written one by one."""
     generator = random.Random(SEED)
     with path.open("w") as file:
         for _ in range(num_rows):
-            texts = [" ".join(generator.choices(WORDS, k=generator.randint(8, 22))) for _ in range(2)]
+            texts = [" ".join(generator.choices(WORDS, k=generator.randint(*num_words))) for _ in range(2)]
             roles = zip(("user", "assistant"), texts, strict=True)
             file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}) + "\n")
 
@@ -145,13 +147,19 @@ def start_from_cache(case: Case, number: int) -> dict[str, float]:
     }
 
 
-def measure_rows(root: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_many(root: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    return measure_rows(root, argparse.Namespace(rows=arguments.many, rounds=1), num_words=(1, 1))
+
+
+def measure_rows(
+    root: Path, arguments: argparse.Namespace, num_words: tuple[int, int] = (8, 22)
+) -> list[dict[str, Any]]:
     model, found = write_tiny_model(root), []
     for num_rows in arguments.rows:
         case = Case(root / f"rows{num_rows}")
         case.directory.mkdir()
         case.model.symlink_to(model)
-        write_rows(case.train_file, num_rows)
+        write_rows(case.train_file, num_rows, num_words=num_words)
         row: dict[str, Any] = {"rows": num_rows, "file_mb": case.train_file.stat().st_size / 1e6}
         row |= run_ranks(prepare_rows, 1, case, timeout_s=TIMEOUT_S)[0]
         starts = [start_from_cache(case, number) for number in range(arguments.rounds)]

@@ -107,15 +107,17 @@ def read_history(run_dir: Path) -> History:
     counts = {0: 0}  # of updates left out so far, by step: every row has it, restarts and rollbacks keep it
     for _, line in JsonLines(metrics):
         kind, step, attempt = line.get("kind"), line.get("step"), line.get("attempt")
-        if kind == metrics_file.START and isinstance(step, int):
+        if not isinstance(step, int) or not isinstance(attempt, int):
+            continue
+        if kind == metrics_file.START:
             _begin(history, records.get(attempt), step)
-        elif kind == metrics_file.ROLLBACK and isinstance(step, int):
+        elif kind == metrics_file.ROLLBACK:
             newest = history.stretches[-1]
             schedule = replace(newest.schedule, start=history.position(step) or newest.schedule.start)
             history.go_back_to(step)
             history.num_rollbacks += 1
             history.stretches.append(Stretch(newest.record, schedule, step + 1, step))
-        elif kind == "train" and isinstance(step, int) and history.stretches:
+        elif kind == "train" and history.stretches:
             count = int(line.get("optim/skipped_steps", 0))
             resumed_from = history.stretches[-1].first - 1
             if count > (newest_count if attempt == last_attempt else counts.get(resumed_from, count)):
