@@ -391,7 +391,13 @@ def measure_checkpoint(root: Path, arguments: argparse.Namespace) -> list[dict[s
 
 # --- all --------------------------------------------------------------------------------------------------------------
 
-MEASURES = {"rows": measure_rows, "length": measure_length, "ranks": measure_ranks, "checkpoint": measure_checkpoint}
+MEASURES = {
+    "rows": measure_rows,
+    "many": measure_many,
+    "length": measure_length,
+    "ranks": measure_ranks,
+    "checkpoint": measure_checkpoint,
+}
 COLUMNS = {
     "rows": {
         "rows": "rows",
@@ -449,6 +455,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--many", type=int, nargs="+", default=list(MANY))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
@@ -458,7 +465,7 @@ def main() -> None:
     for name in arguments.only:
         with tempfile.TemporaryDirectory() as directory:
             rows = MEASURES[name](Path(directory), arguments)
-        columns = COLUMNS[name]
+        columns = COLUMNS["rows" if name == "many" else name]
         print(table(list(columns.values()), ([cell(row.get(key)) for key in columns] for row in rows)))
         result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         write_result("scale", result | {name: {**header(), "rows": rows}}, arguments.output)

@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass
-class Stretch:
+class StepRange:
     """Steps `first` to `last` of an attempt, one after the other."""
 
     record: Mapping[str, Any]
@@ -38,10 +38,10 @@ class Stretch:
 
 
 @dataclass
-class History:
+class TrainedSteps:
     """The steps that count."""
 
-    stretches: list[Stretch] = field(default_factory=list)
+    ranges: list[StepRange] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
     """Steps whose update was left out."""
     notes: list[str] = field(default_factory=list)
@@ -50,14 +50,14 @@ class History:
 
     def go_back_to(self, step: int) -> None:
         """Later steps no longer count."""
-        self.stretches = [stretch for stretch in self.stretches if stretch.first <= step]
-        if self.stretches:
-            self.stretches[-1].last = min(self.stretches[-1].last, step)
+        self.ranges = [part for part in self.ranges if part.first <= step]
+        if self.ranges:
+            self.ranges[-1].last = min(self.ranges[-1].last, step)
         self.left_out = {number for number in self.left_out if number <= step}
 
     def position(self, step: int) -> Position | None:
         """Where the steps before lead to; None where they do not reach it."""
-        found = [stretch for stretch in self.stretches if stretch.first - 1 <= step <= stretch.last]
+        found = [part for part in self.ranges if part.first - 1 <= step <= part.last]
         return found[-1].schedule.position(step) if found else None
 
 
@@ -69,17 +69,17 @@ def ledger(run_dir: Path, *, has_rows: bool) -> dict[str, Any]:
     history = read_history(run_dir)
     skipped = rollback.read(run_dir).skipped_steps
     generations: list[tuple[Mapping[str, Any], list[np.ndarray]]] = []
-    for stretch in history.stretches:
-        if not generations or not _goes_on(generations[-1][0], stretch.record):
-            generations.append((stretch.record, []))
-        counts = _grown(generations[-1][1], stretch.record)
-        for epoch, first, end in _places(stretch, skipped | history.left_out):
+    for part in history.ranges:
+        if not generations or not _goes_on(generations[-1][0], part.record):
+            generations.append((part.record, []))
+        counts = _grown(generations[-1][1], part.record)
+        for epoch, first, end in _places(part, skipped | history.left_out):
             for start in range(first, end, ROWS_AT_ONCE):
-                sources, rows = stretch.schedule.places(epoch, start, min(end, start + ROWS_AT_ONCE))
+                sources, rows = part.schedule.places(epoch, start, min(end, start + ROWS_AT_ONCE))
                 for number, count in enumerate(counts):
                     count += np.bincount(rows[sources == number], minlength=len(count))
-        generations[-1] = (stretch.record, counts)
-    trained = [s for s in history.stretches if s.last >= s.first]
+        generations[-1] = (part.record, counts)
+    trained = [s for s in history.ranges if s.last >= s.first]
     return {
         "run_dir": str(run_dir),
         "last_step": trained[-1].last if trained else 0,
@@ -96,14 +96,14 @@ def ledger(run_dir: Path, *, has_rows: bool) -> dict[str, Any]:
     }
 
 
-def read_history(run_dir: Path) -> History:
+def read_history(run_dir: Path) -> TrainedSteps:
     """Which steps of which attempts count, from the files of a run."""
     metrics = run_dir / metrics_file.FILE_NAME
     events = events_file.read_events(run_dir / events_file.FILE_NAME)
     records = {event["attempt"]: event for event in events if event["kind"] == DATA_EVENT}
     if not records or not metrics.is_file():
         raise ConfigError(f"'{run_dir}' has no record of what was trained: give the directory of a run of this version")
-    history, last_attempt, newest_count = History(), 0, 0
+    history, last_attempt, newest_count = TrainedSteps(), 0, 0
     counts = {0: 0}  # of updates left out so far, by step: every row has it, restarts and rollbacks keep it
     for _, line in JsonLines(metrics):
         kind, step, attempt = line.get("kind"), line.get("step"), line.get("attempt")
@@ -112,30 +112,30 @@ def read_history(run_dir: Path) -> History:
         if kind == metrics_file.START:
             _begin(history, records.get(attempt), step)
         elif kind == metrics_file.ROLLBACK:
-            newest = history.stretches[-1]
+            newest = history.ranges[-1]
             schedule = replace(newest.schedule, start=history.position(step) or newest.schedule.start)
             history.go_back_to(step)
             history.num_rollbacks += 1
-            history.stretches.append(Stretch(newest.record, schedule, step + 1, step))
-        elif kind == "train" and history.stretches:
+            history.ranges.append(StepRange(newest.record, schedule, step + 1, step))
+        elif kind == "train" and history.ranges:
             count = int(line.get("optim/skipped_steps", 0))
-            resumed_from = history.stretches[-1].first - 1
+            resumed_from = history.ranges[-1].first - 1
             if count > (newest_count if attempt == last_attempt else counts.get(resumed_from, count)):
                 history.left_out.add(step)
             counts[step] = newest_count = count
-            history.stretches[-1].last, last_attempt = step, attempt
+            history.ranges[-1].last, last_attempt = step, attempt
     return history
 
 
-def _begin(history: History, record: Mapping[str, Any] | None, step: int) -> None:
+def _begin(history: TrainedSteps, record: Mapping[str, Any] | None, step: int) -> None:
     """A new attempt goes on from a finished step."""
     history.num_attempts += 1
-    if history.stretches and step > history.stretches[-1].last:
-        history.stretches[-1].last = step  # rows that a crash of the machine lost; its checkpoint has the steps
+    if history.ranges and step > history.ranges[-1].last:
+        history.ranges[-1].last = step  # rows that a crash of the machine lost; its checkpoint has the steps
     expected = history.position(step)
     history.go_back_to(step)
     if record is None:
-        if history.stretches:
+        if history.ranges:
             raise ConfigError(f"attempt {history.num_attempts} left no record of what it trained on")
         return  # it ended, or was of an earlier version
     position = Position(step, record["epoch"], record["samples_consumed"])
@@ -143,7 +143,7 @@ def _begin(history: History, record: Mapping[str, Any] | None, step: int) -> Non
         history.notes.append(f"goes on from step {step} of another run or version: what that trained is not counted")
     elif step and replace(expected, step=step) != position:  # type: ignore[type-var]
         history.notes.append(f"attempt {history.num_attempts} went on at another place than its steps before lead to")
-    history.stretches.append(Stretch(record, _schedule(record, position), step + 1, step))
+    history.ranges.append(StepRange(record, _schedule(record, position), step + 1, step))
 
 
 def _schedule(record: Mapping[str, Any], position: Position) -> Schedule:
@@ -157,14 +157,14 @@ def _schedule(record: Mapping[str, Any], position: Position) -> Schedule:
     )
 
 
-def _places(stretch: Stretch, without: frozenset[int] | set[int]) -> Iterator[tuple[int, int, int]]:
+def _places(part: StepRange, without: frozenset[int] | set[int]) -> Iterator[tuple[int, int, int]]:
     """(Epoch, first place, the one behind the last) of the steps that count, neighbours together."""
     pending: tuple[int, int, int] | None = None
-    for step in range(stretch.first, stretch.last + 1):
+    for step in range(part.first, part.last + 1):
         if step in without:
             continue
-        at, size = stretch.schedule.position(step - 1), stretch.schedule.batch_size
-        end = min(at.samples_consumed + size, stretch.schedule.num_samples_in(at.epoch))
+        at, size = part.schedule.position(step - 1), part.schedule.batch_size
+        end = min(at.samples_consumed + size, part.schedule.num_samples_in(at.epoch))
         if pending is not None and pending[0] == at.epoch and pending[2] == at.samples_consumed:
             pending = (at.epoch, pending[1], end)
             continue
