@@ -14,7 +14,8 @@ from trainer.config import known_keys
 from trainer.detection import parse_rules
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import AnalysedRun
-from trainer.report.remedies import ADVICE
+from trainer.report.rule_table import table
+from trainer.report.words import advised
 from trainer.run.compose import load_config
 
 KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
@@ -40,7 +41,7 @@ def every_remedy() -> Iterator[str]:
     for kind in ("sft", "grpo", "controller"):
         for config in ({}, OUR_CONFIG):
             run = AnalysedRun(replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0})
-            yield from (advise(run) for advise in ADVICE.values())
+            yield from (advised(name, run) for name in table()["advice"])
 
 
 def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
@@ -77,7 +78,7 @@ def test_a_rule_in_a_remedy_would_be_noticed(text: str) -> None:
 @pytest.mark.covers("S2.41")
 def test_the_burst_of_another_framework_is_answered_in_words_and_its_own_options() -> None:
     run: Any = AnalysedRun(healthy("grpo"), "grpo", {"lr_jump": 3.0})
-    assert ADVICE["watch"](run) == (
+    assert advised("watch", run) == (
         "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped ratio > 0.3 keep a "
         "snapshot and return to a checkpoint, or stop."
     )

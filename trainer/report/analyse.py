@@ -15,15 +15,17 @@ from trainer.report.generalisation import generalisation
 from trainer.report.inventory import group_counts, inventory
 from trainer.report.judge import judge, worst_first
 from trainer.report.learning_rate import learning_rate
-from trainer.report.result import LEVELS, Finding, LearningRate, MetricSummary, Report
+from trainer.report.result import LEVELS, Finding, MetricSummary, Report
 from trainer.report.rule_table import merged, table
 from trainer.report.run_log import RunLog
 from trainer.report.sentence_parts import counted, listed, number
-from trainer.report.statistics import slope
+from trainer.report.statistics import Slope, slope
 from trainer.report.step_time import throughput
 from trainer.report.trends import trends
 
 NUM_TOP = 3
+IMPROVES = {"reward": Slope.is_rising, "accuracy": Slope.is_rising, "violation": Slope.is_falling}
+"""Role of a controller's result -> its good trend."""
 
 
 @np.errstate(all="ignore")  # logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged so
@@ -36,8 +38,8 @@ def analyse(
 ) -> Report:
     """Everything that can be said about a log.
 
-    `thresholds` override single limits of `thresholds.yaml`. `external` is a metric measured elsewhere, step -> value,
-    higher is better (S3.44): it outranks the validation loss. Raises `ValueError` for an unknown profile or limit.
+    `thresholds` override single limits of the table of rules. `external` is a metric measured elsewhere, step -> value,
+    higher is better: it outranks the validation loss. Raises `ValueError` for an unknown profile or limit.
     """
     if profile not in ("auto", *PROFILES):
         raise ValueError(f"unknown profile {profile!r}: use auto, {', '.join(PROFILES)}")
@@ -51,7 +53,8 @@ def analyse(
     judged = judge(run)
     findings = worst_first(judged)
     courses = trends(run)
-    rate = _rate(run)
+    rates = run.find("lr")
+    rate = None if rates is None else learning_rate(rates, anomalies, limits=limits, total_steps=run.total_steps)
     metrics = inventory(run, courses, rate)
     verdict = _verdict(run, findings)
     return Report(
@@ -77,13 +80,6 @@ def analyse(
         insufficient=tuple((one.rule.name, one.not_judged) for one in judged if one.not_judged),
         closing=_closing(run, verdict, findings),
     )
-
-
-def _rate(run: AnalysedRun) -> LearningRate | None:
-    series = run.find("lr")
-    if series is None:
-        return None
-    return learning_rate(series, run.anomalies, limits=run.limits, total_steps=run.total_steps)
 
 
 def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
@@ -114,44 +110,33 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 
 def _normal(run: AnalysedRun) -> str:
-    """What a healthy run shows; a controller by the three trends of S1.42."""
-    p = run.limits["trend_p"]
+    """What a healthy run shows; a controller by the trends of its three results."""
+    p, loss = run.limits["trend_p"], run.find("loss")
     if run.profile == "controller":
-        good = {"reward": True, "accuracy": True, "violation": False}
-        improving = [run.name(role) for role, is_up in good.items() if _improves(run, role, is_up=is_up)]
+        known = {role: improves for role, improves in IMPROVES.items() if run.find(role) is not None}
+        improving = [run.name(role) for role, improves in known.items() if improves(run.slope(role), p)]
         return f"Normal: {listed(improving)} improve." if improving else "Normal: no rule objects."
-    loss = run.find("loss")
     falls = "the loss falls and " if loss is not None and slope(loss).is_falling(p) else ""
-    return f"Normal: {falls}nothing left its usual range." if not run.anomalies else f"Normal: {falls}no rule objects."
-
-
-def _improves(run: AnalysedRun, role: str, *, is_up: bool) -> bool:
-    if run.find(role) is None:
-        return False
-    trend = run.slope(role)
-    return trend.is_rising(run.limits["trend_p"]) if is_up else trend.is_falling(run.limits["trend_p"])
+    return f"Normal: {falls}{'no rule objects' if run.anomalies else 'nothing left its usual range'}."
 
 
 def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
-    log = run.log
-    steps = f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step)
-    facts = {"steps": steps, "metrics": group_counts(metrics), "rows": str(log.num_rows)}
-    if log.span_s is not None:
-        facts["time span"] = duration(log.span_s)
-    if log.num_attempts > 1:
-        facts["attempts"] = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
-    if log.num_unparsed:
-        facts["rows skipped"] = str(log.num_unparsed)
-    if log.checkpoints:
-        total = sum(state.size_bytes for state in log.checkpoints) / 2**30
-        facts["checkpoints"] = f"{len(log.checkpoints)}, {number(total)} GiB in all"
-    if log.exit_code is not None:
-        facts["exit code"] = str(log.exit_code)
-    if remedies.is_known(run):
-        facts["configuration"] = listed(remedies.fact(run, purpose) for purpose in ("lr", "clip", "batch"))
-    if log.notes:
-        facts["notes"] = " ".join(log.notes)
-    return facts
+    """Lines of the header; those that the log tells."""
+    log, known = run.log, remedies.is_known(run)
+    total_gib = number(sum(state.size_bytes for state in log.checkpoints) / 2**30)
+    facts = {
+        "steps": f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step),
+        "metrics": group_counts(metrics),
+        "rows": str(log.num_rows),
+        "time span": "" if log.span_s is None else duration(log.span_s),
+        "attempts": f"{log.num_attempts}, {log.num_lost_steps} steps trained again" if log.num_attempts > 1 else "",
+        "rows skipped": str(log.num_unparsed or ""),
+        "checkpoints": f"{len(log.checkpoints)}, {total_gib} GiB in all" if log.checkpoints else "",
+        "exit code": "" if log.exit_code is None else str(log.exit_code),
+        "configuration": listed(remedies.fact(run, purpose) for purpose in ("lr", "clip", "batch")) if known else "",
+        "notes": " ".join(log.notes),
+    }
+    return {name: told for name, told in facts.items() if told}
 
 
 def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:

@@ -1,15 +1,16 @@
 """What is measured of the gradient norm and of the learning rate."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
-from trainer.report.causes import how_common, is_led_by_rate, moved_along, why_recovered
+from trainer.report.causes import is_led_by_rate, moved_along
 from trainer.report.learning_rate import learning_rate
-from trainer.report.measure import Measure, first_part, stretch
+from trainer.report.measure import Measure, beyond, first_part, stretch
 from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate
 from trainer.report.run_log import Series
@@ -44,23 +45,18 @@ def gradient_range(run: AnalysedRun) -> Iterator[Measure]:
 def high_gradients(run: AnalysedRun) -> Iterator[Measure]:
     """For long above a fixed level, which holds for fine-tuning; and far above the run's own level."""
     series, limits = run.get("grad"), run.limits
-    is_high = series.values > limits["grad_unstable"]
-    if run.profile == "sft" and (where := stretch(series, is_high, limits["grad_unstable_points"])):
-        yield Measure("sustained", where.highest, where.steps, {"points": where.num_points})
-    median = float(np.median(series.values))
-    far = np.flatnonzero(series.values > limits["grad_explosion"] * median)
-    if median > 0 and len(far):
-        peak, steps = int(np.argmax(series.values)), series.steps[far].tolist()
-        top = float(series.values[peak])
-        words = {"peak": top, "at": int(series.steps[peak]), "usual": median, "count": len(far), "all": steps}
-        yield Measure("explosion", top / median, (steps[0], steps[-1]), words)
+    if run.profile == "sft":
+        is_high = series.values > limits["grad_unstable"]
+        yield from stretch(series, is_high, "sustained", limits["grad_unstable_points"], "highest")
+    if (median := float(np.median(series.values))) > 0:
+        yield from beyond(series, series.values > limits["grad_explosion"] * median, "explosion", usual=median)
 
 
 def vanishing_gradients(run: AnalysedRun) -> Iterator[Measure]:
-    series = run.get("grad")
-    limit = max(run.limits["grad_vanished"], run.limits["grad_vanished_share"] * float(np.median(series.values)))
-    if where := stretch(series, series.values < limit, run.limits["grad_vanished_points"]):
-        yield Measure(value=where.median, steps=where.steps, limit=limit)
+    series, limits = run.get("grad"), run.limits
+    limit = max(limits["grad_vanished"], limits["grad_vanished_share"] * float(np.median(series.values)))
+    for measure in stretch(series, series.values < limit, "main", limits["grad_vanished_points"], "median"):
+        yield replace(measure, limit=limit)
 
 
 def clipping(run: AnalysedRun) -> Iterator[Measure]:
@@ -78,8 +74,7 @@ def clipping(run: AnalysedRun) -> Iterator[Measure]:
         elif logged is not None:
             share = float(logged.values[len(logged) // 2 :].mean())
     if share is not None:
-        usual = float(np.median(norms))
-        yield Measure("clipped", share, words={"usual": usual}, is_fault=share > run.limits["clipped_share"])
+        yield Measure("clipped", share, is_fault=share > run.limits["clipped_share"])
     elif not remedies.is_known(run):
         raise NotJudged("the configuration is not known, nor how many updates were clipped")
 
@@ -139,5 +134,4 @@ def unstable_at_high_rate(run: AnalysedRun) -> Iterator[Measure]:
     share = told.anomalies_at_high_share or 0.0
     if share > run.limits["lr_overlap"]:
         words = {"peak": told.peak, "schedule": told.schedule, "warmup": told.warmup_steps, "last": told.last}
-        words |= {"why_recovered": why_recovered(run), "how_common": how_common(run)}
         yield Measure(value=share, steps=(unstable[0].steps[0], unstable[-1].steps[1]), words=words)

@@ -9,11 +9,11 @@ from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import is_led_by_rate
-from trainer.report.measure import Measure, first_part
+from trainer.report.measure import Measure, first_part, going_wrong
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
 from trainer.report.sentence_parts import listed, number
-from trainer.report.statistics import Floats, bins, finite, longest_run, mann_kendall, noise, slope
+from trainer.report.statistics import NUM_BINS, Floats, bins, finite, longest_run, noise, slope
 from trainer.report.trends import phases
 
 MAX_WINDOWS = 20_000
@@ -80,17 +80,8 @@ def diverging(run: AnalysedRun) -> Iterator[Measure]:
         good = remedies.checkpoint(run, steps[0])
         words = {"onset": steps[0], "last": steps[1], "checkpoint": good}
         yield Measure("passed" if stop < len(series) else "main", ratio, steps, words)
-    if run.profile != "controller" and run.find("epoch") is None:
-        return
-    means, needed = run.epochs("loss"), int(run.limits["rising_epochs"]) + 1
-    if len(means) < needed or (run.profile != "controller" and len(means) == 50):
-        return
-    last = Series(means.steps[-needed:], means.values[-needed:])
-    z, p = mann_kendall(last.values)
-    rise = float(last.values[-1] - last.values[0])
-    if z > 0 and p < run.limits["rising_p"] and rise > 3 * noise(means) / math.sqrt(2):
-        steps = steps_of(last, 0, needed)
-        yield Measure("epochs", rise, steps, {"checkpoint": remedies.checkpoint(run, steps[0])})
+    if run.profile == "controller" or (run.find("epoch") is not None and len(run.epochs("loss")) != NUM_BINS):
+        yield from going_wrong(run, "loss", "epochs", good=-1)
 
 
 def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, float] | None:

@@ -2,20 +2,19 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
-from trainer.report.causes import how_common, moved_along, story, why_recovered
-from trainer.report.collapse import collapse
+from trainer.report.causes import moved_along, story
 from trainer.report.generalisation import RESULTS
-from trainer.report.measure import Measure, stretch
+from trainer.report.measure import Measure, beyond, collapsed, going_wrong, stretch
 from trainer.report.result import Anomaly, Mover
-from trainer.report.run_log import Series
 from trainer.report.sentence_parts import listed, number, span
-from trainer.report.statistics import bins, longest_run, noise, slope
+from trainer.report.statistics import bins, longest_run, slope
 from trainer.report.vocabulary import meaning
 
 CAP_SHARE = 0.97
@@ -29,8 +28,6 @@ BANDS = {
 }
 """What epochs 1-10, 11-20 and 21-30 of a controller reach: rewards about that, accuracies at least."""
 MIN_EPOCHS = 8
-CLEAR_SIGMA = 3
-"""A fall is at least so many times the noise from epoch to epoch: of many good runs some end lower by chance."""
 _FORMAT = re.compile(r"format|tag", re.IGNORECASE)
 
 
@@ -55,35 +52,23 @@ def length_shift(run: AnalysedRun) -> Iterator[Measure]:
         yield Measure("main" if size > 0 else "shorter", size, steps_of(series, at, at + smooth), words)
 
 
-def kl(run: AnalysedRun) -> Iterator[Measure]:
-    series, limits = run.get("kl"), run.limits
-    peak = int(np.argmax(series.values))
-    top, median = float(series.values[peak]), float(np.median(series.values))
-    words: dict[str, object] = {"top": top, "usual": median, "at": int(series.steps[peak])}
-    if top > limits["kl_fault"]:
-        where = series.steps[series.values > limits["kl_fault"]]
-        bursts = [a for a in run.anomalies if any(m.metric == run.name("kl") for m in a.movers)]
-        words |= {"count": max(1, len(bursts)), "how_common": how_common(run), "why_recovered": why_recovered(run)}
+def left_reference(run: AnalysedRun) -> Iterator[Measure]:
+    """Far from the reference, with the intervals in which the policy left it."""
+    series, name = run.get("kl"), run.name("kl")
+    for measure in beyond(series, series.values > run.limits["kl_fault"]):
+        bursts = [a for a in run.anomalies if any(m.metric == name for m in a.movers)]
         told = (story(run.anomalies), *(f"{span(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
-        yield Measure("main", top, (int(where[0]), int(where[-1])), words, tuple(filter(None, told)))
-    elif top > limits["kl_high"]:
-        yield Measure("above", top, words=words)
-    elif median < limits["kl_low"]:
-        yield Measure("below", median, words=words)
+        words = {**measure.words, "times": max(1, len(bursts))}
+        yield replace(measure, words=words, evidence=tuple(filter(None, told)))
 
 
 def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
     """Answers cut off at the length limit, and the longest that reach it again and again."""
-    series = run.get("clipped_ratio")
-    if where := series.steps[series.values > run.limits["clipped_ratio"]].tolist():
-        peak = int(np.argmax(series.values))
-        words = {"at": series.steps[peak], "count": len(where), "all": where}
-        yield Measure("main", float(series.values[peak]), (where[0], where[-1]), words)
-    cap, lengths = remedies.value(run, "completion"), run.find("max_length")
+    series, cap, lengths = run.get("clipped_ratio"), remedies.value(run, "completion"), run.find("max_length")
+    yield from beyond(series, series.values > run.limits["clipped_ratio"])
     if lengths is not None and isinstance(cap, int | float):
         share = float((lengths.values >= CAP_SHARE * cap).mean())
-        if share > run.limits["cap_share"]:
-            yield Measure("cap", share, words={"cap": float(cap)})
+        yield Measure("cap", share, words={"cap": float(cap)}, is_fault=share > run.limits["cap_share"])
 
 
 def entropy(run: AnalysedRun) -> Iterator[Measure]:
@@ -93,7 +78,7 @@ def entropy(run: AnalysedRun) -> Iterator[Measure]:
     first, last = float(points.values[:3].mean()), float(points.values[-1])
     start, stop = longest_run(points.values < run.limits["entropy_share"] * first)
     if stop == len(points) and stop > start and first > 0:
-        yield Measure(value=last / first, steps=steps_of(points, start, stop), words={"last": last})
+        yield Measure(value=last / first, steps=steps_of(points, start, stop), words={"end_level": last})
 
 
 def reward_drops(run: AnalysedRun) -> Iterator[Measure]:
@@ -129,43 +114,25 @@ def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
     return usual > 0 and mover.peak_value < (1 - run.limits["reward_drop"]) * usual
 
 
-def _collapsed(run: AnalysedRun, role: str, row: str) -> Iterator[Measure]:
-    """What a reward or accuracy had reached and lost."""
-    if (fall := collapse(run.get(role), run.limits)) is not None:
-        at = fall.steps[0]
-        words = {"before": fall.before, "after": fall.after, "at": at, "checkpoint": remedies.checkpoint(run, at)}
-        size = fall.before - fall.after
-        yield Measure(row, size, fall.steps, words, metric=run.name(role), limit=fall.least)
-
-
 def held_out_results(run: AnalysedRun) -> Iterator[Measure]:
     roles = [role for role in RESULTS if run.find(role) is not None]
     if not roles:
         raise NotJudged("the log has no reward or accuracy on held-out samples")
     for role in roles:
-        yield from _collapsed(run, role, "main")
+        yield from collapsed(run, role, "main")
 
 
 def rewards(run: AnalysedRun) -> Iterator[Measure]:
     """Whether rewards rise from epoch to epoch, have been falling, were lost, or never became positive."""
-    means, p = run.epochs("reward"), run.limits["trend_p"]
+    means = run.epochs("reward")
     if len(means) < MIN_EPOCHS:
         raise NotJudged(f"{len(means)} epochs of reward, {MIN_EPOCHS} are needed")
-    whole = slope(means)
-    is_rising = whole.is_rising(p)
-    needed = int(run.limits["rising_epochs"]) + 1
-    last = Series(means.steps[-needed:], means.values[-needed:])
-    recent = slope(last)
-    is_clear = abs(recent.change) > CLEAR_SIGMA * noise(means)
-    if len(last) == needed and recent.is_falling(run.limits["rising_p"]) and is_clear:
-        best = remedies.checkpoint(run, int(means.steps[int(np.argmax(means.values))]))
-        words = {"size": abs(recent.change), "checkpoint": best}
-        yield Measure("falling", recent.change, steps_of(last, 0, len(last)), words)
-    yield from _collapsed(run, "reward", "collapse")
-    if not is_rising:
-        yield Measure("flat", whole.p_value, steps_of(means, 0, len(means)), {"level": whole.level})
-    if (highest := float(means.values.max())) < 0:
-        yield Measure("rising" if is_rising else "negative", highest)
+    yield from going_wrong(run, "reward", "falling", good=1)
+    yield from collapsed(run, "reward", "collapse")
+    trend, highest = slope(means), float(means.values.max())
+    is_rising = trend.is_rising(run.limits["trend_p"])
+    yield Measure("flat", trend.p_value, steps_of(means, 0, len(means)), {"level": trend.level}, is_fault=not is_rising)
+    yield Measure("rising" if is_rising else "negative", highest, is_fault=highest < 0)
 
 
 def format_hacking(run: AnalysedRun) -> Iterator[Measure]:
@@ -181,13 +148,11 @@ def format_hacking(run: AnalysedRun) -> Iterator[Measure]:
 
 
 def accuracy(run: AnalysedRun) -> Iterator[Measure]:
-    series = run.get("accuracy")
-    if where := stretch(series, series.values == 0, run.limits["accuracy_zero_epochs"] + 1):
-        yield Measure("zero", float(where.num_points), where.steps, {"points": where.num_points})
-    yield from _collapsed(run, "accuracy", "collapse")
-    if len(series) >= run.limits["min_epochs"] and not slope(series).is_rising(run.limits["trend_p"]):
-        first, last = float(series.values[0]), float(series.values[-1])
-        yield Measure("flat", last, steps_of(series, 0, len(series)), {"first": first})
+    series, limits = run.get("accuracy"), run.limits
+    yield from stretch(series, series.values == 0, "zero", limits["accuracy_zero_epochs"] + 1, "points")
+    yield from collapsed(run, "accuracy", "collapse")
+    if len(series) >= limits["min_epochs"] and not slope(series).is_rising(limits["trend_p"]):
+        yield Measure("flat", float(series.values[-1]), steps_of(series, 0, len(series)))
     if below := tuple(_below_the_bands(run)):
         yield Measure("bands", words={"worst": below[0]}, evidence=below)
 
@@ -208,8 +173,8 @@ def budget(run: AnalysedRun) -> Iterator[Measure]:
     if violations is None and latency is None:
         raise NotJudged("the log has neither latency nor budget violations")
     if violations is not None:
-        if where := stretch(violations, violations.values > limits["violation"], limits["violation_epochs"] + 1):
-            yield Measure("stuck", where.mean, where.steps, {"points": where.num_points})
+        is_missed = violations.values > limits["violation"]
+        yield from stretch(violations, is_missed, "stuck", limits["violation_epochs"] + 1, "mean")
         last = float(violations.values[-5:].mean())
         if len(violations) >= limits["min_epochs"] and last >= limits["violation_final_note"]:
             is_high, is_falling = (

@@ -7,7 +7,7 @@ import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.collapse import collapse
-from trainer.report.measure import Measure, first_part
+from trainer.report.measure import Measure, beyond, first_part
 from trainer.report.run_log import Series
 from trainer.report.sentence_parts import number
 from trainer.report.statistics import slope
@@ -71,15 +71,10 @@ def slow_steps(run: AnalysedRun) -> Iterator[Measure]:
     """The usual step, and single ones that took far longer, but for those at regular distances."""
     times, limits = _times(run), run.limits
     median = float(np.median(times.values))
-    if median > limits["time_high"]:
-        yield Measure(value=median)
-    slow = np.flatnonzero(times.values > limits["time_spike"] * median)
-    steps = times.steps[slow]
-    if len(slow) and _period(steps) is None:
-        peak = slow[np.argmax(times.values[slow])]
-        longest = times.values[peak]
-        words = {"count": len(slow), "longest": longest, "at": times.steps[peak], "all": steps.tolist()}
-        yield Measure("stalls", float(longest / median), (int(steps[0]), int(steps[-1])), words)
+    yield Measure(value=median, is_fault=median > limits["time_high"])
+    is_slow = times.values > limits["time_spike"] * median
+    if _period(times.steps[is_slow]) is None:
+        yield from beyond(times, is_slow, "stalls", usual=median)
 
 
 def _period(steps: np.ndarray) -> int | None:
@@ -107,8 +102,8 @@ def periodic_steps(run: AnalysedRun) -> Iterator[Measure]:
 def data_wait(run: AnalysedRun) -> Iterator[Measure]:
     waits, step_s = run.get("data_time").values[NUM_COMPILE:], float(np.median(ordinary_steps(run).values))
     share = float(np.median(waits)) / step_s if len(waits) and step_s else 0.0
-    if share > run.limits["data_warn"]:
-        yield Measure("most" if share > run.limits["data_fail"] else "main", share)
+    row = "most" if share > run.limits["data_fail"] else "main"
+    yield Measure(row, share, is_fault=share > run.limits["data_warn"])
 
 
 def first_steps(run: AnalysedRun) -> Iterator[Measure]:
@@ -116,11 +111,8 @@ def first_steps(run: AnalysedRun) -> Iterator[Measure]:
     if len(times) < MIN_POINTS:
         raise NotJudged(f"{len(times)} points, {MIN_POINTS} are needed")
     median = float(np.median(times.values))
-    slow = np.flatnonzero(times.values[:NUM_COMPILE] > run.limits["compile_ratio"] * median)
-    if len(slow):
-        longest = times.values[slow].max()
-        steps = int(times.steps[0]), int(times.steps[slow[-1]])
-        yield Measure(value=float(longest / median), steps=steps, words={"longest": longest, "usual": median})
+    is_slow = (times.values > run.limits["compile_ratio"] * median) & (np.arange(len(times)) < NUM_COMPILE)
+    yield from beyond(times, is_slow, usual=median)
 
 
 def crashes(run: AnalysedRun) -> Iterator[Measure]:

@@ -115,7 +115,7 @@ def _finding(rule: Rule, row: FindingRow, measure: Measure, run: AnalysedRun) ->
     limit = measure.limit if measure.limit is not None else _limit(row.limit, run)
     words = {"value": measure.value, "limit": limit, "metric": metric, "steps": measure.steps, **measure.words}
     suffix, title, cause, remedy, *evidence = (
-        filled(sentence, run, words) for sentence in (row.id, row.title, row.cause, row.remedy, *row.evidence)
+        filled(sentence, run, words, row.role) for sentence in (row.id, row.title, row.cause, row.remedy, *row.evidence)
     )
     return Finding(
         id=f"{rule.name}:{suffix}" if suffix else rule.name,

@@ -4,8 +4,9 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.report import remedies
+from trainer.report import causes, remedies
 from trainer.report.analysed_run import AnalysedRun
+from trainer.report.measure import STATISTICS
 from trainer.report.sentence_parts import counted, listed, number, percent, span
 
 
@@ -33,17 +34,27 @@ class _ByPurpose:
 
 
 class _Known(dict[str, object]):
-    """What was measured; else limits by their names, and sentences of advice by theirs."""
+    """What was measured; else a statistic of the role, a limit, what the anomalies tell, or a sentence of advice."""
 
-    def __init__(self, run: AnalysedRun, measured: Mapping[str, object]) -> None:
-        super().__init__(measured)
-        self["option"], self["fact"] = _ByPurpose(run, remedies.option), _ByPurpose(run, remedies.fact)
-        self._run = run
+    def __init__(self, run: AnalysedRun, measured: Mapping[str, object], role: str | None) -> None:
+        by_purpose = {"option": _ByPurpose(run, remedies.option), "fact": _ByPurpose(run, remedies.fact)}
+        super().__init__({**by_purpose, **measured})
+        self._run, self._role = run, role
 
     def __missing__(self, name: str) -> object:
-        return self._run.limits[name] if name in self._run.limits else remedies.ADVICE[name](self._run)
+        if name in STATISTICS and self._role:
+            return STATISTICS[name](self._run.get(self._role))
+        if name in causes.TOLD:
+            return causes.TOLD[name](self._run)
+        return self._run.limits[name] if name in self._run.limits else advised(name, self._run)
 
 
-def filled(sentence: str, run: AnalysedRun, measured: Mapping[str, object]) -> str:
+def filled(sentence: str, run: AnalysedRun, measured: Mapping[str, object], role: str | None = None) -> str:
     """A sentence of the table in words. Raises `KeyError` for a name that nobody knows."""
-    return _Sentence().vformat(sentence, (), _Known(run, measured)).strip()
+    return _Sentence().vformat(sentence, (), _Known(run, measured, role)).strip()
+
+
+def advised(name: str, run: AnalysedRun) -> str:
+    """A sentence of the table's section `advice`."""
+    sentence, words = remedies.advice(run, name)
+    return filled(sentence, run, words)
