@@ -1,6 +1,7 @@
 """The analysis of one log: trends, anomalies, all rules, and the verdict. The only entry for readers and pages."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,17 +45,16 @@ def analyse(
     if profile not in ("auto", *PROFILES):
         raise ValueError(f"unknown profile {profile!r}: use auto, {', '.join(PROFILES)}")
     limits = merged(thresholds)
-    bare = AnalysedRun(log, recognise_profile(log) if profile == "auto" else profile, limits, external=external)
-    witnesses = observe(log, limits, is_generating=bare.profile == "grpo")
-    anomalies = find_anomalies(witnesses, limits, last_step=bare.total_steps)
+    run = AnalysedRun(log, recognise_profile(log) if profile == "auto" else profile, limits, external=external)
+    witnesses = observe(log, limits, is_generating=run.profile == "grpo")
+    run = replace(run, anomalies=find_anomalies(witnesses, limits, last_step=run.total_steps))
     pairs = correlations(witnesses, limits)
     del witnesses
-    run = AnalysedRun(log, bare.profile, limits, anomalies, external)
     judged = judge(run)
     findings = worst_first(judged)
     courses = trends(run)
     rates = run.find("lr")
-    rate = None if rates is None else learning_rate(rates, anomalies, limits=limits, total_steps=run.total_steps)
+    rate = None if rates is None else learning_rate(rates, run.anomalies, limits=limits, total_steps=run.total_steps)
     metrics = inventory(run, courses, rate)
     verdict = _verdict(run, findings)
     return Report(
@@ -69,7 +69,7 @@ def analyse(
         findings=findings,
         metrics=metrics,
         trends=courses,
-        anomalies=anomalies,
+        anomalies=run.anomalies,
         correlations=pairs,
         generalisation=generalisation(run),
         learning_rate=rate,

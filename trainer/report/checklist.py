@@ -1,7 +1,6 @@
 """The checklists of a run, as its rules answer them: first 100 steps, each checkpoint, the end."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.judge import Judged
@@ -11,39 +10,26 @@ from trainer.report.rule_table import table
 from trainer.report.words import filled
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One line as the table has it."""
-
-    id: str
-    phase: str
-    text: str
-    rule: str
-    row: str
-    in_order: str
-    """What is told where the rule finds no fault."""
-    untold: str = ""
-    """Why it is unknown where the rule measured nothing."""
-
-
 def checklist(run: AnalysedRun, judged: Iterable[Judged]) -> tuple[CheckItem, ...]:
     """All fourteen lines. What is merely unusual, and no fault to its rule, is a note."""
     by_name = {one.rule.name: one for one in judged}
-    lines = [_Line(**entry) for entry in table()["checklist"]]
-    return tuple(CheckItem(line.id, line.phase, line.text, *_answer(run, line, by_name[line.rule])) for line in lines)
+    return tuple(
+        CheckItem(line["id"], line["phase"], line["text"], *_answer(run, line, by_name[line["rule"]]))
+        for line in table()["checklist"]
+    )
 
 
-def _answer(run: AnalysedRun, line: _Line, judged: Judged) -> tuple[str, str]:
+def _answer(run: AnalysedRun, line: Mapping[str, str], judged: Judged) -> tuple[str, str]:
     """(status, detail): what was measured, or the sentence of the rule that finds fault."""
     rows = judged.rule.rows
-    measures = [measure for measure in judged.measures if rows[measure.row].id == rows[line.row].id]
+    measures = [measure for measure in judged.measures if rows[measure.row].id == rows[line["row"]].id]
     if not measures:
-        return "unknown", judged.not_judged or line.untold
-    measured = next((measure for measure in measures if measure.row == line.row), measures[0])
-    faults = [measure for measure in measures if measure.is_fault and _is_of_phase(run, line.phase, measure)]
+        return "unknown", judged.not_judged or line.get("untold", "")
+    measured = next((measure for measure in measures if measure.row == line["row"]), measures[0])
+    faults = [measure for measure in measures if measure.is_fault and _is_of_phase(run, line["phase"], measure)]
     places = {measure.steps for measure in faults}
     titles = [finding.title for finding in judged.findings if finding.steps in places]
-    detail = " ".join(titles) or filled(line.in_order, run, {"value": measured.value, **measured.words})
+    detail = " ".join(titles) or filled(line["in_order"], run, {"value": measured.value, **measured.words})
     if not faults:
         return "pass", detail
     levels = {finding.level for finding in judged.findings}

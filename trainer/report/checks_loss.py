@@ -13,7 +13,7 @@ from trainer.report.measure import Measure, first_part, going_wrong
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
 from trainer.report.sentence_parts import listed, number
-from trainer.report.statistics import NUM_BINS, Floats, bins, finite, longest_run, noise, slope
+from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise, slope
 from trainer.report.trends import phases
 
 MAX_WINDOWS = 20_000
@@ -113,28 +113,22 @@ def _rolling_median(values: Floats, width: int, stride: int) -> Floats:
 
 def oscillating(run: AnalysedRun) -> Iterator[Measure]:
     """Noise against the level; of a controller's loss, which has no level, how far it swings."""
-    series = run.get("loss")
-    if run.slope("loss").is_falling(run.limits["trend_p"]):
-        return
+    series, limit, size = run.get("loss"), run.limits["oscillation"], _relative_noise(run.get("loss"))
     if run.profile == "controller":
         limit, (low, high) = run.limits["oscillation_range"], np.quantile(series.values, (0.05, 0.95))
         size = float(high - low) / 2
-    else:
-        limit, size = run.limits["oscillation"], _relative_noise(series)
-    if size > limit:
-        yield Measure(value=size, steps=steps_of(series, 0, len(series)), limit=limit)
+    is_fault = size > limit and not run.slope("loss").is_falling(run.limits["trend_p"])
+    yield Measure(value=size, steps=steps_of(series, 0, len(series)), limit=limit, is_fault=is_fault)
 
 
 def jitter(run: AnalysedRun) -> Iterator[Measure]:
     """Noise from point to point while the run improves: by its rewards where it is a controller."""
-    series, p = run.get("loss"), run.limits["trend_p"]
-    rewards = run.find("reward")
+    series, rewards, p = run.get("loss"), run.find("reward"), run.limits["trend_p"]
     if run.profile == "controller":
-        row, size = "controller", noise(series)
-        improves = rewards is not None and slope(rewards).is_rising(p)
+        row, size, improves = "controller", noise(series), rewards is not None and slope(rewards).is_rising(p)
     else:
-        row, size = "groups" if run.profile == "grpo" else "main", _relative_noise(series)
-        improves = run.slope("loss").is_falling(p)
+        row = "groups" if run.profile == "grpo" else "main"
+        size, improves = _relative_noise(series), run.slope("loss").is_falling(p)
     if improves and size > run.limits["jitter"]:
         yield Measure(row, size, words={"phases": phases(run, "loss")})
 
@@ -173,8 +167,8 @@ def _mover_of_loss(anomaly: Anomaly) -> Mover:
 
 def learning(run: AnalysedRun) -> Iterator[Measure]:
     """Whether anything that learning shows in changes at all; a controller also by its three results."""
-    keys = [run.key(role) for role in ("loss", "val_loss", "reward", "accuracy", "violation", "grad")]
-    tracked = {key: finite(run.log.series[key]) for key in keys if key}
+    roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
+    tracked = {run.name(role): series for role in roles if (series := run.find(role)) is not None}
     long = {key: series.values for key, series in tracked.items() if len(series) >= MIN_POINTS}
     if not long:
         raise NotJudged("no metric of learning with ten points")

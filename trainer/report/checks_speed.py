@@ -55,13 +55,9 @@ def _slowdown(run: AnalysedRun) -> Measure | None:
     """A lasting fall of the tokens per second, or rise of the step time."""
     least = 1 + run.limits["slowdown"]
     for role, sign in (("tokens_per_s", 1.0), ("time", -1.0)):
-        if run.find(role) is None:
-            continue
-        points = _times(run) if role == "time" else run.get(role)
-        fall = collapse(Series(points.steps, sign * points.values), run.limits, least_width=LASTING)
-        if fall is None or not fall.before or not fall.after:
-            continue
-        if (factor := (fall.before / fall.after) ** sign) > least:
+        points = run.find(role) if role != "time" else _times(run) if run.find("time") else None
+        fall = points and collapse(Series(points.steps, sign * points.values), run.limits, least_width=LASTING)
+        if fall and fall.before and fall.after and (factor := (fall.before / fall.after) ** sign) > least:
             words = {"at": fall.steps[0], "before": abs(fall.before), "after": abs(fall.after)}
             return Measure("slowdown", factor, fall.steps, words, metric=run.name(role), limit=least)
     return None
@@ -117,48 +113,42 @@ def first_steps(run: AnalysedRun) -> Iterator[Measure]:
 
 def crashes(run: AnalysedRun) -> Iterator[Measure]:
     """Errors of the network and of memory, ranks that fell silent, and what the allocator counted."""
-    events = [(event, f"{event.kind} {event.message}") for event in run.log.events]
-    errors = [event for event, text in events if event.level == "error" and _CRASH.search(text)]
-    silent = [event for event, text in events if _SILENT.search(text)]
-    counts = {run.name(role): run.find(role) for role in ("ooms", "alloc_retries")}
-    counted = {key: float(series.values.max()) for key, series in counts.items() if series is not None}
-    if not events and not counted:
+    texts = {event: f"{event.kind} {event.message}" for event in run.log.events}
+    met = [event for event, text in texts.items() if event.level == "error" and _CRASH.search(text)]
+    met += [event for event, text in texts.items() if _SILENT.search(text)]
+    counters = {run.name(role): run.find(role) for role in ("ooms", "alloc_retries")}
+    counted = {key: float(series.values.max()) for key, series in counters.items() if series is not None}
+    if not texts and not counted:
         raise NotJudged("the log has neither events nor counters of the allocator")
     faults = {key: value for key, value in counted.items() if value > 0}
-    evidence = [f"step {event.step}: {event.message}" for event in (*errors, *silent)]
+    evidence = [f"step {event.step}: {event.message}" for event in met]
     evidence += [f"{key} reached {number(value)}" for key, value in faults.items()]
-    if not evidence:
-        if events:
-            yield Measure(is_fault=False)
-        return
-    steps = [event.step for event in (*errors, *silent)]
-    is_memory = bool(faults) or any(_MEMORY.search(event.message) for event in errors)
-    yield Measure(
-        "memory" if is_memory else "main",
-        next(iter(faults.values()), None),
-        (min(steps), max(steps)) if steps else None,
-        words={"worst": evidence[0]},
-        evidence=tuple(evidence[:10]),
-        metric=next(iter(faults), None),
-    )
+    is_memory = bool(faults) or any(event.level == "error" and _MEMORY.search(event.message) for event in met)
+    if evidence or texts:
+        yield Measure(
+            "memory" if is_memory else "main",
+            next(iter(faults.values()), None),
+            (min(event.step for event in met), max(event.step for event in met)) if met else None,
+            {"worst": evidence[0] if evidence else ""},
+            tuple(evidence[:10]),
+            metric=next(iter(faults), None),
+            is_fault=bool(evidence),
+        )
 
 
 def leaks(run: AnalysedRun) -> Iterator[Measure]:
     """Growth over the second half: buffers and caches fill in the first."""
-    sizes = {role: series for role in ("rss", "allocated") if (series := run.find(role)) is not None}
-    long = {role: series for role, series in sizes.items() if len(series) >= MIN_POINTS}
+    sizes = {role: run.find(role) for role in ("rss", "allocated")}
+    long = {role: series for role, series in sizes.items() if series is not None and len(series) >= MIN_POINTS}
     if run.find("reserved_share") is None and not long:
         raise NotJudged("the log has no memory metrics")
-    if run.last_step < MIN_LEAK_STEPS:
-        return
-    for role, series in long.items():
-        late = Series(series.steps[len(series) // 2 :], series.values[len(series) // 2 :])
-        trend, least = slope(late), run.limits["leak"]
+    for role, series in long.items() if run.last_step >= MIN_LEAK_STEPS else ():
+        late, least = Series(series.steps[len(series) // 2 :], series.values[len(series) // 2 :]), run.limits["leak"]
+        trend, quarter = slope(late), len(late) // 4
         growth = 1000 * trend.per_step / trend.level if trend.level else 0.0
-        quarter = len(late) // 4
-        first, last = float(np.median(late.values[:quarter])), float(np.median(late.values[-quarter:]))
+        first, last = np.median(late.values[:quarter]), np.median(late.values[-quarter:])
         is_lasting = bool(first) and last / first - 1 > least
         if trend.is_rising(run.limits["rising_p"]) and growth > least and is_lasting:
-            words: dict[str, object] = {"role": role, "whose": "Host" if role == "rss" else "Device"}
-            words |= {"before": float(late.values[0]), "after": float(late.values[-1])}
-            yield Measure("leak", growth, steps_of(late, 0, len(late)), words, metric=run.name(role))
+            words = {"role": role, "whose": "Host" if role == "rss" else "Device"}
+            told = {**words, "before": late.values[0], "after": late.values[-1]}
+            yield Measure("leak", growth, steps_of(late, 0, len(late)), told, metric=run.name(role))

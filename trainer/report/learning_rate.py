@@ -57,39 +57,21 @@ def _schedule(series: Series, start: int, total_steps: int) -> str:
     if np.all(np.abs(y - y[0]) <= TOLERANCE):
         return "constant"
     for first in (0, 1):  # the decay may begin a point after the peak: the first step after warm-up has it too
-        if _is_line(x[first:], y[first:]):
+        later, rates = x[first:] - x[first], y[first:]
+        if _falls_as(-later, rates):
             return "linear"
-        if _is_cosine(x[first:] - x[first], y[first:], float(total_steps - tail.steps[first])):
+        lengths = (total_steps - tail.steps[first], *later[-1] * np.geomspace(1, MAX_STRETCH, 60))
+        if any(_falls_as(np.cos(np.pi * later / max(n, later[-1], 1)), rates) for n in (*lengths, lengths[0] + 1)):
             return "cosine"
     if _is_wsd(x, y):
         return "wsd"
     return "step" if _is_steps(series.values[start:] / peak) else "unknown"
 
 
-def _is_line(x: Floats, y: Floats) -> bool:
-    fitted = np.polyval(np.polyfit(x, y, 1), x)
-    return bool(np.abs(y - fitted).max() <= TOLERANCE and y[-1] < y[0])
-
-
-def _is_cosine(x: Floats, y: Floats, planned: float) -> bool:
-    """Half a cosine down to any floor, over the planned steps or, where the run was to be longer, over more."""
-    span = x[-1]
-    if span <= 0:
-        return False
-    lengths = np.concatenate(([max(span, planned), max(span, planned + 1)], span * np.geomspace(1, MAX_STRETCH, 60)))
-    for length in lengths:
-        shape = 0.5 * (1 + np.cos(np.pi * np.minimum(x / length, 1)))
-        floor = _fitted_floor(shape, y)
-        if np.abs(floor + (1 - floor) * shape - y).max() <= TOLERANCE:
-            return True
-    return False
-
-
-def _fitted_floor(shape: Floats, y: Floats) -> float:
-    """Least squares for y = f + (1 - f) shape."""
-    rest = 1 - shape
-    weight = float(rest @ rest)
-    return float(np.clip(rest @ (y - shape) / weight, 0, 1)) if weight else 0.0
+def _falls_as(shape: Floats, y: Floats) -> bool:
+    """Whether rates follow a falling shape down to any floor, over the planned steps or a part of them."""
+    factor, floor = np.polyfit(shape, y, 1)
+    return bool(np.abs(floor + factor * shape - y).max() <= TOLERANCE and y[-1] < y[0])
 
 
 def _is_wsd(x: Floats, y: Floats) -> bool:

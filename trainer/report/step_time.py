@@ -3,6 +3,7 @@
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun
+from trainer.report.measure import STATISTICS
 from trainer.report.result import Throughput
 from trainer.report.run_log import Series
 from trainer.report.sentence_parts import percent
@@ -40,11 +41,11 @@ def throughput(run: AnalysedRun) -> Throughput | None:
         step_s=step_s,
         shares=shares,
         bottleneck=_sentence(shares),
-        tokens_per_s=_median(run, "tokens_per_s"),
-        mfu=_median(run, "mfu"),
+        tokens_per_s=_told(run, "tokens_per_s", "median"),
+        mfu=_told(run, "mfu", "median"),
         drift_percent=100 * slope(times).relative_change,
         leak_gib_per_1000_steps=_leak(run),
-        goodput=_last(run, "goodput"),
+        goodput=_told(run, "goodput", "last"),
     )
 
 
@@ -80,11 +81,6 @@ def _leak(run: AnalysedRun) -> float | None:
     return 1000 * slope(series).per_step if series is not None else None
 
 
-def _median(run: AnalysedRun, role: str) -> float | None:
+def _told(run: AnalysedRun, role: str, statistic: str) -> float | None:
     series = run.find(role)
-    return float(np.median(series.values)) if series is not None else None
-
-
-def _last(run: AnalysedRun, role: str) -> float | None:
-    series = run.find(role)
-    return float(series.values[-1]) if series is not None else None
+    return None if series is None else STATISTICS[statistic](series)
