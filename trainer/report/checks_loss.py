@@ -17,6 +17,8 @@ from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise
 from trainer.report.trends import phases
 
 MAX_WINDOWS = 20_000
+NUM_EARLY, NUM_LEVEL, NUM_RECENT = 96, 5, 32
+"""Points in which a rise is one of the first steps, of the level before it, and of a level after it."""
 NUM_SIGMA = 4
 HIDING = ("transformers", "llama-factory", "ms-swift")
 """Trainers that by default log the running mean in place of a NaN loss."""
@@ -61,7 +63,7 @@ def falling(run: AnalysedRun) -> Iterator[Measure]:
         value=whole.p_value,
         steps=steps_of(series, 0, len(series)),
         words={"change": whole.change, "level": whole.level},
-        is_fault=not whole.is_falling(p) and not slope(before).is_falling(p),
+        is_fault=not whole.is_falling(p) and not slope(before).is_falling(p) and _early_rise(run, series) is None,
     )
     first = first_part(series, run.limits["first_steps"])
     if len(first) >= NUM_STRETCHES:
@@ -74,7 +76,9 @@ def falling(run: AnalysedRun) -> Iterator[Measure]:
 def diverging(run: AnalysedRun) -> Iterator[Measure]:
     """A lasting rise over the best level so far; for epochs the rule that stops a run."""
     series = run.get("loss")
-    if (episode := _divergence(run, series)) is not None:
+    if (rise := _early_rise(run, series)) is not None:
+        yield rise
+    elif (episode := _divergence(run, series)) is not None:
         start, stop, ratio = episode
         steps = steps_of(series, start, stop)
         good = remedies.checkpoint(run, steps[0])
@@ -82,6 +86,23 @@ def diverging(run: AnalysedRun) -> Iterator[Measure]:
         yield Measure("passed" if stop < len(series) else "main", ratio, steps, words)
     if run.profile == "controller" or (run.find("epoch") is not None and len(run.epochs("loss")) != NUM_BINS):
         yield from going_wrong(run, "loss", "epochs", good=-1)
+
+
+def _early_rise(run: AnalysedRun, series: Series) -> Measure | None:
+    """A rise in the first steps, from a level that later ones never see again: the rate was too high from the start."""
+    values = series.values
+    if len(values) < 2 * NUM_EARLY or values.min() <= 0:
+        return None
+    levels = _rolling_median(values[:NUM_EARLY], NUM_LEVEL, 1)
+    best = float(levels.min())
+    chance = NUM_SIGMA * 1.25 * noise(series) / math.sqrt(NUM_LEVEL)
+    onset = int(np.flatnonzero(levels <= best + chance / NUM_SIGMA)[-1]) + NUM_LEVEL - 1
+    later = _rolling_median(values[onset:], NUM_RECENT, max(1, len(series) // MAX_WINDOWS))
+    least = max(run.limits["diverging_ratio"] * best, best + max(run.limits["diverging_rise"], chance))
+    if later.min() <= least:
+        return None
+    words = {"onset": int(series.steps[onset]), "before": best, "after": later.max()}
+    return Measure("early", float(later.max() / best), steps_of(series, onset, len(series)), words)
 
 
 def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, float] | None:
