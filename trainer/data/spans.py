@@ -12,6 +12,7 @@ from trainer.data.rows import UnusableError
 from trainer.data.template import ChatTemplate, Tools
 from trainer.data.tokens import MarkedText, Span
 
+MARK = "zq0qz"
 FIX = "use a template with generation tags (data.chat_template)"
 
 
@@ -71,20 +72,41 @@ class SpanFinder:
         return MarkedText(text, list(self._prefix_spans(renderings)))
 
     def served(self, renderings: Renderings, index: int) -> MarkedText | None:
-        """A turn as generation makes it: rendered behind the messages before it alone, supervised from the end of the
-        generation prompt on. None where the rendering does not begin with that prompt.
+        """A turn as generation makes it: the prompt that a server renders, and what the turn adds behind the messages
+        before it alone. None where the turn is not rendered as the prompt's end begins.
         """
         template, prompt = renderings.template, renderings.before(index, prompt=True)
         head = renderings.before(index + 1, prompt=False)
-        if not head.startswith(prompt):
+        start = len(prompt) if head.startswith(prompt) else self._header_end(renderings, index)
+        if start is None:
             return None
         if template.has_generation_tags:
             _, tagged = template.render(renderings.messages[: index + 1], renderings.tools, tagged=True)
-            own = [(max(start, len(prompt)), end) for start, end in tagged if end > len(prompt)]
-            return MarkedText(head, list(self._tagged_spans(head, own)))
-        if "add_generation_prompt" not in template.source:
-            self._check_no_header(head, len(prompt), renderings, index)
-        return MarkedText(head, [(len(prompt), len(self._closed(renderings, index)))])
+            own = [(max(first, start), end) for first, end in tagged if end > start]
+            spans = list(self._tagged_spans(head, own))
+        else:
+            spans = [(start, len(self._closed(renderings, index)))]
+            if "add_generation_prompt" not in template.source:
+                self._check_no_header(head, start, renderings, index)
+        shift = len(prompt) - start
+        return MarkedText(prompt + head[start:], [(first + shift, end + shift) for first, end in spans])
+
+    def _header_end(self, renderings: Renderings, index: int) -> int | None:
+        """Where the header that the generation prompt writes ends in the rendering up to a turn, which writes messages
+        before the turn otherwise than the prompt does. A mark in the last of these tells where it is to be looked for.
+        """
+        base, prompt = renderings.before(index, prompt=False), renderings.before(index, prompt=True)
+        header = prompt[len(base) :] if prompt.startswith(base) else ""
+        if not index or not header:
+            return None
+        head, last = renderings.before(index + 1, prompt=False), renderings.messages[index - 1]
+        content = last["content"].rstrip()
+        changed = {**last, "content": content + MARK + last["content"][len(content) :]}
+        messages = [*renderings.messages[: index - 1], changed, renderings.messages[index]]
+        marked, _ = renderings.template.render(messages, renderings.tools)
+        before, _, behind = marked.partition(MARK)
+        at = behind.find(header)
+        return len(before) + at + len(header) if at >= 0 and before + behind == head else None
 
     def is_as_served(self, renderings: Renderings, index: int, span: Span) -> bool:
         """Whether the whole rendering up to the end of a turn's span is what `served` would make of it."""
