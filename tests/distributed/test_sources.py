@@ -1,4 +1,6 @@
-"""Two sources with a chat template each: resumed inside an epoch bit-equal, measured one by one on any ranks."""
+"""Two sources with a chat template each, and turns apart: resumed inside an epoch bit-equal, measured one by one on any
+ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ STEPS, LOSS_BY = 4, ("train/loss_by/chats", "train/loss_by/answers")
 
 def inputs_of(files: Path) -> Inputs:
     mix = words(files, chats(files, ",repeat:1.5"), answers(files, ",repeat:1.5"))
-    return prepare_inputs(load_config([*mix, "data.val_ratio=0.2"]), progress=lambda: None)
+    return prepare_inputs(load_config([*mix, "data.val_ratio=0.2", "data.turns=apart"]), progress=lambda: None)
 
 
 def train(world: Any, run_dir: Path, source: Any, files: Path, num_steps: int = 99) -> Result:
@@ -67,7 +69,7 @@ def train_in_parts(world: Any, run_dir: Path, source: Any, files: Path) -> tuple
 def train_and_check(world: Any, run_dir: Path, source: Any, files: Path) -> tuple[Result, dict[str, float]]:
     """(A run, the losses of its first batch by hand)."""
     samples = inputs_of(files).train
-    first = [int(index) for index in Schedule(samples.shares, 8, seed=3).rows(1)]
+    first = [int(index) for index in samples.of_rows(Schedule(samples.shares, 8, seed=3).rows(1))]
     by_hand = losses_by_hand(world, source, samples, first)
     return train(world, run_dir, source, files), by_hand
 
@@ -77,6 +79,9 @@ def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_on
     inputs = inputs_of(tmp_path)
     source = write_model_config(tmp_path / "model", vocab_size=len(inputs.tokenizer))
     assert sum(share.num_samples for share in inputs.train.shares) == 15 + 9, "an epoch has 3 steps"
+    for samples in (inputs.train, inputs.validation):
+        assert samples is not None
+        assert len(samples.lengths) > sum(share.num_rows for share in samples.shares), "some rows have two turns"
     straight, exit_code, resumed = run_ranks(train_in_parts, 2, tmp_path, source, tmp_path)[0]
     assert exit_code == EXIT_RESUMABLE
     assert resumed.start_step == 2 and resumed.losses == {step: straight.losses[step] for step in (3, 4)}

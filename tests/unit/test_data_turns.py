@@ -11,12 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizer_fixtures as fixtures
 from chat_families import FAMILIES, Family
+from prepared import run, write_rows
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat import ChatEncoder, Encoded
-from trainer.data.conversation import RowKeys, to_conversation
-from trainer.data.rows import Row
+from trainer.data.chat import ChatEncoder, Encoded, preview
+from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.data.rows import Row, UnusableError
+from trainer.data.sample_writer import PrepareOptions
+from trainer.data.samples import Samples
+from trainer.errors import DataError
 
 NUM_CONVERSATIONS = 25
 WORDS = ["hello", "world", "4", "  two spaces  ", "你好，世界", "🙂", "a\nb", "x = 1\n", "def f(x):\n    return x"]
@@ -31,10 +36,10 @@ def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
         return " ".join(draw.choices(WORDS, k=draw.randint(1, 4)))
 
     def turn(**more: Any) -> Message:
-        flag = draw.choice([{}, {}, {"weight": 0}, {"train": True}, {"trainable": False, "loss_mask": 0}])
+        flag: Message = draw.choice([{}, {}, {"weight": 0}, {"train": True}, {"trainable": False, "loss_mask": 0}])
         reasons = family.thinking is not None and draw.random() < 0.5
-        message = {"role": "assistant", "content": text(), **more, **flag}
-        if reasons:  # gpt-oss refuses a call with both text and reasoning
+        message: Message = {"role": "assistant", "content": text(), **more, **flag}
+        if reasons and family.thinking:  # gpt-oss refuses a call with both text and reasoning
             message |= {family.thinking: text(), "content": "" if "tool_calls" in more else message["content"]}
         return message
 
@@ -122,3 +127,91 @@ def test_what_a_server_makes_the_model_generate_is_supervised(name: str, turns: 
         assert num_apart > 0
     stops = {tokenizer.convert_tokens_to_ids(stop) for stop in family.stops}
     assert set(encoder.end_token_ids) <= stops
+
+
+# --- by hand
+
+ASK, ONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}
+TWO = {"role": "assistant", "content": "two"}
+THINKING = [ASK, {**ONE, "reasoning_content": "hm"}, ASK, TWO]
+FIRST = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def marked(*messages: Message, template: str = fixtures.QWEN3, **options: Any) -> list[str]:
+    """The samples of a row, what is supervised in brackets."""
+    tokenizer = fixtures.make_tokenizer(template)
+    encoder = ChatEncoder(tokenizer, template_kwargs=options.pop("template_kwargs", {}), **options)
+    [samples] = encoder.encode([to_conversation(Row(Path("a.jsonl"), 1, {"messages": list(messages)}), RowKeys())])
+    if isinstance(samples, UnusableError):
+        return [str(samples)]
+    return [preview(sample.input_ids, sample.loss_mask, tokenizer, color=False) for sample in samples]
+
+
+def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasoning() -> None:
+    empty = "<think>\n\n</think>\n\n"
+    apart = [f"{FIRST}[[<think>\nhm\n</think>\n\none<|im_end|>]]\n"]
+    apart += [f"{FIRST}one<|im_end|>\n{FIRST}[[{empty}two<|im_end|>]]\n"]
+    assert marked(*THINKING) == marked(*THINKING, turns="apart") == apart
+    assert marked(*THINKING, train_on="last") == apart[1:], "its whole rendering shows the last turn as it is generated"
+    assert marked(*THINKING[:3], {**TWO, "weight": 0}) == apart[:1]
+    assert marked(THINKING[0], {**THINKING[1], "train": False}, *THINKING[2:]) == apart[1:]
+    assert marked(*THINKING, turns="together") == [f"{FIRST}[[one<|im_end|>]]\n{FIRST}[[{empty}two<|im_end|>]]\n"]
+
+
+def test_the_last_turn_alone_is_supervised_and_the_tokens_stay() -> None:
+    row, template = (ASK, ONE, ASK, TWO, ASK), fixtures.CHATML
+    whole = f"{FIRST}one<|im_end|>\n{FIRST}[[two<|im_end|>]]\n<|im_start|>user\nhi<|im_end|>\n"
+    assert marked(*row, template=template, train_on="last") == [whole]
+    assert marked(*row, template=template, train_on="last", turns="apart") == [whole[: whole.index("]]") + 3]]
+    flagged = marked(*row[:3], {**TWO, "weight": 0}, template=template, train_on="last")
+    assert flagged == [f"{FIRST}one<|im_end|>\n{FIRST}two<|im_end|>\n"], "no turn takes its place"
+
+
+def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
+    opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    [refused] = marked(ASK, ONE, template=opens, turns="apart")
+    assert "message 2 (assistant) is not rendered as its generation prompt begins; change data.apply" in refused
+    assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
+    encoder = ChatEncoder(fixtures.make_tokenizer(opens), template_kwargs={})
+    assert list(encoder.encode([Conversation([ASK, ONE, ASK, TWO], None)])) and encoder.num_unlike_prompt == 2
+
+
+def test_forged_tokens_stay_text_in_turns_apart() -> None:
+    ask = {"role": "user", "content": "<|im_end|>"}
+    first, second = marked(ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO, special_in_content="text")
+    assert first.endswith("[[<think>\n<|im_start|>\n</think>\n\none<|im_end|>]]\n") and "two" in second
+    tokenizer = fixtures.make_tokenizer(fixtures.QWEN3)
+    [samples] = ChatEncoder(tokenizer, template_kwargs={}, special_in_content="text").encode(
+        [Conversation([ask, {**ONE, "reasoning_content": "<|im_start|>"}, ASK, TWO], None)]
+    )
+    assert isinstance(samples, list)
+    starts = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert [int((sample.input_ids == starts).sum()) for sample in samples] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "found"),
+    [("right", (2, 1, 0)), ("left", (3, 1, 0)), ("drop", (1, 0, 1)), ("error", None)],
+)
+def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(
+    tmp_path: Path, truncation: str, found: tuple[int, ...] | None
+) -> None:
+    long = {"role": "user", "content": "hi " * 40}
+    path = write_rows(tmp_path / "rows.jsonl", {"messages": [ASK, ONE, long, TWO]}, {"messages": [ASK, ONE]})
+    options = PrepareOptions(RowKeys(), max_length=30, truncation=truncation, turns="apart")
+    if found is None:
+        with pytest.raises(DataError, match=r"rows.jsonl:1: over-long: \d+ tokens > data.max_length 30"):
+            run(path, options, cache=tmp_path / "cache")
+        return
+    dataset = run(path, options, cache=tmp_path / "cache")
+    summary, samples = dataset.summary, Samples([dataset.whole("rows")])
+    assert (len(dataset), summary.num_truncated, summary.num_dropped) == found
+    assert [share.num_rows for share in samples.shares] == [2 - summary.num_dropped]
+    rows = samples.of_rows(np.arange(2 - summary.num_dropped))
+    assert [samples.location(i) for i in rows][-1].endswith("rows.jsonl:2") and len(rows) == len(dataset)
+
+
+def test_a_flag_of_no_meaning_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {"messages": [ASK, ONE]}, {"messages": [ASK, {**ONE, "weight": 0.5}]})
+    with pytest.raises(DataError, match=r"rows.jsonl:2: bad flag: 'weight' of message 2 \(assistant\) is 0.5"):
+        run(path, PrepareOptions(RowKeys(), max_length=64), cache=tmp_path / "cache")
