@@ -7,6 +7,7 @@ rewards and policy statistics jump alone now and then; they make one only where 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,18 @@ from trainer.detection.window import MAD_TO_SIGMA
 from trainer.report.raised_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import UsualRange, finite, runs, spearman, usual_range
+from trainer.report.statistics import Floats, UsualRange, finite, runs, spearman, usual_range
 from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_group
 
 Ints = NDArray[np.int64]
 EFFECTS = ("loss", "gradient", "kl")
 PRIMARY = ("rate", *EFFECTS)
+LEAST = {
+    "loss": ("loss_z", "loss_ratio", "loss_rise"),
+    "gradient": ("metric_z", "grad_ratio", None),
+    "kl": ("metric_z", "kl_ratio", "kl_rise"),
+}
+"""Limits of score, factor (of what is looked at in logarithms) and distance beyond which a group counts alone."""
 LOGARITHMIC = (*EFFECTS, "length")
 """Groups that vary by factors; shares and rewards, which may come near 0, by differences."""
 NUM_BEFORE = 16
@@ -40,15 +47,23 @@ class Witness:
     key: str
     group: str
     series: Series
-    usual: UsualRange
     is_log: bool
-    z: NDArray[np.float32]
-    levels: NDArray[np.float64]
-    """What was to be expected at each point, in logarithms where `is_log`."""
+    """Whether it is looked at in logarithms."""
+    z: NDArray[np.floating]
+    centre: Floats
+    """Middle of the points around each, in logarithms where `is_log`, as the next two,"""
+    spread: NDArray[np.floating]
+    """the usual spread upwards of it,"""
+    levels: Floats
+    """and what was to be expected."""
     flagged: Ints
     """Indices into `series` of points that make an anomaly by themselves or with others."""
     moved: Ints
     """Indices of points that count as moving where there is one."""
+
+    @property
+    def values(self) -> Floats:
+        return np.log(self.series.values) if self.is_log else self.series.values
 
     def level(self, mover: Mover) -> float:
         """What was to be expected where it moved; a loss that stays up soon is expected to."""
@@ -61,9 +76,8 @@ def observe(log: RunLog, limits: Mapping[str, float], *, is_generating: bool) ->
     found = []
     for key, series in log.series.items():
         group = witness_group(key, is_generating=is_generating)
-        if group and len(series) >= MIN_POINTS and len(clean := finite(series)) >= MIN_POINTS:
-            is_rate = group == "rate"
-            found.append(_of_rate(key, clean, limits) if is_rate else _witness(key, group, clean, limits))
+        if group and len(series) >= MIN_POINTS and len(known := finite(series)) >= MIN_POINTS:
+            found.append(_of_rate(key, known, limits) if group == "rate" else _witness(key, group, known, limits))
     return tuple(found)
 
 
@@ -91,120 +105,99 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
         floor=floor,
         relative_floor=0 if is_log else 0.05,
     )
-    z = _against_the_points_before(values, usual, limits["onset_z"])
-    levels = usual.centre
+    z, levels = _against_the_points_before(values, usual, limits["onset_z"]), usual.centre
     if group in ("loss", "gradient") and is_log:
-        _judge_rises_that_stay(z, levels, values, usual, floor=floor)
+        levels = _judge_rises_that_stay(z, levels, values, floor=floor)
     flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
     moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else flagged
-    return Witness(key, group, series, usual, is_log, z.astype(np.float32), levels, flagged, moved)
+    z, spread = z.astype(np.float32), usual.up.astype(np.float32)  # half the memory: a log has many witnesses
+    return Witness(key, group, series, is_log, z, usual.centre, spread, levels, flagged, moved)
 
 
 def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
     """A rate's usual range is its own schedule: it leaves that only where it was raised, or where it stays up."""
-    stretches = raised_rates(series, jump=limits["lr_jump"])
-    centres = np.log(np.maximum(series.values, np.finfo(float).tiny))
-    z = np.zeros(len(series))
+    levels = np.log(np.maximum(series.values, np.finfo(float).tiny))
+    z, spread = np.zeros(len(series)), np.full(len(series), RATE_SPREAD)
     flagged: list[int] = []
-    for stretch in stretches:
+    for stretch in raised_rates(series, jump=limits["lr_jump"]):
         inside = np.flatnonzero(is_raised(series, (stretch,)))
-        rise = centres[inside] - math.log(stretch.level)
-        z[inside], centres[inside] = rise / RATE_SPREAD, math.log(stretch.level)
+        z[inside] = (levels[inside] - math.log(stretch.level)) / RATE_SPREAD
+        levels[inside] = math.log(stretch.level)
         flagged += inside.tolist() if stretch.is_over else inside[:1].tolist()
-    spread = np.array([RATE_SPREAD])
-    usual = UsualRange(centres, np.arange(len(series), dtype=np.int32), spread, spread, np.zeros(len(series), np.int32))
     indices = np.array(flagged, dtype=np.int64)
-    return Witness(key, "rate", series, usual, True, z.astype(np.float32), centres, indices, indices)
+    return Witness(key, "rate", series, True, z, levels, spread, levels, indices, indices)
 
 
-def _least_spread(key: str, group: str, values: NDArray[np.float64]) -> float:
+def _least_spread(key: str, group: str, values: Floats) -> float:
     """Rewards and shares may lie still for long: steps of 2 % of all they ever did, or of a share, are no spread."""
     if group in PRIMARY:
         return 1e-3
     return max(1e-3, 0.02 * float(np.ptp(values)), 0.02 if meaning(key).unit == "share" else 0.0)
 
 
-def _against_the_points_before(values: NDArray[np.float64], usual: UsualRange, limit: float) -> NDArray[np.float64]:
+def _before(values: Floats, at: Ints, num_points: int) -> Floats:
+    """The points before each of `at`, one row each."""
+    return np.asarray(values[at[:, None] - np.arange(1, num_points + 1)])
+
+
+def _against_the_points_before(values: Floats, usual: UsualRange, limit: float) -> Floats:
     """Scores; where beyond `limit`, the smaller of the two against the window and against the points just before."""
     z = usual.z(values)
     z[:NUM_BEFORE] = 0
     candidates = np.flatnonzero(np.abs(z) > limit)
-    before = np.median(values[candidates[:, None] - np.arange(1, NUM_BEFORE + 1)], axis=1)
     sign = np.sign(z[candidates])
-    again = sign * (values[candidates] - before) / usual.scale(sign, candidates)
-    z[candidates] = sign * np.clip(again, 0, np.abs(z[candidates]))
+    rise = values[candidates] - np.median(_before(values, candidates, NUM_BEFORE), axis=1)
+    z[candidates] = sign * np.clip(sign * rise / usual.scale(sign, candidates), 0, np.abs(z[candidates]))
     return z
 
 
 def _flagged(
-    group: str,
-    z: NDArray[np.float64],
-    values: NDArray[np.float64],
-    levels: NDArray[np.float64],
-    *,
-    is_log: bool,
-    limits: Mapping[str, float],
+    group: str, z: Floats, values: Floats, levels: Floats, *, is_log: bool, limits: Mapping[str, float]
 ) -> Ints:
-    """Where a metric counts: primary ones only upwards, and by a factor as well as by their score."""
-    rise = values - levels
-    if group == "loss":
-        mask = (z > limits["loss_z"]) & (_rise_in_nat(values, levels, is_log=is_log) > limits["loss_rise"])
-        mask &= (rise > math.log(limits["loss_ratio"])) if is_log else True
-    elif group == "gradient":
-        mask = (z > limits["metric_z"]) & ((rise > math.log(limits["grad_ratio"])) if is_log else True)
-    elif group == "kl":
-        mask = (z > limits["metric_z"]) & (_rise_in_nat(values, levels, is_log=is_log) > limits["kl_rise"])
-        mask &= (rise > math.log(limits["kl_ratio"])) if is_log else True
-    else:
-        mask = np.abs(z) > limits["metric_z"]
+    """Where a metric counts: primary ones only upwards, and by a factor and a distance as well as by their score."""
+    if group not in EFFECTS:
+        return np.flatnonzero(np.abs(z) > limits["metric_z"])
+    score, ratio, rise = LEAST[group]
+    mask = z > limits[score]
+    if is_log:
+        mask &= values - levels > math.log(limits[ratio])
+    if rise is not None:
+        mask &= (np.exp(values) - np.exp(levels) if is_log else values - levels) > limits[rise]
     return np.flatnonzero(mask)
 
 
-def _judge_rises_that_stay(
-    z: NDArray[np.float64], levels: NDArray[np.float64], values: NDArray[np.float64], usual: UsualRange, *, floor: float
-) -> None:
-    """Raise the scores, and lower the levels, of points far above those before them, which are all that the guard sees.
+def _judge_rises_that_stay(z: Floats, centre: Floats, values: Floats, *, floor: float) -> Floats:
+    """The levels: lower ones for points far above those before them, which are all that the guard sees; raises scores.
 
     A loss that jumps and stays up soon is the middle of the window around it, and no point of it stands out there.
     """
-    rise = values[NUM_EARLIER:] - usual.centre[:-NUM_EARLIER]
-    at = np.flatnonzero(rise > LEAST_RISE) + NUM_EARLIER
-    past = np.sort(values[at[:, None] - np.arange(1, NUM_EARLIER + 1)], axis=1)
-    centre = np.median(past, axis=1)
-    mad = MAD_TO_SIGMA * np.median(np.abs(past - centre[:, None]), axis=1)
-    tail = (past[:, int(0.9 * NUM_EARLIER)] - centre) / 1.282
-    just_before = np.median(values[at[:, None] - np.arange(1, NUM_BEFORE + 1)], axis=1)
-    expected = np.maximum(centre, just_before)
+    at = np.flatnonzero(values[NUM_EARLIER:] - centre[:-NUM_EARLIER] > LEAST_RISE) + NUM_EARLIER
+    past = _before(values, at, NUM_EARLIER)
+    middle = np.median(past, axis=1)
+    mad = MAD_TO_SIGMA * np.median(np.abs(past - middle[:, None]), axis=1)
+    tail = (np.sort(past, axis=1)[:, int(0.9 * NUM_EARLIER)] - middle) / 1.282
+    expected = np.maximum(middle, np.median(past[:, :NUM_BEFORE], axis=1))
     scores = (values[at] - expected) / np.maximum(np.maximum(mad, tail), floor)
     after = np.median(values[(at[:, None] + np.arange(NUM_BEFORE)).clip(max=len(values) - 1)], axis=1)
     is_higher = (scores > z[at]) & (after - expected > LEAST_RISE)
+    levels = centre.copy()
     z[at[is_higher]], levels[at[is_higher]] = scores[is_higher], expected[is_higher]
-
-
-def _rise_in_nat(values: NDArray[np.float64], levels: NDArray[np.float64], *, is_log: bool) -> NDArray[np.float64]:
-    return np.exp(values) - np.exp(levels) if is_log else values - levels
+    return levels
 
 
 def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:
     """Grid points that belong to an anomaly: a primary metric left its range, or two other groups within a point."""
-    primary = np.zeros(len(grid), dtype=bool)
-    groups: dict[str, NDArray[np.bool_]] = {}
-    for witness in witnesses:
-        places = np.searchsorted(grid, witness.series.steps[witness.flagged]).clip(max=len(grid) - 1)
-        if witness.group in PRIMARY:
-            primary[places] = True
+    is_primary, is_other, near = np.zeros((3, len(grid)), dtype=np.int8)
+    for group in {witness.group for witness in witnesses}:
+        mask = np.zeros(len(grid), dtype=np.int8)
+        for witness in (w for w in witnesses if w.group == group):
+            mask[np.searchsorted(grid, witness.series.steps[witness.flagged]).clip(max=len(grid) - 1)] = 1
+        if group in PRIMARY:
+            is_primary |= mask
         else:
-            groups.setdefault(witness.group, np.zeros(len(grid), dtype=bool))[places] = True
-    near = sum((_widened(mask).astype(np.int8) for mask in groups.values()), np.zeros(len(grid), dtype=np.int8))
-    any_group = np.any(list(groups.values()), axis=0) if groups else np.zeros(len(grid), dtype=bool)
-    return np.flatnonzero(primary | (any_group & (near >= 2)))
-
-
-def _widened(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    wide = mask.copy()
-    wide[1:] |= mask[:-1]
-    wide[:-1] |= mask[1:]
-    return wide
+            is_other |= mask
+            near += np.maximum(mask, np.maximum(np.append(mask[1:], np.int8(0)), np.append(np.int8(0), mask[:-1])))
+    return np.flatnonzero(is_primary | (is_other & (near >= 2)))
 
 
 def _anomaly(
@@ -217,6 +210,9 @@ def _anomaly(
     high = int(grid[last + margin]) if last + margin < len(grid) - 1 else end
     moved = [(w, m) for w in witnesses if (m := _mover(w, low, high, limits)) is not None]
     moved.sort(key=lambda pair: (pair[1].onset_step, _place_in_chain(*pair)))
+    chain: dict[str, str] = {}
+    for witness, mover in moved:
+        chain.setdefault(witness.group, mover.metric)
     effects = [pair for pair in moved if pair[0].group in EFFECTS]
     witness, leader = max(effects or moved, key=lambda pair: abs(pair[1].z))
     level = math.exp(witness.level(leader)) if witness.is_log else witness.level(leader)
@@ -230,7 +226,7 @@ def _anomaly(
         percent=100 * leader.peak_step / last_step,
         has_recovered=all(_has_recovered(*pair, int(grid[last])) for pair in effects or [(witness, leader)]),
         movers=tuple(mover for _, mover in moved),
-        chain=_chain([(pair[0].group, pair[1].metric) for pair in moved]),
+        chain=tuple(chain.values()),
     )
 
 
@@ -256,14 +252,6 @@ def _place_in_chain(witness: Witness, mover: Mover) -> tuple[int, bool, float]:
     return CHAIN_GROUPS.index(witness.group), is_part, -abs(mover.z)
 
 
-def _chain(moved: list[tuple[str, str]]) -> tuple[str, ...]:
-    """The first metric of each group, in the order of their onsets."""
-    chain: dict[str, str] = {}
-    for group, key in moved:
-        chain.setdefault(group, key)
-    return tuple(chain.values())
-
-
 def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
     """Whether what follows lies where the metric was expected at its peak: within 3 spreads, a loss within 20 %."""
     index = int(np.searchsorted(witness.series.steps, last_step, side="right"))
@@ -271,8 +259,7 @@ def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
     if len(after) < 3:
         return False
     level = float(np.median(np.log(after) if witness.is_log else after))
-    peak = int(np.searchsorted(witness.series.steps, mover.peak_step))
-    tolerance = 3 * witness.usual.scale_up_at(peak)
+    tolerance = 3 * float(witness.spread[np.searchsorted(witness.series.steps, mover.peak_step)])
     is_log_loss = witness.group == "loss" and witness.is_log
     return level - witness.level(mover) < (min(tolerance, LEAST_RISE) if is_log_loss else tolerance)
 
@@ -281,17 +268,13 @@ def correlations(witnesses: tuple[Witness, ...], limits: Mapping[str, float]) ->
     """Pairs of metrics whose deviations from their own course go together, strongest first."""
     residuals = {}
     for witness in (w for w in witnesses if w.group != "rate"):
-        values = np.log(witness.series.values) if witness.is_log else witness.series.values
-        stride = -(-len(values) // MAX_SAMPLES)
-        residuals[witness.key] = (witness.series.steps[::stride], (values - witness.usual.centre)[::stride])
+        kept = slice(None, None, -(-len(witness.series) // MAX_SAMPLES))
+        residuals[witness.key] = (witness.series.steps[kept], (witness.values - witness.centre)[kept])
     pairs = []
-    keys = list(residuals)
-    for number, left in enumerate(keys):
-        for right in keys[number + 1 :]:
-            (steps, a), (other_steps, b) = residuals[left], residuals[right]
-            _, mine, its = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
-            if len(mine) >= MIN_POINTS and abs(rho := spearman(a[mine], b[its])) > limits["correlation"]:
-                pairs.append((left, right, rho))
+    for (left, (steps, a)), (right, (other_steps, b)) in combinations(residuals.items(), 2):
+        _, mine, its = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
+        if len(mine) >= MIN_POINTS and abs(rho := spearman(a[mine], b[its])) > limits["correlation"]:
+            pairs.append((left, right, rho))
     return tuple(sorted(pairs, key=lambda pair: -abs(pair[2])))
 
 

@@ -131,30 +131,20 @@ def spearman(left: Floats, right: Floats) -> float:
 
 @dataclass(frozen=True)
 class UsualRange:
-    """A running median and the spread around it upwards and downwards, each constant within its windows."""
+    """At each point a running median, and the spread around it upwards and downwards."""
 
-    centres: Floats
-    centre_of: NDArray[np.int32]
-    """Point -> index into `centres`."""
-    scales_up: Floats
-    scales_down: Floats
-    scale_of: NDArray[np.int32]
+    centre: Floats
+    up: Floats
+    down: Floats
 
-    @property
-    def centre(self) -> Floats:
-        return self.centres[self.centre_of]
-
-    def scale_up_at(self, index: int) -> float:
-        return float(self.scales_up[self.scale_of[index]])
+    def scale(self, distance: Floats, at: Any = slice(None)) -> Floats:
+        """The spread on the side that each distance points to; `at` selects the points it is of."""
+        return np.where(distance > 0, self.up[at], self.down[at])
 
     def z(self, values: Floats) -> Floats:
         """Distance of each point from the running median, in spreads of that side."""
         distance = values - self.centre
         return np.asarray(distance / self.scale(distance))
-
-    def scale(self, distance: Floats, at: Any = slice(None)) -> Floats:
-        """The spread on the side that each distance points to; `at` selects the points it is of."""
-        return np.where(distance > 0, self.scales_up[self.scale_of[at]], self.scales_down[self.scale_of[at]])
 
 
 def usual_range(
@@ -166,35 +156,26 @@ def usual_range(
     larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches of two kinds; at least `floor`
     and `relative_floor` times the level. Up to 5 % outliers in most windows do not move it.
     """
-    windows, centre_of = _windows(len(values), level_window)
-    centres = np.median(_gathered(values, windows), axis=1)
-    rest = values - centres[centre_of]
-    windows, scale_of = _windows(len(values), spread_window)
-    ordered = np.sort(_gathered(rest, windows), axis=1)
-    width = ordered.shape[1]
-    tail = int(0.05 * (width - 1))
-    mad = MAD_TO_SIGMA * np.median(np.abs(ordered), axis=1)
-    levels = np.median(np.abs(_gathered(centres[centre_of], windows)), axis=1) if relative_floor else 0.0
-    least = np.maximum(np.maximum(mad, floor), relative_floor * levels)
-    up = np.maximum(least, _capped(ordered[:, width - 1 - tail] / 1.645))
-    down = np.maximum(least, _capped(-ordered[:, tail] / 1.645))
-    return UsualRange(centres, centre_of, up, down, scale_of)
+    windows, nearest = _windowed(values, level_window)
+    centre = np.median(windows, axis=1)[nearest]
+    windows, nearest = _windowed(values - centre, spread_window)
+    ordered = np.sort(windows, axis=1)
+    least = np.maximum(MAD_TO_SIGMA * np.median(np.abs(ordered), axis=1), floor)
+    if relative_floor:
+        levels = np.median(np.abs(_windowed(centre, spread_window)[0]), axis=1)
+        least = np.maximum(least, relative_floor * levels)
+    last = ordered.shape[1] - 1
+    tail = int(0.05 * last)
+    # at most twice as heavy as in the run's usual window: a heavier tail is a burst, not the usual spread
+    tails = [np.minimum(t, 2 * np.median(t)) for t in (ordered[:, last - tail] / 1.645, -ordered[:, tail] / 1.645)]
+    up, down = (np.maximum(least, heavy)[nearest] for heavy in tails)
+    return UsualRange(centre, up, down)
 
 
-def _capped(tails: Floats) -> Floats:
-    """Tails at most twice as heavy as in the run's usual window: what is heavier is a burst, not the usual spread."""
-    return np.minimum(tails, 2 * np.median(tails))
-
-
-def _windows(n: int, width: int) -> tuple[tuple[NDArray[np.int64], int], NDArray[np.int32]]:
-    """((starts, width) of half-overlapping windows that cover n points, for each point the window nearest to it)."""
-    width = min(width, n)
-    starts = np.unique(np.append(np.arange(0, n - width + 1, max(1, width // 2)), n - width))
+def _windowed(values: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
+    """(half-overlapping windows that cover all points, one a row; for each point the window nearest to it)."""
+    width = min(width, len(values))
+    starts = np.unique(np.append(np.arange(0, len(values) - width + 1, max(1, width // 2)), len(values) - width))
     middles = starts + width / 2
-    nearest = np.searchsorted((middles[1:] + middles[:-1]) / 2, np.arange(n))
-    return (starts, width), nearest.astype(np.int32)
-
-
-def _gathered(values: Floats, windows: tuple[NDArray[np.int64], int]) -> Floats:
-    starts, width = windows
-    return np.asarray(np.lib.stride_tricks.sliding_window_view(values, width)[starts])
+    nearest = np.searchsorted((middles[1:] + middles[:-1]) / 2, np.arange(len(values)))
+    return np.lib.stride_tricks.sliding_window_view(values, width)[starts], nearest
