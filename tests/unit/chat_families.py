@@ -24,11 +24,13 @@ class Family:
     kwargs: dict[str, Any] = field(default_factory=dict)
     turn: Callable[[dict[str, Any]], str] | None = None
     """What generating a message gives, by hand, where renderings up to it do not begin with its prompt."""
+    is_open: bool = False
+    """Whether the token that ends a turn is written by the message behind it."""
     together: bool = False
     """Whether the whole rendering of any conversation shows every turn as generation makes it."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = fixtures.make_tokenizer(self.template)
+        tokenizer = fixtures.make_tokenizer(self.template, eos_token=self.stops[0])
         tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in TOKENS])
         return tokenizer
 
@@ -167,13 +169,22 @@ def gpt_oss_turn(message: dict[str, Any]) -> str:
     return f"{text} to=functions.{call['name']}<|channel|>commentary json<|message|>{arguments}<|call|>"
 
 
+GLM_OPEN = GLM.replace("{{- '<|observation|>' if m.tool_calls else '<|user|>' }}{% endgeneration %}", "").replace(
+    "{% generation %}", ""
+)
+GLM_OPEN = GLM_OPEN.replace("('' if before == 'assistant' else '<|user|>')", "'<|user|>'").replace(
+    "before in ('assistant', 'tool')", "before == 'tool'"
+)
+"""As published: a turn has no end of its own, the next message begins with its role."""
+
+
 IM_END = ("<|im_end|>",)
 NO_THINKING = {"enable_thinking": False}
 FAMILIES = {
     "chatml": Family(CHATML, IM_END, together=True),
     "chatml with tags": Family(CHATML_TAGGED, IM_END, together=True),
     "llama 3": Family(LLAMA3, ("<|eot_id|>", "<|eom_id|>"), together=True),
-    "llama 2": Family(fixtures.LLAMA2.replace("eos_token", "'</s>'"), ("</s>",), False, False, together=True),
+    "llama 2": Family(fixtures.LLAMA2, ("</s>",), False, False, together=True),
     "mistral": Family(MISTRAL, ("</s>",)),
     "gemma": Family(fixtures.GEMMA, ("<end_of_turn>",), False, False, together=True),
     "qwen 3": Family(fixtures.QWEN3, IM_END, thinking="reasoning_content"),
@@ -182,7 +193,8 @@ FAMILIES = {
     "gpt-oss": Family(GPT_OSS, ("<|return|>", "<|call|>"), thinking="thinking", turn=gpt_oss_turn),
     "deepseek": Family(DEEPSEEK, ("<｜end▁of▁sentence｜>",), text_arguments=True, together=True),
     "phi": Family(PHI, ("<|end|>",), tools=False, together=True),
-    "glm": Family(GLM, ("<|user|>", "<|observation|>"), thinking="reasoning_content"),
+    "glm with tags": Family(GLM, ("<|user|>", "<|observation|>"), thinking="reasoning_content"),
+    "glm as published": Family(GLM_OPEN, ("<|user|>", "<|observation|>"), thinking="reasoning_content", is_open=True),
     "kimi": Family(KIMI, IM_END, together=True),
     "zephyr": Family(ZEPHYR, ("</s>",), tools=False, together=True),
 }

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizer_fixtures as fixtures
@@ -15,26 +16,48 @@ from trainer.data.order import Share
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import Samples
 
+ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
-@pytest.mark.parametrize("reasoning", [True, False])
-def test_left_out_reasoning_and_unread_keys_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, reasoning: bool
-) -> None:
-    extra = {"reasoning_content": "hm", "rating": 5} if reasoning else {}
-    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", **extra}]}
-    path = write_rows(tmp_path / "rows.jsonl", row, row)
-    samples = Samples([run(path, PrepareOptions(RowKeys(), max_length=64), cache=tmp_path / "cache").whole("rows")])
+
+def told(tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, *rows: Any, **options: Any) -> list[str]:
+    """What is announced of these rows, the plan line first."""
+    path = write_rows(tmp_path / "rows.jsonl", *({"messages": row} for row in rows))
+    prepared = run(path, PrepareOptions(RowKeys(), max_length=64, **options), cache=tmp_path, template=template)
+    caplog.clear()
     caplog.set_level(logging.INFO)
     announce(
-        samples,
+        Samples([prepared.whole("rows")]),
         None,
-        schedule=Schedule((Share(2),), batch_size=2, seed=1),
+        schedule=Schedule((Share(len(rows)),), batch_size=2, seed=1),
         plan=RankPlan(data_rank=0, num_data_ranks=1, limits=Limits(None, None), quadratic_cost=0.0),
         total_steps=1,
         tokenizer=fixtures.make_tokenizer(),
         lr="",
         device="CPU",
     )
-    plan, *others = caplog.messages
+    return list(caplog.messages)
+
+
+@pytest.mark.parametrize("reasoning", [True, False])
+def test_left_out_reasoning_and_unread_keys_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reasoning: bool
+) -> None:
+    row = [ASK, {**ANSWER, **({"reasoning_content": "hm", "rating": 5} if reasoning else {})}]
+    plan, *others = told(tmp_path, caplog, fixtures.CHATML, row, row)
     assert ("; the template leaves out the reasoning of 2 assistant turns; " in plan) == reasoning
     assert ("nothing reads these keys of messages: 'rating' 2" in others) == reasoning
+
+
+def test_the_plan_says_what_became_of_turns_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [[ASK, ANSWER], [ASK, ANSWER, ASK, ANSWER]]
+
+    def plan(template: str, **options: Any) -> str:
+        return told(tmp_path, caplog, template, *rows, **options)[0]
+
+    assert "; turns together; " in plan(fixtures.CHATML)
+    apart = plan(fixtures.QWEN3)
+    assert "; turns apart in 1 of 2 rows, whose whole rendering shows a turn otherwise than inference does; " in apart
+    assert "plan: batch 2 = " in apart and "; 3 samples, " in apart
+    assert "; turns apart (data.turns); " in plan(fixtures.CHATML, turns="apart")
+    opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert "; turns together; 3 turns are not rendered as their generation prompt begins; " in plan(opens)

@@ -16,8 +16,9 @@ from chat_families import FAMILIES, Family
 from prepared import run, write_rows
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat import ChatEncoder, Encoded, preview
+from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.data.preview import preview
 from trainer.data.rows import Row, UnusableError
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import Samples
@@ -84,6 +85,8 @@ def served(row: dict[str, Any], index: int, family: Family, tokenizer: PreTraine
     if family.turn is not None:
         return prompt, family.turn(messages[index])
     whole = str(tokenizer.apply_chat_template(messages[: index + 1], **settings))
+    if family.is_open:
+        whole += family.stops[bool(messages[index].get("tool_calls"))]
     assert whole.startswith(prompt)
     ends = [at + len(stop) for stop in family.stops if (at := whole.find(stop, len(prompt))) >= 0]
     return prompt, whole[len(prompt) : min(ends)]

@@ -106,7 +106,7 @@ class SpanFinder:
         marked, _ = renderings.template.render(messages, renderings.tools)
         before, _, behind = marked.partition(MARK)
         at = behind.find(header)
-        return len(before) + at + len(header) if at >= 0 and before + behind == head else None
+        return len(before) + at + len(header) if at >= 0 and head.startswith(before + behind) else None
 
     def is_as_served(self, renderings: Renderings, index: int, span: Span) -> bool:
         """Whether the whole rendering up to the end of a turn's span is what `served` would make of it."""
