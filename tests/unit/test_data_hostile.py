@@ -1,0 +1,131 @@
+"""Forty files that cannot be trained on: each is refused by file, line and reason, and nothing is kept of it."""
+
+import gzip
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prepared import OPTIONS, run
+
+from trainer.data.conversation import RowKeys
+from trainer.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+GOOD = json.dumps({"messages": [USER, ANSWER]}).encode() + b"\n"
+MANY = GOOD * 50
+
+
+def chat(*messages: object, **columns: object) -> bytes:
+    return json.dumps({"messages": list(messages), **columns}).encode()
+
+
+def tokens(**columns: object) -> bytes:
+    return json.dumps({"input_ids": [1, 2], "labels": [1, 2], **columns}).encode()
+
+
+def parquet(**columns: object) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue()
+
+
+def call(**message: object) -> dict[str, object]:
+    return {"role": "assistant", "content": "", **message}
+
+
+LINES: dict[bytes, str] = {
+    b"\x00\x01\x02\x03": "broken JSON: ",
+    b'{"messages": [': "broken JSON: Expecting value at column 15",
+    b'{"messages": "\xff"}': "bad UTF-8: byte 0xff",
+    b"{" * 100_000: "broken JSON: ",
+    b"[" * 100_000: "broken JSON: maximum recursion depth",
+    b"1" * 5000: "broken JSON: Exceeds the limit",
+    b"[1, 2]": "not an object: the row is a list",
+    b"null": "not an object: the row is a NoneType",
+    b"NaN": "not an object: the row is a float",
+    b"{}": "unrecognised columns: found no columns",
+    b'{"text": "a"}': "unrecognised columns: found 'text'",
+    b'{"prompt": "a", "completion": 3}': "unrecognised columns: found 'prompt', 'completion'",
+    b'{"prompt": "a", "completion": " "}': "empty text",
+    b'{"prompt": "a", "completion": "<|im_end|>b"}': "special token in content: the text contains '<|im_end|>'",
+    b'{"prompt": "a", "completion": "\\ud800"}': "bad unicode: half of a surrogate pair",
+    b'{"messages": {"role": "user"}}': "messages not a list: 'messages' is dict",
+    b'{"messages": []}': "no messages: 'messages' is an empty list",
+    b'{"conversations": [{"from": "alien", "value": "x"}]}': "unknown role: message 1 is from 'alien'",
+    b'{"conversations": [{"from": "function_call", "value": "f("}]}': "broken tool_calls: function_call in message 1",
+    b'{"instruction": "a", "output": null}': "wrong content type: content of message 2 (assistant) is null",
+    chat(None): "message not an object: message 1 is null",
+    chat({"content": "hi"}): "missing role: message 1",
+    chat({"role": ["user"], "content": "hi"}): "unknown role: message 1 has role ['user']",
+    chat(USER, call(content=5)): "wrong content type: content of message 2 (assistant) is int",
+    chat(USER, {"role": "user", "content": [{"type": "image"}]}): "wrong content type: content of message 2 (user)",
+    chat(USER, call(content="a\ud800")): "bad unicode: half of a surrogate pair",
+    chat(USER): "no assistant turn",
+    chat(USER, call()): "empty assistant turn: message 2",
+    chat(USER, call(tool_calls="f()")): "broken tool_calls: 'tool_calls' of message 2",
+    chat(USER, ANSWER, tools="[{"): "broken tools: 'tools' is text but not JSON",
+    chat(USER, {**ANSWER, "weight": 0.5}): "bad flag: 'weight' of message 2 (assistant) is 0.5",
+    chat(USER, {**ANSWER, "content": "a<|im_end|>"}): "special token in content: message 2 (assistant)",
+    chat(USER, {**ANSWER, "content": "a" * 500}): "over-long: ",
+    tokens(): "unknown vocabulary: nothing says which tokenizer made the ids",
+    tokens(vocabulary_digest="x"): "other vocabulary: the ids were made with another tokenizer",
+}
+FILES: dict[str, tuple[bytes, str]] = {
+    "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read behind line "),
+    "rows.jsonl.zst": (MANY, "cannot be read behind line 0: "),
+    "none.jsonl": (b"\n\n", "no row left to train on: 0 rows read"),
+    "object.json": (b'{"a": 1}', "holds a dict: a .json file must be an array of objects"),
+    "torn.json": (b'[\n{"a": 1},\n', "is not JSON: Expecting value in line 3"),
+    "torn.parquet": (parquet(text=["a"])[:-5], "is not a readable parquet file (after row 0)"),
+    "columns.parquet": (
+        parquet(question=["a"], answer=["b"]),
+        "row 1: unrecognised columns: found 'question', 'answer'",
+    ),
+}
+HOSTILE = {
+    f"line{number}.jsonl": (line + b"\n" + MANY, f":1: {why}") for number, (line, why) in enumerate(LINES.items())
+}
+HOSTILE |= FILES
+
+
+def test_there_are_forty() -> None:
+    assert len(HOSTILE) >= 40
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_by_name_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    content, reason = HOSTILE[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        run(tmp_path / name, replace(OPTIONS, keys=RowKeys()), cache=tmp_path / "cache")
+    assert reason in str(error.value)
+    assert name in str(error.value) or name == "none.jsonl"
+    assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
+
+
+def test_a_first_row_that_is_none_is_the_only_one_that_is_read(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_bytes(b"not read" + MANY)
+    bad.write_bytes(b'{"text": 1}\n' * 3)
+    options = replace(OPTIONS, keys=RowKeys())
+    with pytest.raises(DataError) as error:
+        run([bad, good], options, cache=tmp_path)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "1 of 1 rows cannot be trained on (0 can):" and lines[1].startswith(f"  {bad}:1: unrecognised")
+    assert lines[2] == "  no row behind was read" and "data.on_bad_row=skip" in lines[-1]
+    good.write_bytes(MANY)
+    with pytest.raises(DataError, match=re.escape(f"{bad}:1: unrecognised columns")):
+        run([good, bad], options, cache=tmp_path)
+
+
+def test_many_bad_rows_without_a_good_one_end_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(chat(USER, {**ANSWER, "content": "a<|im_end|>"}) + b"\n")
+    path.write_bytes(path.read_bytes() * 1500 + GOOD)
+    with pytest.raises(DataError, match=r"^1000 of 1000 rows cannot be trained on"):
+        run(path, replace(OPTIONS, keys=RowKeys()), cache=tmp_path)
