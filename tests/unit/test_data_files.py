@@ -65,8 +65,8 @@ def test_the_command_that_a_csv_file_is_answered_with_works(tmp_path: Path) -> N
     assert resolve_files(f"{path}.parquet") == [tmp_path / "rows.csv.parquet"]
 
 
-def test_a_hub_id_is_answered_with_the_download() -> None:
-    with pytest.raises(DataError, match="hf download --repo-type dataset openai/gsm8k --local-dir"):
+def test_a_hub_id_is_answered_with_its_address() -> None:
+    with pytest.raises(DataError, match=r"a dataset of the Hub is written hf://openai/gsm8k:train"):
         resolve_files("openai/gsm8k")
 
 

@@ -44,8 +44,8 @@ class DataConfig:
 
     train_files: str | list[str | SourceConfig] = key(
         QUICKSTART,
-        "path, glob or list of .jsonl (also .gz, .zst), .json, .parquet; or a list of sources, e.g. [{files: a.jsonl, "
-        "repeat: 2.5}, {files: b.jsonl}] (docs/config.md); quickstart = the generated samples",
+        "path, glob or list of .jsonl (also .gz, .zst), .json, .parquet, hf://org/name:split; or a list of sources, "
+        "e.g. [{files: a.jsonl, repeat: 2.5}, {files: b.jsonl}] (docs/config.md); quickstart = the generated samples",
         not_empty,
     )
     val_files: str | list[str | SourceConfig] | None = key(

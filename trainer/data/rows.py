@@ -59,7 +59,7 @@ def location(file: Path, line: int) -> str:
 
 
 def resolve_files(spec: str | list[str]) -> list[Path]:
-    """The files a path, glob or list of both names, in that order; matches of a glob are sorted.
+    """The files a path, glob, address of the Hub or list of these names, in that order; matches are sorted.
 
     Raises `DataError` for an empty match, a missing file, anything but a regular file, or an unsupported suffix.
     """
@@ -70,6 +70,10 @@ def resolve_files(spec: str | list[str]) -> list[Path]:
 
 
 def _resolve_one(entry: str) -> list[Path]:
+    if entry.startswith("hf://"):
+        from trainer.data.hub import dataset_files
+
+        return dataset_files(entry)
     path = Path(entry).expanduser()
     if entry and path.exists():
         paths = [path]
@@ -81,7 +85,7 @@ def _resolve_one(entry: str) -> list[Path]:
         what = "no file matches" if glob.has_magic(entry) else "no such file:"
         fix = "give an existing path or glob"
         if HUB_ID.fullmatch(entry) and not entry.endswith(SUFFIXES):
-            fix += f"; a dataset of the Hub is fetched with: hf download --repo-type dataset {entry} --local-dir DIR"
+            fix += f"; a dataset of the Hub is written hf://{entry}:train"
         raise DataError(f"{what} '{entry}' (current directory: {Path.cwd()}); {fix}")
     for found in paths:
         _check_file(found)
