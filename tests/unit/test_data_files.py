@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.rows import resolve_files
+from trainer.data.files import resolve_files
 from trainer.errors import DataError
 
 
@@ -71,5 +71,5 @@ def test_a_hub_id_is_answered_with_its_address() -> None:
 
 
 def test_looking_for_files_imports_nothing_slow() -> None:
-    code = "import sys, trainer.data.rows; print({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules))"
+    code = "import sys, trainer.data.files; print({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "set()\n"

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
+from trainer.data.files import resolve_files
 from trainer.data.readers import iter_rows
-from trainer.data.rows import resolve_files
 from trainer.errors import DataError
 from trainer.run.compose import load_config
 

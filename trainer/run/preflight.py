@@ -5,7 +5,7 @@ from pathlib import Path
 import trainer.data
 from trainer.checkpoint.choice import candidates_of, cannot_use
 from trainer.config import QUICKSTART, Config, ConfigError, sources_of
-from trainer.data.rows import resolve_files
+from trainer.data.files import resolve_files
 from trainer.detection import parse_rules
 from trainer.model.source import require_adapters, require_model
 from trainer.tracking.facade import require_installed

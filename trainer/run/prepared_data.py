@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
+from trainer.data.files import resolve_files
 from trainer.data.growth import Division, TrainingData
-from trainer.data.rows import resolve_files
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import SourceSamples
 from trainer.data.token_cache import prepare
