@@ -69,3 +69,10 @@ def check(report: Report, seed: int) -> None:
     for finding in report.findings:
         assert finding.value is None or isinstance(finding.value, float), (seed, finding)
         assert finding.steps is None or all(type(step) is int for step in finding.steps), (seed, finding)
+
+
+@pytest.mark.parametrize("place", ["mine/checkpoint-1000", "mine/global_step_20", "mine"])
+def test_a_report_is_named_by_the_run_not_by_a_checkpoint_of_it(place: str, tmp_path: Path) -> None:
+    (tmp_path / place).mkdir(parents=True)
+    for path in (tmp_path / place, tmp_path / place / "trainer_state.json"):
+        assert analyse(RunLog(path=path, source="transformers", series={}, num_rows=0)).title == "mine"

@@ -8,11 +8,11 @@ import pytest
 
 from trainer.optim.schedule import LrSchedule
 from trainer.report.collapse import collapse
+from trainer.report.formatting import listed, number
 from trainer.report.generalisation import judge_validations, train_losses_at
 from trainer.report.learning_rate import learning_rate
 from trainer.report.rule_table import merged, read_thresholds, rules
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import listed, number
 from trainer.report.statistics import (
     bins,
     epoch_means,

@@ -1,7 +1,9 @@
 """The analysis of one log: trends, anomalies, all rules, and the verdict. The only entry for readers and pages."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from trainer.report.anomalies import correlations, find_anomalies, observe
 from trainer.report.causes import how_common, story
 from trainer.report.checklist import checklist
 from trainer.report.checks_run import too_little
-from trainer.report.formatting import duration
+from trainer.report.formatting import counted, duration, listed, number
 from trainer.report.generalisation import generalisation
 from trainer.report.inventory import group_counts, inventory
 from trainer.report.judge import judge, worst_first
@@ -19,12 +21,12 @@ from trainer.report.learning_rate import learning_rate
 from trainer.report.result import LEVELS, Finding, MetricSummary, Report
 from trainer.report.rule_table import merged, table
 from trainer.report.run_log import RunLog
-from trainer.report.sentence_parts import counted, listed, number
 from trainer.report.statistics import Slope, slope
 from trainer.report.step_time import throughput
 from trainer.report.trends import trends
 
 NUM_TOP = 3
+CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
 IMPROVES = {"reward": Slope.is_rising, "accuracy": Slope.is_rising, "violation": Slope.is_falling}
 """Role of a controller's result -> its good trend."""
 
@@ -58,7 +60,7 @@ def analyse(
     metrics = inventory(run, courses, rate)
     verdict = _verdict(run, findings)
     return Report(
-        title=log.path.name if log.path.is_dir() else log.path.parent.name or log.path.name,
+        title=_title(log.path),
         source=log.source,
         path=log.path,
         profile=run.profile,
@@ -80,6 +82,12 @@ def analyse(
         insufficient=tuple((one.rule.name, one.not_judged) for one in judged if one.not_judged),
         closing=_closing(run, verdict, findings),
     )
+
+
+def _title(path: Path) -> str:
+    """The directory of the run, also where the log lies in one of its checkpoints."""
+    directories = (path if path.is_dir() else path.parent, *path.parents)
+    return next((one.name for one in directories if one.name and not CHECKPOINT.fullmatch(one.name)), path.name)
 
 
 def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.anomalies import group_of
+from trainer.report.formatting import listed, number
 from trainer.report.result import Anomaly
-from trainer.report.sentence_parts import listed, number
 
 RATE = "learning rate"
 STORY = ("kl", "length", "reward")

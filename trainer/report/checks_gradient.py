@@ -9,12 +9,12 @@ from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import is_led_by_rate, moved_along
+from trainer.report.formatting import span
 from trainer.report.learning_rate import learning_rate
 from trainer.report.measure import Measure, beyond, first_part, stretch
 from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import span
 
 CERTAIN_WARMUP = 0.9
 """Frameworks differ by a step or two in where a warm-up ends."""

@@ -9,10 +9,10 @@ from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import is_led_by_rate
+from trainer.report.formatting import listed, number
 from trainer.report.measure import Measure, first_part, going_wrong
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import listed, number
 from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise, slope
 from trainer.report.trends import phases
 

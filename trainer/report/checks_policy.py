@@ -10,10 +10,10 @@ import numpy as np
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.causes import moved_along, story
+from trainer.report.formatting import listed, number, span
 from trainer.report.generalisation import RESULTS
 from trainer.report.measure import Measure, beyond, collapsed, going_wrong, stretch
 from trainer.report.result import Anomaly, Mover
-from trainer.report.sentence_parts import listed, number, span
 from trainer.report.statistics import bins, longest_run, slope
 from trainer.report.vocabulary import meaning
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged
+from trainer.report.formatting import listed, share
 from trainer.report.measure import Measure
-from trainer.report.sentence_parts import listed, percent
 
 GIB = 2**30
 
@@ -67,13 +67,13 @@ def completeness(run: AnalysedRun) -> Iterator[Measure]:
     if planned is None and log.exit_code is None:
         raise NotJudged("the log says neither how long the run was to be nor how it ended")
     if planned is not None:
-        share = f"{run.last_step} of {planned} steps ({percent(run.last_step / planned)})" if planned else ""
+        so_far = f"{run.last_step} of {planned} steps ({share(run.last_step / planned)})" if planned else ""
         why, ends = "", [event.message for event in log.events if event.kind == "early_stop"]
         if log.is_running:
             why = " and is still running"
         elif ends and log.exit_code == 0:
             why = f", as it was stopped early: {ends[-1]}"
-        words = {"so_far": share, "why": why, "trained": run.last_step, "planned": planned}
+        words = {"so_far": so_far, "why": why, "trained": run.last_step, "planned": planned}
         is_short = run.last_step < planned
         yield Measure(
             "meant" if is_short and why else "steps",

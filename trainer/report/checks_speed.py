@@ -7,9 +7,9 @@ import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.collapse import collapse
+from trainer.report.formatting import number
 from trainer.report.measure import Measure, beyond, first_part
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import number
 from trainer.report.statistics import slope
 from trainer.report.step_time import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_steps
 

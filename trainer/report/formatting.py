@@ -1,6 +1,7 @@
 """How numbers, steps and names are written: text, page and comparison use these functions and no others."""
 
 import math
+from collections.abc import Iterable
 from datetime import timedelta
 
 from trainer.report.result import Anomaly, Finding, Report
@@ -44,6 +45,24 @@ def interval(steps: tuple[int, int] | None) -> str:
         return ""
     first, last = steps
     return f"step {step(first)}" if first == last else f"steps {step(first)}–{step(last)}"
+
+
+def span(steps: tuple[int, int]) -> str:
+    """The same in a sentence: `step 2800`, `steps 2855 to 2870`."""
+    return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
+
+
+def listed(items: Iterable[str], limit: int = 10) -> str:
+    """`a, b and c`; what is beyond the limit is counted."""
+    words = list(items)
+    if len(words) > limit:
+        words = [*words[:limit], f"{len(words) - limit} more"]
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 spike`, `3 spikes`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -8,9 +8,9 @@ import numpy as np
 
 from trainer.detection.window import MAD_TO_SIGMA
 from trainer.report.analysed_run import AnalysedRun, NotJudged
+from trainer.report.formatting import number
 from trainer.report.result import Generalisation
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import number
 from trainer.report.statistics import Floats
 
 NUM_AROUND = 32

@@ -5,11 +5,10 @@ import math
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun
-from trainer.report.formatting import capitalised
+from trainer.report.formatting import capitalised, listed, number, share
 from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate, MetricSummary, Mover, Trend
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import listed, number, percent
 from trainer.report.statistics import finite
 from trainer.report.trends import direction
 from trainer.report.vocabulary import meaning, role_order
@@ -101,7 +100,7 @@ def _of_rate(points: Series, rate: LearningRate) -> str:
     usual = scheduled(points, rate.raised)
     near = usual.steps[usual.values >= NEAR_PEAK * rate.peak]
     overlap = rate.anomalies_at_high_share
-    unstable = f"; {percent(overlap)} of the unstable intervals lie at a high rate" if overlap is not None else ""
+    unstable = f"; {share(overlap)} of the unstable intervals lie at a high rate" if overlap is not None else ""
     return capitalised(
         f"{rate.schedule} with peak {number(rate.peak)}: {warmup}is within 5 % of the peak until step {near[-1]}, "
         f"ends at {number(rate.last)}{unstable}."

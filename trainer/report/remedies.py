@@ -3,9 +3,9 @@
 from typing import Any
 
 from trainer.report.analysed_run import AnalysedRun
+from trainer.report.formatting import number
 from trainer.report.raised_rate import raised_rates, scheduled
 from trainer.report.rule_table import table
-from trainer.report.sentence_parts import number
 
 
 def option(run: AnalysedRun, purpose: str) -> str:

@@ -6,7 +6,6 @@ from trainer.report.analysed_run import AnalysedRun
 from trainer.report.measure import STATISTICS
 from trainer.report.result import Throughput
 from trainer.report.run_log import Series
-from trainer.report.sentence_parts import percent
 from trainer.report.statistics import finite, slope
 
 PHASES = ("data", "h2d", "shard", "forward", "backward", "optimizer", "update", "rollout", "reward", "logging", "guard")
@@ -69,8 +68,8 @@ def _sentence(shares: dict[str, float]) -> str:
         return "The log does not say where the time of a step goes."
     phase, share = max(shares.items(), key=lambda item: item[1])
     advice = _ADVICE.get(phase, "computing is the bottleneck, as it should be")
-    data = f"; waiting for data takes {percent(shares['data'])}" if "data" in shares and phase != "data" else ""
-    return f"{phase} takes {percent(share)} of a step: {advice}{data}."
+    data = f"; waiting for data takes {share(shares['data'])}" if "data" in shares and phase != "data" else ""
+    return f"{phase} takes {share(share)} of a step: {advice}{data}."
 
 
 def _leak(run: AnalysedRun) -> float | None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.report import causes, remedies
 from trainer.report.analysed_run import AnalysedRun
+from trainer.report.formatting import counted, listed, number, share, span
 from trainer.report.measure import STATISTICS
-from trainer.report.sentence_parts import counted, listed, number, percent, span
 
 
 class _Sentence(string.Formatter):
@@ -15,7 +15,7 @@ class _Sentence(string.Formatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec:
-            return percent(float(value)) if format_spec == "%" else counted(int(value), format_spec)
+            return share(float(value)) if format_spec == "%" else counted(int(value), format_spec)
         if isinstance(value, tuple):
             return span(value)
         if isinstance(value, list):
