@@ -3,6 +3,7 @@
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun
+from trainer.report.formatting import share
 from trainer.report.measure import STATISTICS
 from trainer.report.result import Throughput
 from trainer.report.run_log import Series
@@ -66,10 +67,10 @@ def _shares(run: AnalysedRun, step_s: float) -> dict[str, float]:
 def _sentence(shares: dict[str, float]) -> str:
     if not shares:
         return "The log does not say where the time of a step goes."
-    phase, share = max(shares.items(), key=lambda item: item[1])
+    phase, part = max(shares.items(), key=lambda item: item[1])
     advice = _ADVICE.get(phase, "computing is the bottleneck, as it should be")
     data = f"; waiting for data takes {share(shares['data'])}" if "data" in shares and phase != "data" else ""
-    return f"{phase} takes {share(share)} of a step: {advice}{data}."
+    return f"{phase} takes {share(part)} of a step: {advice}{data}."
 
 
 def _leak(run: AnalysedRun) -> float | None:
