@@ -1,13 +1,10 @@
 """Whether a model overfits, from its validation curve and the training loss at the same steps."""
 
-from statistics import median
 from typing import ClassVar
 
-from trainer.detection.window import MAD_TO_SIGMA
+from trainer.detection.robust import curve_noise
 from trainer.progress import Remembered
 
-MIN_NOISE_EVALS = 5
-"""Fewer validations say nothing about the noise of their curve."""
 NOTE_RISE, NOTE_SIGMAS = 0.02, 4.0
 OVERFIT_RISE, OVERFIT_SIGMAS = 0.10, 8.0
 """A rise as a share of the best validation loss, and as a multiple of the curve's own noise; the larger counts."""
@@ -54,24 +51,13 @@ class OverfitJudge(Remembered):
         if best is None or val_loss < best:
             self._best_step, self._best_train, self._was_noted = step, train_loss, False
             return False
-        rise, sigma = val_loss - best, self.noise
+        rise, sigma = val_loss - best, curve_noise(self._val_losses)
         is_noted = rise > max(NOTE_RISE * abs(best), NOTE_SIGMAS * sigma)
         is_far = rise > max(OVERFIT_RISE * abs(best), OVERFIT_SIGMAS * sigma)
         has_train_fallen = train_loss < self._best_train - MIN_TRAIN_FALL * abs(self._best_train)
         is_overfit = is_noted and has_train_fallen and (self._was_noted or is_far)
         self._was_noted = is_noted
         return is_overfit
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of the curve's noise: of its second differences, which a smooth curve hardly has."""
-        losses = self._val_losses
-        if len(losses) < MIN_NOISE_EVALS:
-            return 0.0
-        bends = [
-            abs(before - 2 * here + after) for before, here, after in zip(losses, losses[1:], losses[2:], strict=False)
-        ]
-        return MAD_TO_SIGMA * median(bends) / 6**0.5
 
     def _count_patience(self, val_loss: float) -> None:
         if not self._val_losses or val_loss < self._patient_best - self._min_delta:

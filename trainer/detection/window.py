@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAD_TO_SIGMA = 1.4826
-"""Median absolute deviation -> standard deviation of a Gaussian."""
+from trainer.detection.robust import MAD_TO_SIGMA
+
 SIGMAS_TO_Q95 = 1.645
 NUM_NEWEST, START_Z = 32, 3.0
 """The start of a run is what lies so many spreads above the newest values."""

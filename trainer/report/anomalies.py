@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.detection.window import MAD_TO_SIGMA
+from trainer.detection.robust import spread
 from trainer.report.raised_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
@@ -110,14 +110,14 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
         levels = _judge_rises_that_stay(z, levels, values, floor=floor)
     flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
     moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else flagged
-    z, spread = z.astype(np.float32), usual.up.astype(np.float32)  # half the memory: a log has many witnesses
-    return Witness(key, group, series, is_log, z, usual.centre, spread, levels, flagged, moved)
+    z, up = z.astype(np.float32), usual.up.astype(np.float32)  # half the memory: a log has many witnesses
+    return Witness(key, group, series, is_log, z, usual.centre, up, levels, flagged, moved)
 
 
 def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
     """A rate's usual range is its own schedule: it leaves that only where it was raised, or where it stays up."""
     levels = np.log(np.maximum(series.values, np.finfo(float).tiny))
-    z, spread = np.zeros(len(series)), np.full(len(series), RATE_SPREAD)
+    z, up = np.zeros(len(series)), np.full(len(series), RATE_SPREAD)
     flagged: list[int] = []
     for stretch in raised_rates(series, jump=limits["lr_jump"]):
         inside = np.flatnonzero(is_raised(series, (stretch,)))
@@ -125,7 +125,7 @@ def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
         levels[inside] = math.log(stretch.level)
         flagged += inside.tolist() if stretch.is_over else inside[:1].tolist()
     indices = np.array(flagged, dtype=np.int64)
-    return Witness(key, "rate", series, True, z, levels, spread, levels, indices, indices)
+    return Witness(key, "rate", series, True, z, levels, up, levels, indices, indices)
 
 
 def _least_spread(key: str, group: str, values: Floats) -> float:
@@ -174,10 +174,9 @@ def _judge_rises_that_stay(z: Floats, centre: Floats, values: Floats, *, floor: 
     at = np.flatnonzero(values[NUM_EARLIER:] - centre[:-NUM_EARLIER] > LEAST_RISE) + NUM_EARLIER
     past = _before(values, at, NUM_EARLIER)
     middle = np.median(past, axis=1)
-    mad = MAD_TO_SIGMA * np.median(np.abs(past - middle[:, None]), axis=1)
     tail = (np.sort(past, axis=1)[:, int(0.9 * NUM_EARLIER)] - middle) / 1.282
     expected = np.maximum(middle, np.median(past[:, :NUM_BEFORE], axis=1))
-    scores = (values[at] - expected) / np.maximum(np.maximum(mad, tail), floor)
+    scores = (values[at] - expected) / np.maximum(np.maximum(spread(past - middle[:, None]), tail), floor)
     after = np.median(values[(at[:, None] + np.arange(NUM_BEFORE)).clip(max=len(values) - 1)], axis=1)
     is_higher = (scores > z[at]) & (after - expected > LEAST_RISE)
     levels = centre.copy()

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from trainer.detection.window import MAD_TO_SIGMA
+from trainer.detection.robust import spread
 from trainer.report.curves import finite, within
 from trainer.report.formatting import number
 from trainer.report.formatting import step as step_words
@@ -41,6 +41,5 @@ def _score(series: Series, first: int, last: int) -> float:
     if not len(near):
         return 0.0
     centre = float(np.median(known))
-    spread = MAD_TO_SIGMA * float(np.median(np.abs(known - centre)))
-    distance = float(np.abs(near - centre).max())
-    return distance / spread if spread else math.inf if distance else 0.0
+    usual, distance = float(spread(known - centre)), float(np.abs(near - centre).max())
+    return distance / usual if usual else math.inf if distance else 0.0

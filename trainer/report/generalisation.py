@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.detection.window import MAD_TO_SIGMA
+from trainer.detection.robust import curve_noise
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.formatting import number
 from trainer.report.result import Generalisation
@@ -116,11 +116,8 @@ def judge_validations(val_losses: Floats, train_losses: Floats, limits: Mapping[
 
 
 def relative_noise(losses: Floats) -> float:
-    """Spread of a validation curve over its level, from second differences; 0 with fewer than five points."""
-    if len(losses) < 5:
-        return 0.0
-    second = np.diff(losses, n=2) / np.sqrt(6)
-    return float(MAD_TO_SIGMA * np.median(np.abs(second)) / np.median(losses))
+    """Noise of a validation curve over its level; 0 with fewer than five points."""
+    return curve_noise(losses) / float(np.median(losses))
 
 
 def generalisation(run: AnalysedRun) -> Generalisation | None:

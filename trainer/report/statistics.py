@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.detection.window import MAD_TO_SIGMA
+from trainer.detection.robust import spread
 from trainer.report.run_log import Series
 
 Floats = NDArray[np.float64]
@@ -101,9 +101,7 @@ def slope(series: Series) -> Slope:
 
 def noise(series: Series) -> float:
     """Spread of a series around its own slow course, from differences of neighbours: a standard deviation."""
-    if len(series) < 3:
-        return 0.0
-    return float(MAD_TO_SIGMA * np.median(np.abs(np.diff(series.values))) / math.sqrt(2))
+    return float(spread(np.diff(series.values))) / math.sqrt(2) if len(series) >= 3 else 0.0
 
 
 def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
@@ -160,7 +158,7 @@ def usual_range(
     centre = np.median(windows, axis=1)[nearest]
     windows, nearest = _windowed(values - centre, spread_window)
     ordered = np.sort(windows, axis=1)
-    least = np.maximum(MAD_TO_SIGMA * np.median(np.abs(ordered), axis=1), floor)
+    least = np.maximum(spread(ordered), floor)
     if relative_floor:
         levels = np.median(np.abs(_windowed(centre, spread_window)[0]), axis=1)
         least = np.maximum(least, relative_floor * levels)
