@@ -16,14 +16,19 @@ NUM_PLACES = 3
 NUM_BEFORE = 12
 """Tokens shown in front of a difference."""
 ONLY_HERE, ONLY_THERE, MOVED = "row missing there", "row missing here", "order differs"
+APART = "each turn is a sample of its own here, the last one is compared"
 Tree = dict[str, Any]
 
 
 def compare(
     samples: Samples, dump: list[DumpRow], tokenizer: PreTrainedTokenizerBase, *, framework: str, max_length: int
 ) -> Tree:
-    """Counts and first places by rule, for JSON. `max_length`: at which samples are cut here."""
-    rows = [DumpRow(*samples.sample(number)) for number in range(len(samples.lengths))]
+    """Counts and first places by rule, for JSON. `max_length`: at which samples are cut here.
+
+    Of a row with several samples the last is compared: it holds the whole conversation.
+    """
+    ids = [number for number in range(len(samples.lengths)) if samples.beside(number)[-1] == number]
+    rows, where = [DumpRow(*samples.sample(number)) for number in ids], [samples.location(number) for number in ids]
     pairs = match([row.input_ids for row in rows], [row.input_ids for row in dump])
     setting = Setting(
         tokenizer,
@@ -34,15 +39,17 @@ def compare(
     tree: Tree = {"framework": framework, "rows_here": len(rows), "rows_there": len(dump), "equal": 0, "rules": {}}
     for here, there in pairs:
         found = differences(rows[here], dump[there], setting)
-        place = f"{samples.location(here)}, row {there + 1} there"
+        place = f"{where[here]}, row {there + 1} there"
         tree["equal"] += not found
         for rule, difference in reversed({item.rule: item for item in reversed(found)}.items()):
             words = in_words(rows[here], dump[there], difference, setting)
             _count(tree, rule, f"{place}, {words}" if len(_places(tree, rule)) < NUM_PLACES else "")
+        if len(samples.beside(ids[here])) > 1:
+            _count(tree, APART, place)
     for here, there in moved(pairs):
-        _count(tree, MOVED, f"{samples.location(here)} is row {there + 1} there")
+        _count(tree, MOVED, f"{where[here]} is row {there + 1} there")
     for here in sorted(set(range(len(rows))) - {here for here, _ in pairs}):
-        _count(tree, ONLY_HERE, samples.location(here))
+        _count(tree, ONLY_HERE, where[here])
     for there in sorted(set(range(len(dump))) - {there for _, there in pairs}):
         _count(tree, ONLY_THERE, f"row {there + 1} there: {_excerpt(setting, dump[there].input_ids)}")
     return tree
