@@ -96,7 +96,7 @@ def test_counts_by_source_and_what_was_left_out(files: Path, capsys: pytest.Capt
         for what in ("prompt", "completion", "total", "turns"):
             found = [side["total"][what][key] for key in ("min", "p50", "p90", "p99", "max")]
             assert found == sorted(found) and found[-1] == max(part[what]["max"] for part in parts)
-    assert train["total"]["turns"]["max"] == 1
+    assert [train["sources"][name]["turns"]["max"] for name in ("chats", "answers")] == [2, 1]
     read = tree["read"]["train answers"]
     assert (read["num_rows"], read["num_bad_rows"], read["num_dropped"]) == (NUM_ANSWERS + 2, 1, 1)
     assert read["bad_rows_by_kind"] == {"empty prompt": 1} and len(tree["read"]) == 2
@@ -116,6 +116,14 @@ def test_duplicates_are_found_inside_train_and_in_validation(files: Path, capsys
     assert inside["places"] == [[f"{files}/answers.jsonl:9", f"{files}/answers.jsonl:2"]]
     assert (between["count"], between["share"]) == (1, 0.5)
     assert between["places"] == [[f"{val}:1", f"{files}/answers.jsonl:3"]]
+
+
+def test_equal_digests_alone_make_no_duplicate(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data_tools.scan._digest", lambda input_ids: 0)
+    found = stats(capsys, *words(files, chats(files)), "data.val_ratio=0.25")["duplicates"]
+    assert found["train"]["count"] == found["validation_in_train"]["count"] == 0
 
 
 def test_exit_codes_are_those_of_a_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

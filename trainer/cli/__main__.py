@@ -6,7 +6,7 @@ from trainer.errors import EXIT_DONE, EXIT_USAGE
 
 COMMANDS = {
     "plan": "whether a run fits its memory, and which override makes it fit",
-    "data": "what is trained, shown: samples with their masks",
+    "data": "what is trained: samples with masks, statistics, a comparison with other frameworks",
     "watch": "how a run stands, while it trains or after it",
     "report": "what happened in training runs, from their logs; --html writes the page",
     "diagnose": "the report as JSON, its verdict as exit code",

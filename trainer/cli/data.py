@@ -60,7 +60,7 @@ def _preview(parser: Parser, argv: list[str]) -> int:
 
     data = prepare_data_alone(config)
     picked = pick(data.train, num_each=arguments.samples, seed=config.trainer.seed)
-    title = f"{len(picked)} of {len(data.train.lengths):,} samples, random ones by trainer.seed={config.trainer.seed}"
+    title = f"{len(picked)} of {len(data.train):,} samples, random ones by trainer.seed={config.trainer.seed}"
     if arguments.html:
         _write(arguments.html, as_page(title, picked, data.tokenizer, has_ids=arguments.ids))
         return EXIT_DONE

@@ -27,7 +27,7 @@ def compare(
 
     Of a row with several samples the last is compared: it holds the whole conversation.
     """
-    ids = [number for number in range(len(samples.lengths)) if samples.beside(number)[-1] == number]
+    ids = [number for number in range(len(samples)) if samples.beside(number)[-1] == number]
     rows, where = [DumpRow(*samples.sample(number)) for number in ids], [samples.location(number) for number in ids]
     pairs = match([row.input_ids for row in rows], [row.input_ids for row in dump])
     setting = Setting(

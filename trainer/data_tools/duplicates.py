@@ -1,6 +1,5 @@
 """Samples with the same token ids, however many there are: found by 8 bytes a sample, then compared token by token."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,18 +24,8 @@ class Duplicates:
         return self.count / self.num_samples if self.num_samples else 0.0
 
 
-def digests(samples: Samples) -> np.ndarray:
-    """One uint64 for each sample, from its token ids."""
-    hashes = (_digest(samples.sample(sample_id)[0]) for sample_id in range(len(samples.lengths)))
-    return np.fromiter(hashes, dtype=np.uint64, count=len(samples.lengths))
-
-
-def _digest(input_ids: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(input_ids.tobytes(), digest_size=8).digest(), "little")
-
-
 def inside(samples: Samples, own: np.ndarray) -> Duplicates:
-    """`own`: the `digests` of the samples."""
+    """`own`: the digests of the samples."""
     _, first, inverse = np.unique(own, return_index=True, return_inverse=True)
     originals = first[inverse]
     later = np.flatnonzero(originals != np.arange(len(own)))
@@ -44,7 +33,7 @@ def inside(samples: Samples, own: np.ndarray) -> Duplicates:
 
 
 def between(samples: Samples, own: np.ndarray, others: Samples, known: np.ndarray) -> Duplicates:
-    """Those of `samples` that are among `others`; `own`, `known`: the `digests` of both."""
+    """Those of `samples` that are among `others`; `own`, `known`: the digests of both."""
     order = np.argsort(known, kind="stable")
     found = order[np.searchsorted(known, own, sorter=order).clip(max=len(known) - 1)]
     same = np.flatnonzero(known[found] == own)
@@ -61,4 +50,4 @@ def _count(samples: Samples, candidates: np.ndarray, others: Samples, originals:
     for count, (sample_id, original) in enumerate(pairs(), start=1):
         if count <= NUM_PLACES:
             places.append((samples.location(sample_id), others.location(original)))
-    return Duplicates(count, len(samples.lengths), places)
+    return Duplicates(count, len(samples), places)

@@ -42,12 +42,12 @@ def pick(samples: Samples, *, num_each: int, seed: int) -> list[Shown]:
     """
     reasons: dict[int, list[str]] = {}
     counts = [len(source.samples) for source in samples.sources]
-    share = samples.num_loss_tokens / samples.lengths
+    lengths, num_loss_tokens = samples.counts(np.arange(len(samples)))
     kinds = {
         "first of its source": np.cumsum([0, *counts])[:-1][np.array(counts) > 0],
-        "longest": np.argsort(-samples.lengths, kind="stable")[:num_each],
-        "least supervised": np.argsort(share, kind="stable")[:num_each],
-        "random": np.random.default_rng(seed).permutation(len(share))[:num_each],
+        "longest": np.argsort(-lengths, kind="stable")[:num_each],
+        "least supervised": np.argsort(num_loss_tokens / lengths, kind="stable")[:num_each],
+        "random": np.random.default_rng(seed).permutation(len(samples))[:num_each],
     }
     for reason, ids in kinds.items():
         for sample_id in ids.tolist():
@@ -59,7 +59,7 @@ def pick(samples: Samples, *, num_each: int, seed: int) -> list[Shown]:
 
 
 def _shown(samples: Samples, sample_id: int, reasons: tuple[str, ...]) -> Shown:
-    num_tokens, num_supervised = int(samples.lengths[sample_id]), int(samples.num_loss_tokens[sample_id])
+    num_tokens, num_supervised = (int(count[0]) for count in samples.counts(np.array([sample_id])))
     source = samples.names[int(samples.source_of([sample_id])[0])]
     about = (
         f"source {source}; {num_tokens} tokens: {num_tokens - num_supervised} prompt, {num_supervised} supervised "

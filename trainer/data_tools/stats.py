@@ -8,7 +8,8 @@ import numpy as np
 
 from trainer.data.preview import visible
 from trainer.data.samples import Samples
-from trainer.data_tools.duplicates import Duplicates, between, digests, inside
+from trainer.data_tools.duplicates import Duplicates, between, inside
+from trainer.data_tools.scan import scan
 from trainer.run.prepared_data import PreparedData
 
 Tree = dict[str, Any]
@@ -35,10 +36,10 @@ def as_tree(data: PreparedData) -> Tree:
     tree["read"] = {
         name: {key: getattr(dataset.summary, key) for key in keys} for dataset, name in reversed(datasets.items())
     }
-    known = digests(data.train)
+    known = scan(data.train).digests
     tree["duplicates"] = {"train": _found(inside(data.train, known)), "validation_in_train": None}
     if data.validation:
-        own = digests(data.validation)
+        own = scan(data.validation).digests
         tree["duplicates"]["validation_in_train"] = _found(between(data.validation, own, data.train, known))
     return tree
 
@@ -48,30 +49,24 @@ def _found(duplicates: Duplicates) -> Tree:
 
 
 def _side(samples: Samples) -> Tree:
-    numbers = samples.source_of(np.arange(len(samples.lengths)))
-    turns = np.fromiter(_turns(samples), dtype=np.int64, count=len(samples.lengths))
-    total = np.ones(len(numbers), dtype=bool)
-    by_source = {name: _facts(samples, turns, numbers == number) for number, name in enumerate(samples.names)}
-    facts = _facts(samples, turns, total)
+    ids = np.arange(len(samples))
+    numbers = samples.source_of(ids)
+    columns = (*samples.counts(ids), scan(samples).turns)
+    by_source = {
+        name: _facts(*(column[numbers == number] for column in columns)) for number, name in enumerate(samples.names)
+    }
+    facts = _facts(*columns)
     for share, own in zip(samples.shares, by_source.values(), strict=True):
         own |= {"rows": share.num_rows, "rows_per_epoch": share.num_samples}
     facts |= {key: sum(own[key] for own in by_source.values()) for key in ("rows", "rows_per_epoch")}
     return {"total": facts, "sources": by_source}
 
 
-def _turns(samples: Samples) -> Iterator[int]:
-    """Supervised stretches of each sample: its assistant turns, but for those that are not trained."""
-    for sample_id in range(len(samples.lengths)):
-        _, mask = samples.sample(sample_id)
-        yield int(np.count_nonzero(mask[1:] & ~mask[:-1]) + mask[0])
-
-
-def _facts(samples: Samples, turns: np.ndarray, of: np.ndarray) -> Tree:
-    lengths, supervised = samples.lengths[of], samples.num_loss_tokens[of]
+def _facts(lengths: np.ndarray, supervised: np.ndarray, turns: np.ndarray) -> Tree:
     facts: Tree = {"samples": len(lengths), "tokens": int(lengths.sum()), "supervised_tokens": int(supervised.sum())}
     if len(lengths):
         facts["supervised_share"] = facts["supervised_tokens"] / facts["tokens"]
-        columns = (lengths - supervised, supervised, lengths, turns[of])
+        columns = (lengths - supervised, supervised, lengths, turns)
         facts |= {name: _quantiles(values) for name, values in zip(LENGTHS, columns, strict=True)}
     return facts
 
