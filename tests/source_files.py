@@ -7,7 +7,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ' says ' + m.content + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant says {% endif %}"
 )
-NUM_CHATS, NUM_LONGER, NUM_ANSWERS = 12, 6, 8
+NUM_CHATS, NUM_LONGER, NUM_ANSWERS = 12, 9, 8
 
 
 def write_sources(directory: Path) -> None:
