@@ -28,7 +28,7 @@ class AdamW(torch.optim.AdamW, Optimizer):
             {"params": [p for name, p in named if not is_decayed(name, p)], "weight_decay": 0.0},
         ]
         super().__init__(
-            [group for group in groups if group["params"]],
+            [group for group in groups if group["params"]] or groups[:1],  # torch wants one, be it empty
             lr=0.0,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
