@@ -226,8 +226,10 @@ def test_a_table_without_rows_has_no_header() -> None:
     report, log = examples()["sft"]
     assert report.generalisation is not None
     unjudged = replace(report.generalisation, verdicts={}, values={})
-    text = text_of((replace(report, generalisation=unjudged), log))
-    assert "Generalisation: Validation loss: best 1.3" in text and "verdict  mark" not in text
+    bare_run = (replace(report, generalisation=unjudged), log)
+    assert "Generalisation: Validation loss: best 1.3" in text_of(bare_run)
+    assert "verdict  mark" not in text_of(bare_run) and ">verdict</th>" not in as_page([bare_run])
+    assert ">verdict</th>" in as_page([(report, log)])
 
 
 def test_rows_around_a_step_are_those_of_metrics_that_moved() -> None:
@@ -253,6 +255,12 @@ def test_runs_side_by_side_differ_in_speed_loss_and_configuration() -> None:
     for section in (runs, losses, configs):
         print_section(console, section)
     assert "1.3 @ 1000" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_equal_speed_is_not_told_as_a_factor(run: Run) -> None:
+    twin = replace(run[0], throughput=examples()["sft"][0].throughput)
+    runs, *_ = side_by_side([(twin, run[1])] * 2)
+    assert runs.notes == (f"2: {twin.title} is as fast as 1: {twin.title}, in tokens per second.",)
 
 
 def test_runs_without_common_metrics_can_still_be_set_side_by_side(run: Run) -> None:
