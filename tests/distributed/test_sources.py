@@ -5,6 +5,7 @@ ranks.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -74,6 +75,18 @@ def train_and_check(world: Any, run_dir: Path, source: Any, files: Path) -> tupl
     return train(world, run_dir, source, files), by_hand
 
 
+def adds_up(inputs: Inputs, trained: dict[int, dict[str, float]], validated: list[dict[str, float]]) -> None:
+    """Losses by source, each with its tokens, are the whole loss."""
+    assert inputs.validation is not None and validated
+    schedule = Schedule(inputs.train.shares, 8, seed=3)
+    steps = [(row, "train", inputs.train, schedule.rows(step)) for step, row in trained.items()]
+    steps += [(row, "val", inputs.validation, np.arange(len(inputs.validation))) for row in validated]
+    for row, side, samples, ids in steps:
+        counts = np.bincount(samples.source_of(ids), weights=samples.counts(ids)[1])
+        parts = [row[f"{side}/loss_by/{name}"] * count for name, count in zip(samples.names, counts, strict=True)]
+        assert sum(parts) == pytest.approx(row[f"{side}/loss"] * counts.sum(), rel=1e-12)
+
+
 def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_one(tmp_path: Path) -> None:
     write_sources(tmp_path)
     inputs = inputs_of(tmp_path)
@@ -90,6 +103,7 @@ def test_two_sources_resume_inside_an_epoch_bit_equal_and_are_measured_one_by_on
     rows = {step: row for step, row in straight.rows if "train/loss" in row}
     for step, row in resumed.rows:
         assert all(row[key] == rows[step][key] for key in LOSS_BY if "train/loss" in row)
+    adds_up(inputs, rows, [row for _, row in straight.rows if "val/loss" in row])
     ((one_rank, by_hand),) = run_ranks(train_and_check, 1, tmp_path / "one", source, tmp_path)
     assert {key: rows[1][key] for key in LOSS_BY} == pytest.approx(by_hand, rel=1e-6)
     assert len(one_rank.rows) == len(straight.rows)

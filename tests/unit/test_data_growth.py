@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from prepared import good_rows, run, write_rows
 
+from trainer.data.announce import source_facts
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.growth import UNKNOWN, Division, TrainingData
 from trainer.data.loader import RankPlan, TrainLoader
@@ -124,6 +125,23 @@ def test_a_longer_run_has_the_epochs_of_old_and_new_rows() -> None:
         Position(5, 1, 0),
         Position(14, 2, 0),
     ]
+
+
+def test_totals_by_source_count_what_the_whole_run_trains() -> None:
+    """By the end of three epochs, the second source of which came with the second."""
+    run = Run(division((dataset(*A), 1.5), val_ratio=0.0))
+    run.steps(2)
+    run.resume(division((dataset(*A), 1.5), (dataset(*B, *C), 2.0), val_ratio=0.0))
+    schedule, train = run.loader.schedule, run.data.train
+    facts = source_facts(train, schedule, total_steps=(last := schedule.steps_until(3)))
+    run.steps(last - 2)
+    trained = sum(run.trained.values(), Counter[int]())
+    for name, rows in (("s0", A), ("s1", (*B, *C))):
+        assert facts[f"data/times_by/{name}"] == pytest.approx(sum(trained[n] for n in rows) / len(rows))
+        assert (facts[f"data/rows_by/{name}"], facts[f"data/tokens_by/{name}"]) == (len(rows), 2 * len(rows))
+        assert facts[f"data/valid_token_frac_by/{name}"] == 0.5
+    assert (facts["data/repeat_by/s0"], facts["data/repeat_by/s1"]) == (1.5, 2.0)
+    assert not source_facts(Run(division((dataset(*A), 1.0))).data.train, schedule, total_steps=last)
 
 
 def test_rows_of_several_samples_grow_alike() -> None:

@@ -27,20 +27,23 @@ def announce(
     """The plan in one line, what was left out or cut, and the next sample as the model sees it."""
     rows = schedule.rows(schedule.start.step + 1)
     first = train.of_rows(rows)
+    lengths, _ = train.counts(first)
     dealt = split_batch(
-        train.lengths[first], num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
+        lengths, num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
-    num_rows, tokens, supervised = train.total("num_rows"), int(train.lengths.sum()), int(train.num_loss_tokens.sum())
+    num_rows = train.total("num_rows")
+    tokens = sum(source.total("num_tokens") for source in train.sources)
+    supervised = sum(source.total("num_loss_tokens") for source in train.sources)
     logger.info(
         f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
-        f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train.lengths)} samples, {tokens} tokens, "
+        f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train)} samples, {tokens} tokens, "
         f"{supervised / tokens:.1%} supervised, no padding; rows: {train.total('num_truncated') / num_rows:.1%} cut, "
         f"{train.total('num_dropped')} dropped, {train.total('num_bad_rows')} bad; {_turns(train)}"
-        f"{len(validation.lengths) if validation else 0} validation samples; {lr}"
+        f"{len(validation) if validation else 0} validation samples; {lr}"
     )
     if len(train.sources) > 1 or schedule.num_samples != sum(share.num_rows for share in train.shares):
-        for source in train.sources:
-            logger.info(_source_line(source))
+        for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
+            logger.info(_source_line(source, times))
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         shapes = (f"{count} of {shape}" for shape, count in dataset.summary.rows_by_shape.items())
@@ -53,10 +56,25 @@ def announce(
     logger.info(f"next sample ({train.location(sample)}), supervised part marked:\n{text}")
 
 
-def _source_line(source: SourceSamples) -> str:
-    share, tokens = source.share, int(source.dataset.lengths[source.samples].sum())
-    repeated = f"repeat {share.repeat:g}: {share.num_samples} samples an epoch"
-    return f"source {source.name}: {share.num_rows} rows, {tokens} tokens; {repeated}"
+def _source_line(source: SourceSamples, times: float) -> str:
+    share, tokens = source.share, source.total("num_tokens")
+    supervised = source.total("num_loss_tokens") / tokens if tokens else 0.0
+    repeated = f"repeat {share.repeat:g}: {share.num_samples} rows an epoch, each {times:.3g} times in the run"
+    return f"source {source.name}: {share.num_rows} rows, {tokens} tokens, {supervised:.1%} supervised; {repeated}"
+
+
+def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:
+    """The same as metrics, where there are several sources."""
+    facts: dict[str, float] = {}
+    if len(train.sources) > 1:
+        for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
+            tokens = source.total("num_tokens")
+            facts[f"data/rows_by/{source.name}"] = source.share.num_rows
+            facts[f"data/tokens_by/{source.name}"] = tokens
+            facts[f"data/valid_token_frac_by/{source.name}"] = source.total("num_loss_tokens") / max(1, tokens)
+            facts[f"data/repeat_by/{source.name}"] = source.share.num_samples / max(1, source.share.num_rows)
+            facts[f"data/times_by/{source.name}"] = times
+    return facts
 
 
 def _turns(train: Samples) -> str:

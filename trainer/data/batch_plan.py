@@ -92,6 +92,16 @@ class Schedule:
         num_equal = max(0, total_epochs - max(self.start.epoch + 1, self._first_equal_epoch))
         return num_steps + num_equal * self.steps_per_epoch
 
+    def times_until(self, step: int) -> list[float]:
+        """How often a run of this schedule has trained a row of each source by the end of `step`, on average."""
+        end, first, counts = self.position(max(step, self.start.step)), 0.0, np.zeros(len(self.shares))
+        num_epochs = end.epoch + end.samples_consumed / self.num_samples_in(end.epoch)
+        for until, shares in (*((was.until, was.shares) for was in self.earlier), (math.inf, self.shares)):
+            num_samples = np.array([share.num_samples for share in shares])
+            counts[: len(shares)] += max(0.0, min(until, num_epochs) - first) * num_samples
+            first = until
+        return [float(count) / share.num_rows for count, share in zip(counts, self.shares, strict=True)]
+
     def rows(self, step: int) -> np.ndarray:
         """Row ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
         position = self.position(step - 1)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,13 @@ class AllBut:
     def __len__(self) -> int:
         return self.count - len(self.left_out)
 
+    @cached_property
+    def _places_before(self) -> np.ndarray:
+        """How many numbers that are not left out come before each that is."""
+        return self.left_out - np.arange(len(self.left_out))
+
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
-        num_before = np.searchsorted(self.left_out - np.arange(len(self.left_out)), places, side="right")
-        return np.asarray(places + num_before)
+        return np.asarray(places + np.searchsorted(self._places_before, places, side="right"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[np.arange(len(self))]

@@ -137,7 +137,9 @@ def make_run(
     lr_schedule = _lr_schedule(config, inputs, total_steps)
     batches = _train_batches(config, inputs, schedule, plan, total_steps, start)
     cost = flops.step_flops(model)
-    meter = make_meter(config, inputs, memory, world=world, cost=cost, total_steps=total_steps, tracking=tracking)
+    meter = make_meter(
+        config, inputs, memory, world=world, cost=cost, schedule=schedule, total_steps=total_steps, tracking=tracking
+    )
     guard = make_guard(trainer, inputs, rollbacks=start.rollbacks, tracking=tracking)
     loop = LoopState()
     state = stateful_parts(world, model, routers, optimizer, lr_schedule, batches, guard, loop, meter, tracking)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from trainer.batch import StepFlops
 from trainer.config import Config, TrainerConfig
+from trainer.data.announce import source_facts
+from trainer.data.batch_plan import Schedule
 from trainer.detection.detector import MAX_FIRST_LOSS
 from trainer.guard.guard import Guard
 from trainer.monitor.memory import Memory
@@ -24,6 +26,7 @@ def make_meter(
     *,
     world: World,
     cost: StepFlops | None,
+    schedule: Schedule,
     total_steps: int,
     tracking: Tracking | None,
 ) -> Meter:
@@ -35,7 +38,7 @@ def make_meter(
         test_freq=trainer.test_freq,
         max_norm=config.optim.clip_grad,
         run_dir=run_dir,
-        data_facts=_data_facts(inputs),
+        data_facts=_data_facts(inputs) | source_facts(inputs.train, schedule, total_steps=total_steps),
         has_aliases=trainer.roll_detail != "off",
     )
     if tracking is not None:
