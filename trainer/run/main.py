@@ -136,9 +136,8 @@ def make_run(
     optimizer = OPTIMIZERS[config.optim.name](model, config.optim)
     lr_schedule = _lr_schedule(config, inputs, total_steps)
     batches = _train_batches(config, inputs, schedule, plan, total_steps, start)
-    cost = flops.step_flops(model)
     meter = make_meter(
-        config, inputs, memory, world=world, cost=cost, schedule=schedule, total_steps=total_steps, tracking=tracking
+        config, inputs, model, memory, world=world, schedule=schedule, total_steps=total_steps, tracking=tracking
     )
     guard = make_guard(trainer, inputs, rollbacks=start.rollbacks, tracking=tracking)
     loop = LoopState()

@@ -4,12 +4,14 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from trainer.batch import StepFlops
+from transformers import PreTrainedModel
+
 from trainer.config import Config, TrainerConfig
 from trainer.data.announce import source_facts
 from trainer.data.batch_plan import Schedule
 from trainer.detection.detector import MAX_FIRST_LOSS
 from trainer.guard.guard import Guard
+from trainer.model import flops
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.trace import TraceFile
@@ -22,10 +24,10 @@ from trainer.tracking import Tracking
 def make_meter(
     config: Config,
     inputs: Inputs,
+    model: PreTrainedModel,
     memory: Memory,
     *,
     world: World,
-    cost: StepFlops | None,
     schedule: Schedule,
     total_steps: int,
     tracking: Tracking | None,
@@ -51,7 +53,7 @@ def make_meter(
             tracker_health=tracking.health,
         )
     observe = TraceFile(run_dir, rank=world.rank).span if trainer.trace else None
-    return Meter(world, plan=plan, cost=cost, memory=memory, observe=observe)
+    return Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=observe)
 
 
 def _data_facts(inputs: Inputs) -> dict[str, float]:
