@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from log_formats import WRITERS, make_curves, write_lines
 
-from trainer.report.readers import UnreadableLogError, parsing, read_run
+from trainer.report.readers import UnreadableLogError, frame, parsing, read_run
 from trainer.report.run_log import RunLog
 
 SEED = 20
@@ -115,6 +115,16 @@ def test_nesting_without_end_and_numbers_without_end_are_unparsed(tmp_path: Path
     assert log.series["train/loss"].values.tolist() == [0.5, np.inf]
     assert log.series["x"].values.tolist() == [np.inf]
     assert log.num_unparsed == 5
+
+
+def test_new_keys_in_every_row_do_not_fill_the_memory_and_cost_no_known_key_a_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame, "MAX_COLUMNS", 8)
+    rows = [{"step": step, "loss": step / 8, f"key{step}": 1.0} for step in range(1, 41)]
+    log = read_run(write_lines(tmp_path / "log.jsonl", rows))
+    assert log.series["train/loss"].values.tolist() == [step / 8 for step in range(1, 41)]
+    assert len(log.series) == 8 and log.num_rows == 40
 
 
 @pytest.mark.parametrize("block_bytes", [7, 40, 64, 1000, 1100])

@@ -7,17 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.report.run_log import Series
+from trainer.report.statistics import finite
 
 SMOOTHINGS = (0.6, 0.9)
 """Weights of the exponential mean, as TensorBoard's slider counts them."""
 NEGLIGIBLE = 1e-17
 NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 """Stands for a metric that was not logged."""
-
-
-def finite(series: Series) -> Series:
-    keep = np.isfinite(series.values)
-    return Series(series.steps[keep], series.values[keep])
 
 
 def within(series: Series, first: int, last: int) -> Series:

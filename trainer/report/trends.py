@@ -7,7 +7,7 @@ import numpy as np
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.result import Trend
 from trainer.report.run_log import Series
-from trainer.report.statistics import Floats, bins, epoch_means, finite, noise, slope
+from trainer.report.statistics import bins, epoch_means, finite, noise, slope
 from trainer.report.vocabulary import role_order
 
 NUM_LAST = 10
@@ -44,10 +44,6 @@ def phases(run: AnalysedRun, role: str) -> str:
     if min(len(part) for part in parts) < 4:
         return ""
     levels = [f"{float(np.mean(part)):.3g}" for part in parts]
-    jitters = [_jitter(part) for part in parts]
+    jitters = [noise(Series(np.arange(len(part)), part)) for part in parts]
     change = "shrinking" if jitters[2] < 0.8 * jitters[0] else "growing" if jitters[2] > 1.25 * jitters[0] else "even"
     return f"early {levels[0]}, middle {levels[1]}, late {levels[2]}; jitter {change}"
-
-
-def _jitter(values: Floats) -> float:
-    return noise(Series(np.arange(len(values)), values))

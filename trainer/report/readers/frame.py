@@ -67,6 +67,7 @@ class Frame:
         self._steps = array("q")
         self._waiting: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
         self._tables: dict[tuple[str, ...], _Table] = {}
+        self._names: set[str] = set()
         self._num_columns = 0
         self._restarts: list[Restart] = []
 
@@ -138,17 +139,20 @@ class Frame:
                 self._wait(number, flat(cell, f"{key}/", separator="/"))
 
     def _put(self, rows: Rows, columns: dict[str, NDArray[np.float64]]) -> None:
-        """Keys beyond the limit get a column each instead of one for each set of keys, and then none."""
-        table = self._tables.get(tuple(columns))
-        if table is None and self._num_columns + len(columns) > MAX_COLUMNS:
-            for key in columns if len(columns) > 1 else ():
-                self._put(rows, {key: columns[key]})
-            return
+        """Beyond the limit sets of keys get a column for each key instead of one for each set, and no new key any."""
         if not len(rows) or not columns:
+            return
+        table = self._tables.get(tuple(columns))
+        if table is None and len(columns) > 1 and self._num_columns + len(columns) > MAX_COLUMNS:
+            for key, values in columns.items():
+                self._put(rows, {key: values})
+            return
+        if table is None and len(self._names | columns.keys()) > MAX_COLUMNS:
             return
         if table is None:
             table = self._tables[tuple(columns)] = _Table(columns={key: array("d") for key in columns})
             self._num_columns += len(columns)
+            self._names |= columns.keys()
         table.rows.frombytes(rows.tobytes())
         for key, values in columns.items():
             table.columns[key].frombytes(values.tobytes())
