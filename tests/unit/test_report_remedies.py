@@ -82,3 +82,16 @@ def test_the_burst_of_another_framework_is_answered_in_words_and_its_own_options
         "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped ratio > 0.3 keep a "
         "snapshot and return to a checkpoint, or stop."
     )
+
+
+def test_each_piece_of_advice_comes_with_its_principle_and_its_cost() -> None:
+    told = set()
+    for _, kind, build in FAULTS:
+        log = build()
+        run = AnalysedRun(log, kind, {"lr_jump": 3.0})
+        sentences = {advised(name, run): entry["why"] for name, entry in table()["advice"].items()}
+        for finding in analyse(log, profile=kind).findings:
+            expected = {why for sentence, why in sentences.items() if sentence in finding.remedy}
+            assert expected == set(finding.reasons), finding
+            told |= expected
+    assert len(told) >= 10 and all("; " in entry["why"] for entry in table()["advice"].values())

@@ -117,21 +117,19 @@ def test_schedules_are_recognised(name: str) -> None:
 
 @pytest.mark.covers("S3.43")
 def test_the_overfitting_rule_on_the_example() -> None:
-    judgement = judge_validations(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.5, 0.3]), LIMITS)
-    assert judgement.verdicts == ("ok", "ok", "note", "overfit") and (judgement.best, judgement.overfit) == (1, 3)
+    verdicts = judge_validations(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.5, 0.3]), LIMITS)
+    assert verdicts == ["ok", "ok", "note", "overfit"]
 
 
 def test_a_rise_with_a_training_loss_that_does_not_fall_is_no_overfitting() -> None:
-    judgement = judge_validations(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.8, 0.9]), LIMITS)
-    assert judgement.verdicts == ("ok", "ok", "note", "note")
+    verdicts = judge_validations(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.8, 0.9]), LIMITS)
+    assert verdicts == ["ok", "ok", "note", "note"]
 
 
 def test_noisy_plateaus_are_seldom_called_overfitting() -> None:
     rng = np.random.default_rng(6)
     train, plateau = np.linspace(1.2, 0.9, 20), 1.0 + 0.6 * np.exp(-np.arange(20) / 4)
-    false = sum(
-        judge_validations(plateau + rng.normal(0, 0.005, 20), train, LIMITS).overfit is not None for _ in range(200)
-    )
+    false = sum("overfit" in judge_validations(plateau + rng.normal(0, 0.005, 20), train, LIMITS) for _ in range(200))
     assert false <= 4, f"{false} of 200, seed 6"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged
-from trainer.report.formatting import listed, share
+from trainer.report.formatting import listed
 from trainer.report.measure import Measure
 
 GIB = 2**30
@@ -17,30 +17,24 @@ def checkpoints(run: AnalysedRun) -> Iterator[Measure]:
     states = run.log.checkpoints
     if not states:
         raise NotJudged("no checkpoint lies beside the log")
-    whole = [state for state in states if state.is_complete and not state.faults]
-    yield Measure("whole", words={"count": len(states)}, is_fault=False)
-    for state in states:
-        if state not in whole:
-            evidence = (*state.faults, str(state.path))
-            yield Measure("whole", None, (state.step, state.step), {"step": state.step}, evidence)
-    usual = float(np.median([state.size_bytes for state in states]))
+    usual, words = float(np.median([state.size_bytes for state in states])), {"count": len(states)}
+    yield Measure("whole", words=words, is_fault=False)
     yield Measure("size", words={"gib": usual / GIB}, is_fault=False)
     for state in states:
-        if abs(state.size_bytes - usual) > run.limits["size_spread"] * usual:
-            words = {"step": state.step, "gib": state.size_bytes / GIB}
-            yield Measure("size", float(state.size_bytes), (state.step, state.step), words)
-    newest = max((state.step for state in states if state.is_complete), default=None)
-    if (tracked := run.log.tracker_step) is not None:
-        is_stale = newest is not None and tracked != newest
-        limit = None if newest is None else float(newest)
-        yield Measure(
-            "tracker", float(tracked), words={"step": tracked, "newest": newest}, limit=limit, is_fault=is_stale
-        )
-    if run.cadences:
-        yield Measure("missing", words={"count": len(states)}, is_fault=False)
-    if missing := _missing_checkpoints(run):
-        absent = {"missing": [f"step {step}" for step in missing]}
-        yield Measure("missing", float(len(missing)), (missing[0], missing[-1]), absent)
+        told, steps = {"step": state.step, "gib": state.size_bytes / GIB}, (state.step, state.step)
+        if not state.is_complete or state.faults:
+            yield Measure("whole", None, steps, told, (*state.faults, str(state.path)))
+        is_odd = abs(state.size_bytes - usual) > run.limits["size_spread"] * usual
+        yield Measure("size", float(state.size_bytes), steps, told, is_fault=is_odd)
+    newest, tracked = max((one.step for one in states if one.is_complete), default=None), run.log.tracker_step
+    if tracked is not None and newest is not None:
+        told, is_stale = {"step": tracked, "newest": newest}, tracked != newest
+        yield Measure("tracker", float(tracked), words=told, limit=float(newest), is_fault=is_stale)
+    missing = _missing_checkpoints(run)
+    if run.cadences or missing:
+        absent = {**words, "missing": [f"step {step}" for step in missing]}
+        places = (missing[0], missing[-1]) if missing else None
+        yield Measure("missing", float(len(missing)), places, absent, is_fault=bool(missing))
 
 
 def _missing_checkpoints(run: AnalysedRun) -> list[int]:
@@ -63,26 +57,18 @@ def _missing_checkpoints(run: AnalysedRun) -> list[int]:
 
 def completeness(run: AnalysedRun) -> Iterator[Measure]:
     """Whether all planned steps were trained, and how the last attempt ended."""
-    log, planned = run.log, run.log.total_steps
+    log, planned, trained = run.log, run.log.total_steps, run.last_step
     if planned is None and log.exit_code is None:
         raise NotJudged("the log says neither how long the run was to be nor how it ended")
     if planned is not None:
-        so_far = f"{run.last_step} of {planned} steps ({share(run.last_step / planned)})" if planned else ""
-        why, ends = "", [event.message for event in log.events if event.kind == "early_stop"]
-        if log.is_running:
-            why = " and is still running"
-        elif ends and log.exit_code == 0:
-            why = f", as it was stopped early: {ends[-1]}"
-        words = {"so_far": so_far, "why": why, "trained": run.last_step, "planned": planned}
-        is_short = run.last_step < planned
+        ends = [event.message for event in log.events if event.kind == "early_stop" and log.exit_code == 0]
+        why = " and is still running" if log.is_running else f", as it was stopped early: {ends[-1]}" if ends else ""
+        words = {"share": trained / max(planned, 1), "why": why, "trained": trained, "planned": planned}
+        row, is_short = "meant" if why else "steps", trained < planned
         yield Measure(
-            "meant" if is_short and why else "steps",
-            float(run.last_step),
-            words=words,
-            limit=float(planned),
-            is_fault=is_short,
+            row if is_short else "steps", float(trained), None, words, limit=float(planned), is_fault=is_short
         )
-    is_over = planned is None or run.last_step >= planned
+    is_over = planned is None or trained >= planned
     if is_over and log.source == "fsdp-sft" and log.exit_code is None and not log.is_running:
         yield Measure("end")
     if log.exit_code is not None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
-from trainer.report.generalisation import generalisation, judged, relative_noise, train_losses_at, val_losses
+from trainer.report.generalisation import generalisation, relative_noise, train_losses_at, val_losses
 from trainer.report.measure import Measure
 from trainer.report.run_log import Series
 from trainer.report.statistics import longest_run, slope
@@ -45,28 +45,19 @@ def validation_rises(run: AnalysedRun) -> Iterator[Measure]:
 
 
 def overfitting(run: AnalysedRun) -> Iterator[Measure]:
-    val, judgement, told = _losses(run), judged(run), generalisation(run)
-    if judgement.overfit is None or told is None:
+    val, told = _losses(run), generalisation(run)
+    if told is None or told.overfit_step is None:
         return
-    at, best_step = judgement.overfit, int(val.steps[judgement.best])
+    at, loss = told.overfit_step, told.values[told.overfit_step]
+    trained = train_losses_at(val, run.get("loss"))[int(np.searchsorted(val.steps, at))]
     kept = any(state.is_complete for state in run.log.checkpoints)
-    is_lost = kept and told.recommended_step != best_step and not run.external
-    verdicts = [f"step {step}: {verdict}" for step, verdict in told.verdicts.items() if verdict != "ok"]
-    words = {
-        "at": val.steps[at],
-        "loss": val.values[at],
-        "best": told.best_value,
-        "best_step": best_step,
-        "train": train_losses_at(val, run.get("loss"))[at],
-        "checkpoint": remedies.checkpoint(run, told.recommended_step or best_step),
-    }
-    yield Measure(
-        "lost" if is_lost else "main",
-        float(val.values[at] / told.best_value - 1),
-        (best_step, int(val.steps[-1])),
-        words,
-        (*verdicts[:10], told.reason),
-    )
+    is_lost = kept and told.recommended_step != told.best_step and not run.external
+    good = remedies.checkpoint(run, told.recommended_step or told.best_step)
+    words = {"at": at, "loss": loss, "best": told.best_value, "best_step": told.best_step, "train": trained}
+    verdicts = [f"step {step}: {verdict}" for step, verdict in told.verdicts.items() if verdict != "ok"][:10]
+    rise, steps = loss / told.best_value - 1, (told.best_step, int(val.steps[-1]))
+    evidence = (*verdicts, told.reason)
+    yield Measure("lost" if is_lost else "main", rise, steps, {**words, "checkpoint": good}, evidence)
 
 
 def disagreement(run: AnalysedRun) -> Iterator[Measure]:

@@ -26,22 +26,11 @@ class Criterion:
 
     metric: str
     points: Series
-    is_loss: bool
-    """Lower is better."""
+    sign: int = 1
+    """-1 where lower is better."""
 
-    @property
-    def costs(self) -> Floats:
-        return self.points.values if self.is_loss else -self.points.values
-
-
-@dataclass(frozen=True)
-class Judgement:
-    verdicts: tuple[str, ...]
-    """ok, note or overfit for each validation."""
-    best: int
-    """Index of the lowest validation loss."""
-    overfit: int | None
-    """Index of the first overfit."""
+    def value_at(self) -> dict[int, float]:
+        return dict(zip(self.points.steps.tolist(), self.points.values.tolist(), strict=True))
 
 
 def val_losses(run: AnalysedRun) -> Series:
@@ -57,19 +46,19 @@ def val_losses(run: AnalysedRun) -> Series:
 def _criterion(run: AnalysedRun) -> Criterion | None:
     """The validation loss; of a policy its reward or accuracy on held-out samples; else the external results."""
     try:
-        return Criterion("validation loss", val_losses(run), is_loss=True)
+        return Criterion("validation loss", val_losses(run), sign=-1)
     except NotJudged:
         pass
     for role in RESULTS:
         if (points := run.find(role)) is not None:
-            return Criterion(run.name(role), points, is_loss=False)
+            return Criterion(run.name(role), points)
     return _external(run.external) if run.external else None
 
 
 def _external(results: Mapping[int, float]) -> Criterion:
     """Higher is better, as for a success rate."""
     steps = sorted(results)
-    return Criterion(EXTERNAL, Series(np.array(steps), np.array([results[step] for step in steps])), is_loss=False)
+    return Criterion(EXTERNAL, Series(np.array(steps), np.array([results[step] for step in steps])))
 
 
 def train_losses_at(val: Series, train: Series | None) -> Floats:
@@ -85,14 +74,8 @@ def train_losses_at(val: Series, train: Series | None) -> Floats:
     return np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
 
 
-def judged(run: AnalysedRun) -> Judgement:
-    """Raises `NotJudged` without a validation loss that can be judged."""
-    val = val_losses(run)
-    return judge_validations(val.values, train_losses_at(val, run.find("loss")), run.limits)
-
-
-def judge_validations(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float]) -> Judgement:
-    """NOTE: clearly above the best so far. OVERFIT: the second in a row, or far above, while training still improves.
+def judge_validations(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float]) -> list[str]:
+    """note: clearly above the best so far; overfit: the second in a row, or far above, while training still improves.
 
     `train_losses` are those around each validation; both arrays have one entry per validation. Where the training loss
     too is above that of the best until the next validation, the run has become unstable and does not overfit.
@@ -111,8 +94,7 @@ def judge_validations(val_losses: Floats, train_losses: Floats, limits: Mapping[
         is_second = bool(verdicts) and verdicts[-1] != "ok"
         is_overfit = has_fallen and (is_second or rise > sure)
         verdicts.append("ok" if rise <= note else "overfit" if is_overfit else "note")
-    overfit = verdicts.index("overfit") if "overfit" in verdicts else None
-    return Judgement(tuple(verdicts), int(np.argmin(val_losses)), overfit)
+    return verdicts
 
 
 def relative_noise(losses: Floats) -> float:
@@ -125,47 +107,44 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     found = _criterion(run)
     if found is None:
         return None
-    points, gap, overfit = found.points, np.nan, None
-    steps, values = points.steps.tolist(), points.values.tolist()
-    verdicts: tuple[str, ...] = ("",) * len(points)
-    if found.is_loss:
-        judgement = judged(run)
-        verdicts, overfit = judgement.verdicts, judgement.overfit
-        gap = float(points.values[-1] - train_losses_at(points, run.find("loss"))[-1])
-    best = int(np.argmin(found.costs))
+    points, values, gap = found.points, found.value_at(), np.nan
+    verdicts = [""] * len(points)
+    if found.sign < 0:
+        trained = train_losses_at(points, run.find("loss"))
+        verdicts = judge_validations(points.values, trained, run.limits)
+        gap = float(points.values[-1] - trained[-1])
+    best = max(values, key=lambda step: found.sign * values[step])
     deciding = _external(run.external) if run.external else found
+    decisive = deciding.value_at()
     step, path, reason = _recommended(run, deciding)
-    at = int(np.argmin(np.abs(deciding.points.steps - step)))
     return Generalisation(
         metric=found.metric,
-        values=dict(zip(steps, values, strict=True)),
-        best_step=steps[best],
+        values=values,
+        best_step=best,
         best_value=values[best],
-        last_value=values[-1],
+        last_value=float(points.values[-1]),
         gap=gap,
-        verdicts=dict(zip(steps, verdicts, strict=True)),
-        overfit_step=None if overfit is None else steps[overfit],
+        verdicts=dict(zip(values, verdicts, strict=True)),
+        overfit_step=next((at for at, verdict in zip(values, verdicts, strict=True) if verdict == "overfit"), None),
         recommended_step=step,
         recommended_path=path,
         reason=reason,
-        expected_gain=float(deciding.costs[-1] - deciding.costs[at]),
+        expected_gain=deciding.sign * (decisive[step] - float(deciding.points.values[-1])),
     )
 
 
 def _recommended(run: AnalysedRun, deciding: Criterion) -> tuple[int, Path | None, str]:
     """(step, path, reason): the best of the checkpoints that exist; the best step where none is known to exist."""
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
-    steps = deciding.points.steps.tolist()
-    costs = dict(zip(steps, deciding.costs.tolist(), strict=True))
-    values = dict(zip(steps, deciding.points.values.tolist(), strict=True))
-    kept = [step for step in costs if step in existing]
-    best = min(costs, key=lambda step: costs[step])
-    lead = f"{'Lowest' if deciding.is_loss else 'Highest'} {deciding.metric}"
+    values = deciding.value_at()
+    ranked = sorted(values, key=lambda step: -deciding.sign * values[step])
+    best, kept = ranked[0], [step for step in ranked if step in existing]
+    lead = f"{'Lowest' if deciding.sign < 0 else 'Highest'} {deciding.metric}"
     outranks = " It outranks the validation loss." if deciding.metric == EXTERNAL else ""
     if not kept:
         none = "no checkpoint is known" if not existing else "no complete checkpoint was validated"
         return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"
-    step = min(kept, key=lambda step: costs[step])
+    step = kept[0]
     lost = "" if step == best else f"; the best, {number(values[best])} at step {best}, was not kept"
     reason = f"{lead} among the {len(kept)} checkpoints that exist, {number(values[step])}{lost}."
     return step, existing[step], reason + outranks

@@ -9,7 +9,7 @@ from trainer.report.measure import PLACES, STATISTICS, Measure
 from trainer.report.result import LEVELS, Finding
 from trainer.report.rule_table import FindingRow, Rule, rules
 from trainer.report.vocabulary import ROLES
-from trainer.report.words import filled
+from trainer.report.words import filled, reasons
 
 Check = Callable[[AnalysedRun], Iterable[Measure]]
 ROOMS = {
@@ -129,4 +129,5 @@ def _finding(rule: Rule, row: FindingRow, measure: Measure, run: AnalysedRun) ->
         evidence=(*measure.evidence, *filter(None, evidence)),
         cause=cause,
         remedy=remedy,
+        reasons=reasons(row.remedy),
     )

@@ -45,8 +45,6 @@ def checkpoint(run: AnalysedRun, step: int) -> str:
 def advice(run: AnalysedRun, name: str) -> tuple[str, dict[str, object]]:
     """A sentence of the table's section `advice`, and its words: of several the one for what is known of the run."""
     entry = table()["advice"][name]
-    if isinstance(entry, str):
-        return entry, {}
     if (purpose := entry.get("of")) is None:
         kinds = (*(["generating"] if run.key("kl") else []), run.log.source, "others")
         return str(next(entry[kind] for kind in kinds if kind in entry)), {}

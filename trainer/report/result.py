@@ -28,6 +28,8 @@ class Finding:
     cause: str = ""
     remedy: str = ""
     """What to do, with the configuration key and a value."""
+    reasons: tuple[str, ...] = ()
+    """For each piece of advice in it the principle, and what it costs."""
 
 
 @dataclass(frozen=True)

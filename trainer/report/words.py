@@ -8,6 +8,7 @@ from trainer.report import causes, remedies
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.formatting import counted, listed, number, share, span
 from trainer.report.measure import STATISTICS
+from trainer.report.rule_table import table
 
 
 class _Sentence(string.Formatter):
@@ -52,6 +53,12 @@ class _Known(dict[str, object]):
 def filled(sentence: str, run: AnalysedRun, measured: Mapping[str, object], role: str | None = None) -> str:
     """A sentence of the table in words. Raises `KeyError` for a name that nobody knows."""
     return _Sentence().vformat(sentence, (), _Known(run, measured, role)).strip()
+
+
+def reasons(sentence: str) -> tuple[str, ...]:
+    """Of the advice that a sentence of the table is made of: why it helps, and what it costs."""
+    names = [name for _, name, *_ in string.Formatter().parse(sentence)]
+    return tuple(table()["advice"][name]["why"] for name in names if name in table()["advice"])
 
 
 def advised(name: str, run: AnalysedRun) -> str:
