@@ -7,13 +7,13 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ' says ' + m.content + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant says {% endif %}"
 )
-NUM_CHATS, NUM_LONGER, NUM_ANSWERS = 12, 9, 8
+NUM_CHATS, NUM_ANSWERS = 12, 8
 
 
 def write_sources(directory: Path) -> None:
     chats = [[("user", f"Add {n} to x."), ("assistant", f"x + {n}")] for n in range(NUM_CHATS)]
-    for n in range(NUM_CHATS - NUM_LONGER, NUM_CHATS):
-        chats[n] += [("user", "And y?"), ("assistant", f"x + {n} + y")]
+    for n, chat in enumerate(chats):
+        chat += [("user", "And y?"), ("assistant", f"x + {n} + y")] if n % 3 != 2 else []
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
     answers = [{"q": f"What is {n}?", "a": f"{n} it is, and no other number"} for n in range(NUM_ANSWERS)]
     for name, found in (("chats", rows), ("answers", answers)):
