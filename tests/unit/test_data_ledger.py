@@ -101,6 +101,7 @@ def test_kills_lost_lines_batch_sizes_left_out_updates_growth_and_a_rollback(tmp
     run.train(16, 17, *range(24, 30))
     found = check(run)
     assert found["rollbacks"] == 1 and found["passed_over_steps"] == [*range(18, 24)] and not found["updates_left_out"]
+    older = run.loader.schedule.position(24)
     run.restart(26, 4, grown)
     run.train(27, 28)
     found = check(run)
@@ -108,6 +109,11 @@ def test_kills_lost_lines_batch_sizes_left_out_updates_growth_and_a_rollback(tmp
     assert found["sources"][0]["held_out"] == 4 + 2 and "passed over by rollbacks: steps 18" in "\n".join(
         as_lines(found)
     )
+    run.tracking.rewind(24)  # to a checkpoint of the attempt before, which had another batch size
+    run.seen = {step: rows for step, rows in run.seen.items() if step <= 24}
+    run.loader.rewind(older, skipped_steps=frozenset())
+    run.train(25, 26)
+    check(run)
     run.tracking.finish(0)
 
 
