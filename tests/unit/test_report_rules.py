@@ -1,18 +1,23 @@
 """Each of the 45 rules fires on a log made for it and stays silent on a healthy one."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from report_curves import changed, controller_run, sft_run, swift_run
 from report_faults import FAULTS, SEED, healthy, put
 
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import recognise_profile
+from trainer.report.judge import ROOMS, find_check
+from trainer.report.measure import STATISTICS
 from trainer.report.result import LEVELS, VERDICTS, Finding, Report
 from trainer.report.rule_table import rules
 from trainer.report.run_log import RunLog
+from trainer.report.vocabulary import ROLES
 
 LEVEL_OF = {"V03": "warn", "V08": "warn", "V10": "note", "V25": "fail", "V31": "fail", "V32": "fail", "V44": "fail"}
 LEVEL_OF |= {"V01": "fail", "V02": "fail", "V05": "fail", "V27": "fail", "V22": "warn", "V09": "info", "V21": "info"}
@@ -135,3 +140,25 @@ def test_an_unknown_profile_or_limit_is_named() -> None:
 def test_a_limit_that_is_overridden_counts_and_is_named() -> None:
     report = analyse(sft_run(0), thresholds={"gpu_util": 99.0})
     assert of_rule(report, "V24") and report.overridden == ("gpu_util",) and report.thresholds["gpu_util"] == 99.0
+
+
+def test_the_table_names_every_function_that_measures_and_no_unknown_role_or_statistic() -> None:
+    named = {find_check(rule.check) for rule in rules() if rule.check}
+    public = {
+        function
+        for room in ROOMS.values()
+        for name, function in vars(room).items()
+        if not name.startswith("_") and inspect.isgeneratorfunction(function) and function.__module__ == room.__name__
+    }
+    assert named == public
+    rows = [row for rule in rules() for row in rule.rows.values()]
+    assert {row.role for row in rows} <= {None, *ROLES}
+    assert {row.statistic for row in rows} <= {None, *STATISTICS}
+
+
+def test_a_policy_is_not_reproached_with_a_loss_that_does_not_fall() -> None:
+    for kind in ("grpo", "controller"):
+        log = healthy(kind)
+        rising = changed(log, **{"train/loss": np.linspace(0, 0.1, len(log.series["train/loss"]))})
+        line = next(item for item in analyse(rising).checklist if item.id == "loss_falls")
+        assert (line.status, line.detail) == ("unknown", "applies to sft and generic runs"), kind
