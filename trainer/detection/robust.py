@@ -13,7 +13,7 @@ MIN_CURVE_POINTS = 5
 
 def spread(deviations: ArrayLike, axis: int = -1) -> Any:
     """Standard deviation of `deviations` from a middle, by the median of their sizes; an array over the other axes."""
-    return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=axis)
+    return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=axis, overwrite_input=True)
 
 
 def curve_noise(values: ArrayLike) -> float:

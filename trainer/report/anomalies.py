@@ -173,9 +173,11 @@ def _judge_rises_that_stay(z: Floats, centre: Floats, values: Floats, *, floor: 
     """
     at = np.flatnonzero(values[NUM_EARLIER:] - centre[:-NUM_EARLIER] > LEAST_RISE) + NUM_EARLIER
     past = _before(values, at, NUM_EARLIER)
-    middle = np.median(past, axis=1)
-    tail = (np.sort(past, axis=1)[:, int(0.9 * NUM_EARLIER)] - middle) / 1.282
-    expected = np.maximum(middle, np.median(past[:, :NUM_BEFORE], axis=1))
+    just_before = np.median(past[:, :NUM_BEFORE], axis=1)
+    past.sort(axis=1)  # in place: of a long log it is the largest array of all
+    middle = past[:, NUM_EARLIER // 2 - 1 : NUM_EARLIER // 2 + 1].mean(axis=1)
+    tail = (past[:, int(0.9 * NUM_EARLIER)] - middle) / 1.282
+    expected = np.maximum(middle, just_before)
     scores = (values[at] - expected) / np.maximum(np.maximum(spread(past - middle[:, None]), tail), floor)
     after = np.median(values[(at[:, None] + np.arange(NUM_BEFORE)).clip(max=len(values) - 1)], axis=1)
     is_higher = (scores > z[at]) & (after - expected > LEAST_RISE)
