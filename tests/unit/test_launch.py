@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.launch import __main__ as launch
-from trainer.launch import ranks
+from trainer.launch import ranks, supervise
 from trainer.launch.__main__ import agent_command
 from trainer.launch.ranks import (
     Arguments,
@@ -137,7 +137,7 @@ def test_threads_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
     from torch.distributed.run import parse_args
 
-    command = agent_command(3, layout, ["optim.lr=1e-5"])
+    command = agent_command(3, layout, ["optim.lr=1e-5"], timeout_s=7)
     assert command[:4] == [sys.executable, "-m", "trainer.launch", "--agent"]
     args = parse_args(command[4:])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == (str(layout.num_nodes), "3", 0)
@@ -146,6 +146,7 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
         assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "127.0.0.1:0")
     else:
         assert (args.node_rank, args.master_addr, args.master_port) == (1, "head", 1234)
+        assert args.rdzv_conf == "timeout=7"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,26 @@ def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, c
 @pytest.mark.parametrize(("reported", "code"), [(None, 75), (0, 75), (75, 75), (65, 65), (76, 76), (1, 1)])
 def test_exit_code_of_a_run_that_the_launcher_killed(reported: int | None, code: int) -> None:
     assert killed_exit_code(reported) == code
+
+
+def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed.run
+
+    def wait_for_machines(arguments: object) -> None:
+        raise torch.distributed.DistStoreError("Timed out after 61 seconds waiting for clients. 1/2 clients joined.")
+
+    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
+    monkeypatch.setenv("SFT_AGENT_PID", "")
+    monkeypatch.setattr(torch.distributed.run, "run", wait_for_machines)
+    monkeypatch.setattr(supervise.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(supervise.logging, "disable", lambda level: None)
+    nodes = NodeLayout(2, 0, "head", 1234)
+    code = supervise.run_agent(agent_command(1, nodes, [], timeout_s=60)[4:])
+    reported = int((tmp_path / "exit_code").read_text())
+    assert run_exit_code(reported, agent_code=code, was_signalled=False) == 75
+    assert "the machines did not meet: Timed out after 61 seconds" in capsys.readouterr().err
 
 
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from trainer.config import ConfigError
+from trainer.launch import __main__ as launch
 from trainer.launch import network_interface, ranks
 from trainer.launch.network_interface import gloo_interface
 from trainer.launch.ranks import NodeLayout, count_gpus, rank_environment, warn_of_few_cores
@@ -30,7 +31,9 @@ __version__ = "2.13.0+cu130"
 class _Backend:
     def is_built(): return {is_built}
 class _Cuda:
-    def init(): raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\\nhttp")
+    def init():
+        if not {is_usable}:
+            raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\\nhttp")
     def device_count(): return {num_gpus}
 class backends:
     cuda = _Backend
@@ -39,13 +42,19 @@ cuda = _Cuda
 
 
 @pytest.mark.parametrize(
-    ("is_built", "reason"),
-    [(False, "torch 2.13.0+cu130 is built without CUDA"), (True, "The NVIDIA driver on your system is too old")],
+    ("is_built", "num_counted", "reason"),
+    [
+        (False, 0, "torch 2.13.0+cu130 is built without CUDA"),
+        (True, 0, "The NVIDIA driver on your system is too old"),
+        (True, 8, "The NVIDIA driver on your system is too old"),
+    ],
 )
-def test_a_driver_without_a_card_that_torch_sees_is_refused_with_the_reason(
-    is_built: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_driver_without_a_card_that_torch_can_use_is_refused_with_the_reason(
+    is_built: bool, num_counted: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=FAKE_TORCH.format(is_built=is_built, num_gpus=0))
+    """torch counts cards without a context, so that it counts also those that it cannot use."""
+    torch = FAKE_TORCH.format(is_built=is_built, is_usable=False, num_gpus=num_counted)
+    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
     with pytest.raises(ConfigError, match="torch sees no card") as caught:
         count_gpus()
     assert reason in str(caught.value) and "trainer.device=cpu" in str(caught.value)
@@ -56,8 +65,29 @@ def test_cards_are_counted_by_torch(
     is_nvidia: bool, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drivers of other makers are found on machines without a card for training too: then it is a CPU machine."""
-    with_driver(tmp_path, monkeypatch, is_nvidia=is_nvidia, torch=FAKE_TORCH.format(is_built=True, num_gpus=num_gpus))
+    torch = FAKE_TORCH.format(is_built=True, is_usable=num_gpus > 0, num_gpus=num_gpus)
+    with_driver(tmp_path, monkeypatch, is_nvidia=is_nvidia, torch=torch)
     assert count_gpus() == num_gpus
+
+
+@pytest.mark.parametrize(
+    ("is_usable", "message"),
+    [(False, "torch sees no card: The NVIDIA driver on your system is too old"), (True, "this machine has 4 GPUs")],
+)
+def test_no_rank_is_started_without_enough_cards(
+    is_usable: bool,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch = FAKE_TORCH.format(is_built=True, is_usable=is_usable, num_gpus=4)
+    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
+    monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launch.main(["8", f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "trainer.device=cpu" in error and not (tmp_path / "run").exists()
 
 
 def test_the_question_is_one_that_torch_understands() -> None:

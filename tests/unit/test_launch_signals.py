@@ -220,7 +220,7 @@ def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subproc
 def test_torchrun_adds_nothing_to_the_error_of_a_rank(end: str, stderr: str, tmp_path: Path) -> None:
     rank = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
     (tmp_path / "rank.py").write_text(rank)
-    command = agent_command(2, NodeLayout(), [])
+    command = agent_command(2, NodeLayout(), [], timeout_s=60)
     command[command.index("trainer") - 1 :] = [str(tmp_path / "rank.py")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

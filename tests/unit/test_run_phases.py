@@ -17,6 +17,7 @@ from trainer.data.order import Share
 from trainer.model import source
 from trainer.run import main as run
 from trainer.runtime import log, signals
+from trainer.runtime.exit_codes import explain
 from trainer.runtime.heartbeat import Heartbeat, unpack_beat
 from trainer.runtime.signals import StopRequest
 
@@ -67,6 +68,38 @@ def test_a_rank_that_lost_another_says_so_first(
     assert [record.getMessage() for record in caplog.records] == [
         "rank 1 of this machine is gone, and the others cannot go on without it: Connection closed by peer"
     ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_ranks", "code"),
+    [
+        ("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]: Connection reset by peer", 4, 75),
+        ("NCCL error: remote process exited or there was a network error. ncclRemoteError: A call failed", 4, 75),
+        ("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]: Connection reset by peer", 2, 1),
+        ("shape '[2]' is invalid for input of size 3", 4, 1),
+    ],
+)
+def test_who_lost_another_machine_can_continue_with_the_same_command(
+    reason: str, num_ranks: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks of `num_ranks` are here, and both are well: what broke is elsewhere, or the program is wrong."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SFT_STATUS_DIR", raising=False)
+    found, message = explain(RuntimeError(reason), StopRequest())
+    assert found == code and reason in message
+    assert message.startswith("another machine of this run failed or is out of reach") is (code == 75)
+
+
+def test_a_rank_follows_another_that_lost_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It meets the broken connection later, when that one has left already: both ranks end the same way."""
+    lost = subprocess.Popen(["true"])
+    lost.wait()
+    (tmp_path / "rank_1.pid").write_text(str(lost.pid))
+    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
+    assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == 1
+    (tmp_path / "exit_code").write_text("75")
+    assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == 75
 
 
 def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:

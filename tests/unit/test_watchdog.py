@@ -218,7 +218,7 @@ def test_a_launcher_whose_terminal_is_gone_still_kills(bench: Bench, monkeypatch
 def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the peers would see a broken connection, and their launchers a crash."""
+    """Otherwise the peers would see a broken connection and leave, without a trace of what they did."""
     alive: list[bool] = []
     monkeypatch.setattr(watchdog, "PEERS_S", 0.5)
     monkeypatch.setattr(bench.dog, "has_peers", True)
@@ -227,3 +227,20 @@ def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_to
     monkeypatch.setattr(bench.dog, "kill", lambda agent: (alive.append(is_alive(agent.pid)), kill(agent)))
     bench.dog.end_run(bench.agent)
     assert alive == [True] and time.monotonic() - started_s >= 0.5
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_an_agent_whose_ranks_ended_in_order_does_not_wait_long_for_machines_that_are_gone(
+    has_peers: bool, bench: Bench, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.dog, "has_peers", has_peers)
+    bench.dog.finds_hang()
+    found = []
+    for process in (None, *bench.ranks):
+        if process is not None:
+            process.kill()
+            process.wait()
+        for passed_s in (0, watchdog.PEERS_S + 1):
+            clock.now_s += passed_s
+            found.append(bench.dog.finds_agent_waiting())
+    assert found == [False] * 5 + [has_peers]

@@ -59,21 +59,25 @@ def main(argv: list[str]) -> int:
         env = rank_environment(os.environ, layout, num_ranks=num_ranks, status_dir=status_dir)
         run_dir = Path(config.trainer.default_local_dir)
         watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
-        command = agent_command(num_ranks, layout, arguments.overrides)
+        timeout_s = config.trainer.dist_timeout_s
+        command = agent_command(num_ranks, layout, arguments.overrides, timeout_s=timeout_s)
         code = supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
     if code == EXIT_RESUMABLE:
         print("resume with the same command", flush=True)
     return code
 
 
-def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str]) -> list[str]:
-    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host never meet."""
+def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int) -> list[str]:
+    """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host never meet.
+
+    `timeout_s`: how long it waits for the other machines.
+    """
     if layout.num_nodes == 1:
         meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
         meeting += [f"--rdzv-id={uuid.uuid4().hex}"]
     else:
         meeting = [f"--node-rank={layout.node_rank}", f"--master-addr={layout.master_addr}"]
-        meeting += [f"--master-port={layout.master_port}"]
+        meeting += [f"--master-port={layout.master_port}", f"--rdzv-conf=timeout={timeout_s}"]
     options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
     # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in TMPDIR
     options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]

@@ -26,13 +26,14 @@ SLURM_PORTS = range(20000, 30000)
 CORES_PER_GPU_RANK = 4
 ASK_TORCH = """
 import torch
-reason = f"torch {torch.__version__} is built without CUDA"
+number, reason = 0, f"torch {torch.__version__} is built without CUDA"
 if torch.backends.cuda.is_built():
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # first: the count alone is the driver's, also of cards that torch cannot use
+        number = torch.cuda.device_count()
     except Exception as error:
         reason = str(error).splitlines()[0]
-print(torch.cuda.device_count(), reason)
+print(number, reason)
 """
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 

@@ -23,7 +23,7 @@ from trainer.launch.watchdog import Watchdog
 from trainer.runtime.environment import uncollected
 from trainer.runtime.file_lock import try_lock
 from trainer.runtime.processes import die_with_parent
-from trainer.runtime.signals import AGENT_PID, heeded_signals
+from trainer.runtime.signals import AGENT_PID, heeded_signals, report_exit_code
 
 POLL_S = 1.0
 STATUS_PREFIX, STATUS_MARK = "sft-", "launcher"
@@ -72,6 +72,9 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Pat
                 watchdog.end_run(agent)
                 return killed_exit_code(_reported_code(status_dir))
             watchdog.wake_agent(agent)
+            if watchdog.finds_agent_waiting():
+                watchdog.kill(agent)
+                return run_exit_code(_reported_code(status_dir), agent_code=EXIT_DONE, was_signalled=was_signalled)
             # not in the set: Python 3.11 returns any number when SIGCONT interrupts it after its time ran out
             if received is None or received.si_signo not in forwarded:
                 continue
@@ -144,7 +147,7 @@ def run_agent(argv: list[str]) -> int:
     logging.disable(logging.CRITICAL)
     memory_kills = MemoryKills()
     with uncollected():
-        from torch.distributed import run
+        from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -155,4 +158,7 @@ def run_agent(argv: list[str]) -> int:
                 killer = _killer(-failure.exitcode, memory_kills)
                 print(f"ERROR: rank {rank} was killed by {killer}; continue with the same command", file=sys.stderr)
         return EXIT_CRASH
+    except DistError as error:  # only the meeting of the machines raises it
+        report_exit_code(EXIT_RESUMABLE)
+        print(f"ERROR: the machines did not meet: {error}", file=sys.stderr)
     return EXIT_DONE

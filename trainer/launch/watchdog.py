@@ -6,6 +6,7 @@ code. Every launcher watches the ranks of its own machine; those that wait for a
 
 import contextlib
 import itertools
+import math
 import signal
 import socket
 import subprocess
@@ -27,7 +28,8 @@ SETTLED_S = 0.3
 """A rank writes its stacks in many small pieces; unchanged for this long they are complete."""
 COPY_S = 10.0
 PEERS_S = 10.0
-"""How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and not yet broken."""
+"""How long ranks with peers elsewhere live on, so that every launcher sees its own ranks silent and not yet broken; and
+an agent after its ranks, so that those elsewhere find the store in which they meet."""
 GONE_S = 5.0
 CONDITIONS = {
     psutil.STATUS_STOPPED: "stopped by a signal",
@@ -61,6 +63,7 @@ class Watchdog:
         self.has_peers = has_peers
         self._ranks: dict[int, Rank] = {}
         self._polled_at = time.monotonic()
+        self._ended_at = math.inf
 
     def finds_hang(self) -> bool:
         """Whether a living rank has been silent for longer than its phase allows, by the launcher's own clock."""
@@ -97,11 +100,21 @@ class Watchdog:
 
     def wake_agent(self, agent: subprocess.Popen) -> None:
         """Continue an agent that somebody stopped once its ranks have ended: it alone can tell how they did."""
-        ranks = [status_of(rank.process) for rank in self._ranks.values()]
-        if ranks and not any(ranks):
+        if self._have_ended():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if psutil.Process(agent.pid).status() in STOPPED:
                     agent.send_signal(signal.SIGCONT)
+
+    def finds_agent_waiting(self) -> bool:
+        """Whether the ranks here ended in order a while ago: the agent gives other machines five minutes more."""
+        if not (self.has_peers and self._have_ended()):
+            self._ended_at = math.inf
+            return False
+        self._ended_at = min(self._ended_at, time.monotonic())
+        return time.monotonic() > self._ended_at + PEERS_S
+
+    def _have_ended(self) -> bool:
+        return bool(self._ranks) and not any(status_of(rank.process) for rank in self._ranks.values())
 
     def kill(self, agent: subprocess.Popen) -> None:
         """End the agent and every process below it."""

@@ -1,0 +1,115 @@
+"""Machines on one machine: namespaces with their own network, host name, processes and /etc/hosts, on one switch.
+
+Each host finds its own name at 127.0.1.1, as on Debian, and the names of the others at their addresses. A host is alive
+as long as the first process of its namespace; killing that kills all it runs. Needs root and iproute2.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+NETWORK = "10.77.0"
+
+
+def why_not() -> str:
+    """Why there can be no namespaces here; empty when there can."""
+    if os.geteuid() != 0:
+        return "only root makes network namespaces"
+    if missing := [name for name in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(name) is None]:
+        return f"not installed: {', '.join(missing)}"
+    try:
+        with tempfile.TemporaryDirectory() as directory, network(1, hosts_dir=Path(directory)):
+            return ""
+    except (subprocess.CalledProcessError, OSError) as error:
+        return f"no namespaces here: {error}"
+
+
+@dataclass
+class Host:
+    """A machine: `namespace` is the pid of its first process, `switch` that of the network's."""
+
+    name: str
+    address: str
+    keeper: "subprocess.Popen[bytes]"
+    namespace: int
+    switch: int
+
+    def start(self, command: list[str], *, cwd: Path, env: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        """A command on this machine; it returns the command's exit code, or -9 when the machine was killed."""
+        inside = self.entering("env", f"--chdir={cwd}", *command)
+        return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def entering(self, *command: str) -> list[str]:
+        """The words that run a command on this machine."""
+        return _entering(self.namespace, *command)
+
+    def cut_off(self) -> None:
+        """Pull the cable: connections stay, and nothing comes through them."""
+        _run(self.switch, "ip", "link", "set", self.name, "down")
+
+    def plug_in(self) -> None:
+        _run(self.switch, "ip", "link", "set", self.name, "up")
+
+    def kill(self) -> None:
+        """Power off."""
+        os.kill(self.namespace, signal.SIGKILL)
+        self.keeper.wait()
+
+
+@contextmanager
+def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
+    """That many hosts, gone with all they run at the end of the block; `hosts_dir` takes their /etc/hosts."""
+    addresses = {f"host{number}": f"{NETWORK}.{number + 1}" for number in range(num_hosts)}
+    with _namespaces("--net") as (_, switch), ExitStack() as held:
+        _run(switch, "ip", "link", "add", "switch0", "type", "bridge")
+        _run(switch, "ip", "link", "set", "switch0", "up")
+        hosts = []
+        for name in addresses:
+            keeper, namespace = held.enter_context(_namespaces("--net", "--uts", "--pid", "--mount-proc"))
+            hosts.append(Host(name, addresses[name], keeper, namespace, switch))
+            _set_up(hosts[-1], {**addresses, "localhost": "127.0.0.1", name: "127.0.1.1"}, hosts_dir / f"{name}.hosts")
+        yield hosts
+
+
+def _set_up(host: Host, known: dict[str, str], table: Path) -> None:
+    table.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
+    name, namespace, switch = host.name, host.namespace, host.switch
+    _run(
+        switch, "ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", f"/proc/{namespace}/ns/net"
+    )
+    _run(switch, "ip", "link", "set", name, "master", "switch0", "up")
+    _run(namespace, "ip", "link", "set", "lo", "up")
+    _run(namespace, "ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+    _run(namespace, "ip", "link", "set", "eth0", "up")
+    _run(namespace, "hostname", name)
+    _run(namespace, "mount", "--bind", str(table), "/etc/hosts")
+
+
+@contextmanager
+def _namespaces(*kinds: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """(process that keeps them, pid of their first process); both die when the first does."""
+    command = ["unshare", *kinds, "--fork", "sh", "-c", "echo; read ends_with_us"]
+    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes) as keeper:  # type: ignore[call-overload]
+        assert keeper.stdin is not None and keeper.stdout is not None
+        try:
+            if not keeper.stdout.read(1):  # all is made when the first process speaks
+                raise subprocess.CalledProcessError(keeper.wait(), command)
+            yield keeper, int(Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text())
+        finally:
+            keeper.stdin.close()
+
+
+def _entering(namespace: int, *command: str) -> list[str]:
+    return ["nsenter", "--target", str(namespace), "--all", "--", *command]
+
+
+def _run(namespace: int, *command: str) -> None:
+    subprocess.run(_entering(namespace, *command), check=True, capture_output=True, text=True)

@@ -1,0 +1,273 @@
+"""Runs on several machines (namespaces of this one) that are cut off, killed, late, alone, and another number of them.
+
+`python tests/faults/several_machines.py` writes benchmarks/results/several_machines.json. Every start is the real
+command under the real launcher on a small model. Each case strikes a run; every machine must leave within the run's
+limits with exit code 0 or 75 (a machine that is killed says nothing); the same command on machines in order must then
+end with 0, with the losses of an undisturbed run: in every bit on as many ranks, within 1e-6 on another number.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.extend([str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)])
+
+import torch
+from hosts import Host, network, why_not
+from whole_runs import tiny_model
+
+from trainer.resume_proof.bit_equality import compare_runs
+from trainer.tracking import read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "several_machines.json"
+TOTAL_STEPS = 40
+STRIKE_AT = 12
+DIST_TIMEOUT_S, HANG_TIMEOUT_S = 40, 10
+LIMIT_S = 90.0
+"""For a start to be over: the import of torch, `DIST_TIMEOUT_S`, and half a minute in which the launcher ends a run."""
+WORDS = (
+    f"trainer.dist_timeout_s={DIST_TIMEOUT_S}",
+    f"trainer.hang_timeout_s={HANG_TIMEOUT_S}",
+    "trainer.checkpoint.save_timeout_s=20",
+    "trainer.save_freq=5",
+    "trainer.test_freq=20",
+)
+TORCHRUN = (
+    "torchrun",
+    "--max-restarts=2",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=host0:29500",
+    "--rdzv-id=sft",
+)
+KILLED = "killed"
+EXPECTED = (0, 75, KILLED)
+
+
+@dataclass
+class Cluster:
+    """A run on some machines: where it is, and one process of the launcher each."""
+
+    hosts: list[Host]
+    run_dir: Path
+    num_ranks: int
+    words: tuple[str, ...]
+    has_torchrun: bool = False
+    launchers: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    killed: set[str] = field(default_factory=set)
+
+    def start(self, host: Host) -> None:
+        """The launcher on one machine, as a user starts it: the others under the name of the first."""
+        place = {"NNODES": str(len(self.hosts)), "NODE_RANK": str(self.hosts.index(host))}
+        env = {**os.environ, **place, "MASTER_ADDR": self.hosts[0].name, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+        command = ["bash", str(REPOSITORY / "run_sft.sh"), str(self.num_ranks)]
+        if self.has_torchrun:
+            env |= {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "eth0"}
+            command = [*TORCHRUN, f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.num_ranks}", "-m", "trainer"]
+        command += [*self.words, f"trainer.default_local_dir={self.run_dir}"]
+        with self.log(host).open("ab") as log:
+            self.launchers[host.name] = host.start(command, cwd=self.run_dir.parent, env=env, log=log)
+
+    def log(self, host: Host) -> Path:
+        return self.run_dir.with_suffix(f".{host.name}.log")
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not any(row["step"] >= step for row in rows(self.run_dir)):
+            assert time.monotonic() < deadline, f"no step {step}:\n{self.outputs()}"
+            time.sleep(0.01)
+
+    def kill(self, host: Host) -> None:
+        self.killed.add(host.name)
+        host.kill()
+
+    def codes(self) -> dict[str, int | str]:
+        """Exit code of each machine's launcher. Raises `TimeoutExpired`."""
+        deadline = time.monotonic() + LIMIT_S
+        codes = {name: process.wait(max(0.1, deadline - time.monotonic())) for name, process in self.launchers.items()}
+        return {name: KILLED if name in self.killed else code for name, code in codes.items()}
+
+    def outputs(self) -> str:
+        return "\n".join(f"{host.name}:\n{self.log(host).read_text(errors='replace')}" for host in self.hosts)
+
+
+Strike = Callable[[Cluster], None]
+
+
+def cut_off(cluster: Cluster) -> None:
+    cluster.hosts[-1].cut_off()
+
+
+def cut_off_for_a_moment(cluster: Cluster) -> None:
+    """Shorter than the limit: the connections live on."""
+    cluster.hosts[-1].cut_off()
+    time.sleep(3.0)
+    cluster.hosts[-1].plug_in()
+
+
+def kill_last(cluster: Cluster) -> None:
+    cluster.kill(cluster.hosts[-1])
+
+
+def kill_first(cluster: Cluster) -> None:
+    """The one where the ranks meet, which decides for all."""
+    cluster.kill(cluster.hosts[0])
+
+
+def stop_one(cluster: Cluster) -> None:
+    """A scheduler's signal to the launcher of one machine: all save and leave."""
+    _signal_oldest(cluster.hosts[-1], signal.SIGTERM, f"trainer.launch {cluster.num_ranks} ")
+
+
+def kill_rank(cluster: Cluster) -> None:
+    """Of ranks that torchrun started."""
+    _signal_oldest(cluster.hosts[-1], signal.SIGKILL, "python[^ ]* -u -m trainer ")
+
+
+def _signal_oldest(host: Host, number: signal.Signals, pattern: str) -> None:
+    """The oldest process of a machine with such a command line: not the loader workers that it forks."""
+    subprocess.run(host.entering("pkill", f"-{number.value}", "-o", "-f", pattern), check=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`strike` a run on some machines, and go on with `then`: machines, ranks on each.
+
+    `num_late` machines never come, the last ones or, below 0, the first. `has_torchrun`: as users of torchrun start it.
+    """
+
+    name: str
+    strike: Strike | None
+    num_hosts: int = 2
+    num_ranks: int = 2
+    num_late: int = 0
+    then: tuple[int, int] = (2, 2)
+    has_torchrun: bool = False
+
+
+CASES = (
+    Case("undisturbed", None),
+    Case("cut off", cut_off),
+    Case("cut off for 3 s", cut_off_for_a_moment),
+    Case("last machine killed, comes back", kill_last),
+    Case("first machine killed, comes back", kill_first),
+    Case("a machine killed, on with the other", kill_last, then=(1, 4)),
+    Case("a machine killed, on with three", kill_last, then=(3, 1)),
+    Case("one machine is told to stop", stop_one),
+    Case("a rank killed under torchrun --max-restarts", kill_rank, has_torchrun=True),
+    Case("a machine never comes", None, num_late=1),
+    Case("the first machine never comes", None, num_late=-1),
+)
+
+
+class Campaign:
+    """Cases one after the other; the first that nothing disturbs is what the others are compared with."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.words = (*tiny_model(root), *WORDS, f"trainer.total_training_steps={TOTAL_STEPS}")
+        self.straight: Path | None = None
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """What came of a case: codes and seconds of the struck start and of the one after it, and what is wrong."""
+        run_dir = self.root / f"run{len(list(self.root.glob('*.host0.log')))}"
+        codes, struck_s = self._start(run_dir, case.num_hosts, case.num_ranks, case)
+        result: dict[str, Any] = {"case": case.name, "codes": codes, "seconds": round(struck_s, 1)}
+        faults = [f"exit code {code} of {name}" for name, code in codes.items() if code not in EXPECTED]
+        if set(codes.values()) != {0}:
+            then, _ = self._start(run_dir, *case.then, None)
+            result |= {"then": then, "machines": case.then[0]}
+            faults += [f"then exit code {code} of {name}" for name, code in then.items() if code != 0]
+        if case.strike is None and case.num_late == 0:
+            self.straight = run_dir
+        if not faults and self.straight:
+            faults += self._differences(run_dir, is_same_size=case.then == (case.num_hosts, case.num_ranks))
+        return {**result, "faults": faults}
+
+    def _start(
+        self, run_dir: Path, num_hosts: int, num_ranks: int, case: Case | None
+    ) -> tuple[dict[str, int | str], float]:
+        """Exit codes, and the seconds from the strike, or from the start where there is none, to the end."""
+        with network(num_hosts, hosts_dir=self.root) as hosts:
+            cluster = Cluster(hosts, run_dir, num_ranks, self.words, bool(case and case.has_torchrun))
+            num_late = case.num_late if case else 0
+            present = hosts[max(0, -num_late) : num_hosts - max(0, num_late)]
+            for host in present:
+                cluster.start(host)
+            if case and case.strike:
+                cluster.wait_for_step(STRIKE_AT)
+                case.strike(cluster)
+            begun = time.monotonic()
+            try:
+                return cluster.codes(), time.monotonic() - begun
+            except subprocess.TimeoutExpired:
+                return {host.name: f"hangs: {cluster.log(host).read_text()[-3000:]}" for host in present}, LIMIT_S
+
+    def _differences(self, run_dir: Path, *, is_same_size: bool) -> list[str]:
+        assert self.straight is not None
+        for hang in run_dir.glob("hang_*"):
+            shutil.rmtree(hang)  # stacks of the struck start
+        if is_same_size:
+            return list(compare_runs(self.straight, run_dir, steps=TOTAL_STEPS).differences)
+        losses, expected = losses_of(run_dir), losses_of(self.straight)
+        return [
+            f"step {step}: loss {losses.get(step)}, undisturbed {loss}"
+            for step, loss in expected.items()
+            if abs(losses.get(step, float("inf")) - loss) > 1e-6
+        ]
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    """Of each step the newest attempt."""
+    return {int(row["step"]): row["train/loss"] for row in rows(run_dir) if "train/loss" in row}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--keep", type=Path, help="leave the runs and their logs here")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args(argv)
+    if reason := why_not():
+        print(f"ERROR: {reason}", file=sys.stderr)
+        return 2
+    begun = time.monotonic()
+    root = arguments.keep or Path(tempfile.mkdtemp(prefix="machines-"))
+    root.mkdir(exist_ok=True)
+    campaign, results = Campaign(root), []
+    for case in CASES:
+        if (case.strike is None and not case.num_late) or arguments.only in case.name:
+            results.append(campaign.run(case))
+            print(json.dumps(results[-1]), flush=True)
+    if arguments.keep is None:
+        shutil.rmtree(root)
+    result = {
+        "command": " ".join(["python tests/faults/several_machines.py", *argv]),
+        "limits": {"dist_timeout_s": DIST_TIMEOUT_S, "hang_timeout_s": HANG_TIMEOUT_S},
+        "cases": results,
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    return int(any(case["faults"] for case in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
