@@ -12,6 +12,7 @@ COMMANDS = {
     "diagnose": "the report as JSON, its verdict as exit code",
     "compare": "runs side by side",
     "checkpoint": "list, prove, delete and export checkpoints; verify-resume proves that a recipe resumes",
+    "prove": "whether an export serves, in transformers or vLLM, the loss that its step was validated with",
     "metrics": "what the metrics mean",
     "replay": "one clean tracker run from a run directory",
 }

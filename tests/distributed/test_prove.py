@@ -1,0 +1,187 @@
+"""`prove`: an export that serves what was trained is told so, each broken one is refused with the right word."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_lora import LORA, start
+from test_lora import root as root
+from test_lora import words as words
+
+from trainer.checkpoint.manifest import MANIFEST, parse_manifest
+from trainer.config import ConfigError
+from trainer.serving_proof.proof import Certificate, prove_serving
+
+STEP = "global_step_4"
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+LAYER = "model.layers.0.self_attn"
+
+
+@pytest.fixture(scope="module")
+def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
+    """{case: run directory}: full training exported in bfloat16, adapters in float32."""
+    for name, changes in {"full": ("optim.lr=0.01",), "lora": (*LORA, "optim.lr=0.2")}.items():
+        start(root / name, 2, *words, *changes)
+    return {name: root / name for name in ("full", "lora")}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process group of one rank leaves in the environment is taken back."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def proven(checkpoint: Path) -> Certificate:
+    found, path = prove_serving(checkpoint, engine="transformers", python="")
+    assert json.loads(path.read_text())["is_equal"] is found.is_equal
+    return found
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained: dict[str, Path], kind: str) -> None:
+    found = proven(trained[kind] / STEP)
+    assert found.is_equal and found.causes == () and found.first_difference is None
+    assert abs(found.served_loss - found.val_loss) <= found.tolerance < 0.01 * found.val_loss
+    assert (found.base_loss is None) == (kind == "full")
+    if found.base_loss is not None:
+        assert abs(found.base_loss - found.served_loss) > 10 * found.tolerance
+
+
+def tensors(name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def spoil(export: Path) -> None:
+        found = load_file(export / name)
+        change(found)
+        save_file(found, export / name, {"format": "pt"})
+
+    return spoil
+
+
+def swap(found: dict[str, torch.Tensor]) -> None:
+    names = [f"{LAYER}.{part}_proj.weight" for part in "kv"]
+    found.update(zip(names, [found[name] for name in reversed(names)], strict=True))
+
+
+def keys(name: str, **changes: Any) -> Callable[[Path], None]:
+    def spoil(export: Path) -> None:
+        tree = json.loads((export / name).read_text())
+        assert all(key in tree for key in changes)
+        (export / name).write_text(json.dumps(tree | changes))
+
+    return spoil
+
+
+def rotate(export: Path) -> None:
+    tree = json.loads((export / "config.json").read_text())
+    tree["rope_parameters"]["rope_theta"] /= 100
+    (export / "config.json").write_text(json.dumps(tree))
+
+
+def another_template(export: Path) -> None:
+    file = export / "chat_template.jinja"
+    file.write_text(file.read_text().replace("user", "human"))
+
+
+def other_tokens(export: Path) -> None:
+    tree = json.loads((export / "tokenizer.json").read_text())
+    vocab = tree["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (export / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def torn(export: Path) -> None:
+    (export / MODEL).write_bytes((export / MODEL).read_bytes()[:1000])
+
+
+def other_base(export: Path) -> None:
+    base = export.parent.parent / "base"
+    shutil.copytree(json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"], base)
+    tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))(base)
+    keys("adapter_config.json", base_model_name_or_path=str(base))(export)
+
+
+def no_adapter(found: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in found if "lora_B" in name]:
+        found[name].zero_()
+
+
+SPOILED: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "tensors swapped": ("full", tensors(MODEL, swap), f"weights: not the trained ones: {LAYER}.k_proj.weight"),
+    "a norm halved": (
+        "full",
+        tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5)),
+        "weights: not the trained ones: model.norm.weight",
+    ),
+    "rope": ("full", rotate, "config.json: rope_parameters.rope_theta is 100"),
+    "norm's epsilon": ("full", keys("config.json", rms_norm_eps=0.5), "config.json: rms_norm_eps is 0.5, the model"),
+    "template": ("full", another_template, "chat template: it is not the one"),
+    "tokens": ("full", other_tokens, "tokenizer: its vocabulary is not the one"),
+    "torn": ("full", torn, f"{MODEL} cannot be read"),
+    "base": ("lora", other_base, "base: '"),
+    "alpha": ("lora", keys("adapter_config.json", lora_alpha=1), "adapter: adapter_config.json says lora_alpha=1"),
+    "no adapter": ("lora", tensors(ADAPTER, no_adapter), "adapter: served is the loss of the base model"),
+}
+
+
+LOSES = ("tensors swapped", "a norm halved", "rope", "norm's epsilon", "base", "alpha", "no adapter")
+"""Those whose loss shows it on so small a model."""
+
+
+def copied(run_dir: Path, target: Path) -> Path:
+    shutil.copytree(run_dir, target)
+    return target / STEP
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_broken_export_is_refused_with_the_right_word(trained: dict[str, Path], tmp_path: Path, name: str) -> None:
+    kind, spoil, word = SPOILED[name]
+    checkpoint = copied(trained[kind], tmp_path / "run")
+    spoil(checkpoint / "huggingface")
+    found = proven(checkpoint)
+    assert not found.is_equal
+    assert any(word in cause for cause in found.causes), found.causes
+    assert any(cause.startswith("files: huggingface/") for cause in found.causes)
+    differs = abs(found.served_loss - found.val_loss) > found.tolerance
+    assert differs == (name in LOSES), found
+    assert found.first_difference is not None or not differs
+    if found.first_difference:
+        assert "train.jsonl:" in found.first_difference
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained: dict[str, Path], tmp_path: Path) -> None:
+    """As a fault of the program would leave it: the manifest says what stands there."""
+    checkpoint = copied(trained["full"], tmp_path / "run")
+    tensors(MODEL, lambda found: found["model.norm.weight"].mul_(0.5))(checkpoint / "huggingface")
+    manifest = parse_manifest((checkpoint / MANIFEST).read_bytes())
+    data = (checkpoint / "huggingface" / MODEL).read_bytes()
+    files = tuple(
+        dataclasses.replace(record, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        if record.path == f"huggingface/{MODEL}"
+        else record
+        for record in manifest.files
+    )
+    (checkpoint / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+    found = proven(checkpoint)
+    assert abs(found.served_loss - found.val_loss) > found.tolerance
+    assert found.causes == ("weights: not the trained ones: model.norm.weight",)
+    assert found.first_difference is not None
+
+
+def test_nothing_to_compare_with_is_said(trained: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no validation at step 2"):
+        prove_serving(trained["full"] / "global_step_2", engine="transformers", python="")
+    checkpoint = copied(trained["full"], tmp_path / "run")
+    log = checkpoint.parent / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"val/total_valid_token_count":', '"val/total_valid_token_count":1'))
+    with pytest.raises(ConfigError, match="no longer those of step 4"):
+        prove_serving(checkpoint, engine="transformers", python="")

@@ -1,0 +1,53 @@
+"""Prove that an export serves the loss it was validated with: `python -m trainer.cli.prove CHECKPOINT` (floor 5).
+
+Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data, 73 cannot write, 130 interrupted.
+"""
+
+import sys
+from pathlib import Path
+
+from trainer.checkpoint_tools.listing import checkpoint_to_export
+from trainer.cli.arguments import Parser, answer
+from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DONE, DataError
+
+ENGINES = ("transformers", "vllm")
+
+
+def main(argv: list[str]) -> int:
+    return answer(lambda: _prove(argv), {DataError: EXIT_BAD_DATA})
+
+
+def _prove(argv: list[str]) -> int:
+    about = "Prove that an export serves the loss that its step was validated with: the tokens of the validation go to "
+    parser = Parser(prog="python -m trainer.cli.prove", description=f"{about}the engine, val/loss must come out.")
+    help_text = "a global_step_<step>, or a run directory: its newest checkpoint"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=help_text)
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what serves it (default: %(default)s)")
+    parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help="an interpreter that has vLLM")
+    arguments = parser.parse_args(argv)
+    checkpoint, notes = checkpoint_to_export(arguments.checkpoint)
+
+    from trainer.serving_proof.proof import prove_serving
+
+    for note in notes:
+        print(note)
+    found, path = prove_serving(checkpoint, engine=arguments.engine, python=arguments.python)
+    tokens = f"{found.num_loss_tokens:,} supervised tokens of {found.num_samples:,} samples"
+    print(f"step {found.step}: val/loss {found.val_loss:.6f} over {tokens}")
+    difference = found.served_loss - found.val_loss
+    print(
+        f"{found.engine}: {found.served_loss:.6f}, difference {difference:+.1e}, tolerance {found.tolerance:.1e} "
+        f"({found.dtype} against a wider dtype on these samples)"
+    )
+    if found.base_loss is not None:
+        print(f"base model without the adapter: {found.base_loss:.6f}")
+    for cause in found.causes:
+        print(f"  {cause}")
+    if found.first_difference:
+        print(f"first sample that differs: {found.first_difference}")
+    print(f"verdict: {'served loss equals trained loss' if found.is_equal else 'REFUSED'}; certificate: {path}")
+    return EXIT_DONE if found.is_equal else EXIT_CRASH
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""What an exported directory gives the supervised tokens of samples, in transformers or in vLLM (floor 5)."""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+
+from trainer.config import ConfigError
+from trainer.serving_proof import vllm_engine
+
+TRANSFORMERS, VLLM = "transformers", "vllm"
+PEFT_CONFIG = "adapter_config.json"
+NUM_LINES = 12  # of an engine's last words
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids (int32) and which of them are supervised, of one document."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    place: str
+    """`file:line` of its row."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Log-probability of the supervised tokens of each sample, float64; which program said so."""
+
+    sums: np.ndarray
+    program: str
+
+
+def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
+    """(model, adapter, rank): of an exported adapter its base and itself, of a model None and 0.
+
+    Raises `ConfigError` if the base is not where the adapter says.
+    """
+    if not (export / PEFT_CONFIG).exists():
+        return export, None, 0
+    settings = json.loads((export / PEFT_CONFIG).read_text())
+    base = Path(str(settings["base_model_name_or_path"]))
+    if not base.is_dir():
+        raise ConfigError(
+            f"'{export}' is an adapter for '{base}', which is no directory here: put the base model there"
+        )
+    return base, export, int(settings["r"])
+
+
+def in_transformers(
+    export: Path, samples: Sequence[Sample], *, dtype: torch.dtype, has_adapter: bool = True
+) -> np.ndarray:
+    """Sums as transformers' own class computes them, one document after the other; `has_adapter` false: its base."""
+    path, adapter, _ = adapter_of(export)
+    auto: Any = transformers.AutoModelForCausalLM
+    if getattr(transformers.AutoConfig.from_pretrained(path), "vision_config", None) is not None:
+        auto = transformers.AutoModelForMultimodalLM
+    model: Any = auto.from_pretrained(path, dtype=dtype)
+    if adapter is not None and has_adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).to(dtype)
+    return np.array([_sum(model.eval(), sample) for sample in samples])
+
+
+@torch.no_grad()
+def _sum(model: Any, sample: Sample) -> float:
+    ids, mask = torch.from_numpy(sample.ids).long(), torch.from_numpy(sample.mask)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1][mask[1:]]
+    return -F.cross_entropy(logits.double(), ids[1:][mask[1:]], reduction="sum").item()
+
+
+def in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> Served:
+    """Sums as vLLM serves them, in a process of `python`, an interpreter that has it. Raises `ConfigError`."""
+    model, adapter, rank = adapter_of(export)
+    with tempfile.TemporaryDirectory(prefix="sft-prove-") as work:
+        answer_file = Path(work, "answer.json")
+        job = {
+            "model": str(model),
+            "adapter": None if adapter is None else str(adapter),
+            "rank": rank,
+            "ids": [sample.ids.tolist() for sample in samples],
+            "masks": [sample.mask.tolist() for sample in samples],
+            "answer": str(answer_file),
+        }
+        Path(work, "job.json").write_text(json.dumps(job))
+        command = [python, str(vllm_engine.__file__), str(Path(work, "job.json"))]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if ended.returncode != 0:
+            said = "\n".join(ended.stderr.splitlines()[-NUM_LINES:])
+            raise ConfigError(
+                f"vLLM does not serve '{export}' ({' '.join(command[:2])} ended with {ended.returncode}):\n{said}"
+            )
+        answer = json.loads(answer_file.read_text())
+    return Served(np.array(answer["sums"]), f"vllm {answer['version']}")

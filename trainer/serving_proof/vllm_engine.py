@@ -1,0 +1,40 @@
+"""Run by an interpreter that has vLLM: `python vllm_engine.py JOB` (floor 5, imports nothing of this package).
+
+JOB is a JSON file of {"model", "adapter", "rank", "ids": [[...], ...], "masks": [[...], ...], "answer"}; what comes
+into `answer` is {"sums": log-probability of the supervised tokens of each sample, "version"}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an engine of its own process imports vLLM again
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+LARGEST_DEFAULT_RANK = 16
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    settings: dict[str, Any] = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": True}
+    settings["max_model_len"] = max(map(len, job["ids"])) + 1
+    request = None
+    if job["adapter"]:
+        request = LoRARequest("trained", 1, job["adapter"])
+        settings |= {"enable_lora": True, "max_lora_rank": max(LARGEST_DEFAULT_RANK, job["rank"])}
+    llm = vllm.LLM(job["model"], **settings)
+    parameters = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in job["ids"]], parameters, lora_request=request)
+    sums = []
+    for ids, mask, answer in zip(job["ids"], job["masks"], answers, strict=True):
+        pairs = zip(ids[1:], mask[1:], answer.prompt_logprobs[1:], strict=True)
+        sums.append(sum(choices[token].logprob for token, is_supervised, choices in pairs if is_supervised))
+    return {"sums": sums, "version": vllm.__version__}
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[1]).read_text())
+    Path(job["answer"]).write_text(json.dumps(serve(job)))
