@@ -7,10 +7,12 @@ from typing import Any
 import tokenizer_fixtures as fixtures
 from tokenizer_fixtures import make_tokenizer
 
+from trainer.config import RowKeys
 from trainer.data.chat import tokenizer_digest
-from trainer.data.conversation import RowKeys
+from trainer.data.rows import Row
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import TokenDataset
+from trainer.data.shapes import Item, RowParser
 from trainer.data.token_cache import prepare
 
 OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_length=64)
@@ -37,3 +39,8 @@ def run(
     paths = [files] if isinstance(files, Path) else files
     digest = tokenizer_digest(tokenizer)
     return prepare(paths, tokenizer=tokenizer, tokenizer_digest=digest, options=options, cache_dir=cache, **more)
+
+
+def to_conversation(row: Row, keys: RowKeys) -> Item:
+    """What stands in a row that is none of tokens."""
+    return RowParser(keys, make_tokenizer(None)).parse(row)

@@ -2,19 +2,13 @@
 
 import pytest
 
-from trainer.config import ConfigError, Source, sources_of
+from trainer.config import ConfigError, RowKeys, Source, sources_of
 from trainer.run.compose import load_config
 
 DEFAULTS = {
     "repeat": 1.0,
     "max_samples": -1,
     "chat_template": None,
-    "messages_key": "messages",
-    "tools_key": "tools",
-    "prompt_key": None,
-    "response_key": None,
-    "text_key": None,
-    "vocabulary_digest": None,
 }
 
 
@@ -23,7 +17,9 @@ def sources(*words: str, key: str = "train_files") -> list[Source]:
 
 
 def expected(name: str, files: str | list[str], **changes: object) -> Source:
-    return Source(name=name, files=files, **{**DEFAULTS, **changes})  # type: ignore[arg-type]
+    keys = RowKeys(**{key: value for key, value in changes.items() if key not in DEFAULTS})  # type: ignore[arg-type]
+    own = {key: changes.get(key, value) for key, value in DEFAULTS.items()}
+    return Source(name=name, files=files, keys=keys, **own)  # type: ignore[arg-type]
 
 
 def test_paths_globs_and_lists_of_them_are_one_source() -> None:
@@ -61,9 +57,9 @@ def test_what_a_source_leaves_open_is_as_in_data() -> None:
     assert plain == expected("a", "a.jsonl", **shared)
     assert chat == expected("b", "b.jsonl", chat_template="t.jinja", messages_key="m"), "it says where to look itself"
     text, tokens = sources(*common, "data.train_files=[{files:a.jsonl,text_key:t},{files:b.jsonl,vocabulary_digest:d}]")
-    shared["vocabulary_digest"] = "d"
-    own = {"chat_template": "t.jinja", "messages_key": "chat", "text_key": "t"}
-    assert (text, tokens) == (expected("a", "a.jsonl", **own), expected("b", "b.jsonl", **shared))
+    own = {"chat_template": "t.jinja", "messages_key": "chat"}
+    assert text == expected("a", "a.jsonl", text_key="t", **own)
+    assert tokens == expected("b", "b.jsonl", vocabulary_digest="d", **own), "rows of tokens are in no other columns"
 
 
 MISTAKES = {

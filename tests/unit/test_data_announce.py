@@ -8,9 +8,9 @@ import pytest
 import tokenizer_fixtures as fixtures
 from prepared import run, write_rows
 
+from trainer.config import RowKeys
 from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.conversation import RowKeys
 from trainer.data.loader import RankPlan
 from trainer.data.order import Share
 from trainer.data.sample_writer import PrepareOptions
@@ -56,7 +56,10 @@ def test_the_plan_says_what_became_of_turns_and_why(tmp_path: Path, caplog: pyte
 
     assert "; turns together; " in plan(fixtures.CHATML)
     apart = plan(fixtures.QWEN3)
-    assert "; turns apart in 1 of 2 rows, whose whole rendering shows a turn otherwise than inference does; " in apart
+    assert (
+        "; turns apart in 1 of 2 conversations, whose whole rendering shows a turn otherwise than inference does; "
+        in apart
+    )
     assert "plan: batch 2 = " in apart and "; 3 samples, " in apart
     assert "; turns apart (data.turns); " in plan(fixtures.CHATML, turns="apart")
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")

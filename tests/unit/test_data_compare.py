@@ -12,11 +12,12 @@ import tokenizer_fixtures as fixtures
 from prepared import run, write_rows
 
 from trainer.cli.data import main
-from trainer.data.conversation import RowKeys
+from trainer.config import RowKeys
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import Samples
+from trainer.data.tokens import Encoded
 from trainer.data_tools.compare import compare
-from trainer.data_tools.dump import DumpRow, read_dump
+from trainer.data_tools.dump import read_dump
 from trainer.data_tools.frameworks import FRAMEWORKS
 from trainer.data_tools.matching import match, moved
 from trainer.errors import DataError
@@ -46,11 +47,11 @@ def rules(samples: Samples, change: Change) -> dict[str, int]:
     dump = []
     for number in range(NUM_ROWS):
         ids, mask = change(*(part.tolist() for part in samples.sample(number)))
-        dump.append(DumpRow(np.array(ids, dtype=np.int32), np.array(mask)))
+        dump.append(Encoded(np.array(ids, dtype=np.int32), np.array(mask)))
     return found(samples, dump)
 
 
-def found(samples: Samples, dump: list[DumpRow]) -> dict[str, int]:
+def found(samples: Samples, dump: list[Encoded]) -> dict[str, int]:
     tree = compare(samples, dump, TOKENIZER, framework="trl", max_length=512)
     return {rule: entry["rows"] for rule, entry in tree["rules"].items()}
 
@@ -116,8 +117,8 @@ def test_a_difference_has_its_rule(samples: Samples, name: str) -> None:
 def test_several_differences_are_told_apart_and_shown(samples: Samples) -> None:
     ids, mask = samples.sample(2)
     extra = TOKENIZER.bos_token_id
-    there = DumpRow(np.array([extra, extra, *ids], dtype=np.int32), np.array([False, False, *mask[:-1], True]))
-    rows = [DumpRow(*samples.sample(number)) for number in range(NUM_ROWS)]
+    there = Encoded(np.array([extra, extra, *ids], dtype=np.int32), np.array([False, False, *mask[:-1], True]))
+    rows = [Encoded(*samples.sample(number)) for number in range(NUM_ROWS)]
     tree = compare(samples, [*rows[:2], there, *rows[3:]], TOKENIZER, framework="trl", max_length=512)
     assert tree["equal"] == NUM_ROWS - 1
     [(rule, entry), _] = tree["rules"].items()
@@ -128,11 +129,11 @@ def test_several_differences_are_told_apart_and_shown(samples: Samples) -> None:
 
 
 def test_rows_are_matched_whatever_their_order_and_whichever_is_missing(samples: Samples) -> None:
-    rows = [DumpRow(*samples.sample(number)) for number in range(NUM_ROWS)]
+    rows = [Encoded(*samples.sample(number)) for number in range(NUM_ROWS)]
     assert found(samples, [rows[3], *rows[:3], *rows[4:]]) == {"order differs": 1}
     assert found(samples, rows[1:]) == {"row missing there": 1}
     assert found(samples, [*rows, rows[0]]) == {"row missing here": 1}
-    changed = [DumpRow(np.append(row.input_ids, NEWLINE + 1), np.append(row.loss_mask, False)) for row in rows]
+    changed = [Encoded(np.append(row.input_ids, NEWLINE + 1), np.append(row.loss_mask, False)) for row in rows]
     order = list(range(1, NUM_ROWS))
     random.Random(5).shuffle(order)
     here = [row.input_ids for row in rows]
@@ -145,11 +146,11 @@ def test_rows_are_matched_whatever_their_order_and_whichever_is_missing(samples:
 def test_a_dump_that_is_none_is_refused_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
     for bad, reason in (
-        ({"labels": [1]}, "no object with 'input_ids'"),
-        ({"input_ids": [1, 2]}, "neither 'labels' nor a mask"),
-        ({"input_ids": [1, 2], "loss_mask": [1]}, r"shape \(2,\) and 'loss_mask' of shape \(1,\)"),
-        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "label 2 of token 0 is not its id 1: dump labels unshifted"),
-        ("{", "Expecting property name"),
+        ({"labels": [1]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [1, 2]}, "neither 'loss_mask' nor 'labels'"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "'loss_mask' has 1 values for 2 of 'input_ids'"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "'labels' has 2 at position 1, known are the id there"),
+        ("{", "broken JSON: Expecting property name"),
     ):
         with pytest.raises(DataError, match=f"dump.jsonl:2: .*{reason}"):
             read_dump(write_rows(tmp_path / "dump.jsonl", good, bad))

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import run, write_rows
+from prepared import run, to_conversation, write_rows
 from tokenizer_fixtures import make_tokenizer
 from tokenizers import Tokenizer, models, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder, Encoded
-from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.data.conversation import Conversation
 from trainer.data.rows import Row, UnusableError
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.template import ChatTemplate
@@ -327,7 +328,7 @@ def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None
 def test_reasoning_that_is_left_out_is_counted(template: str, turn: dict[str, Any], count: int) -> None:
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
     result, encoder = encode(make_tokenizer(template), USER, {**ONE, **turn}, USER, {**TWO, **turn} | {**weight})
-    assert isinstance(result, Encoded) and encoder.num_without_reasoning == count
+    assert isinstance(result, Encoded) and encoder.counts["num_without_reasoning"] == count
 
 
 def test_keys_of_messages_that_nothing_reads_are_counted() -> None:

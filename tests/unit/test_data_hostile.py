@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from prepared import OPTIONS, run
 
-from trainer.data.conversation import RowKeys
+from trainer.config import RowKeys
 from trainer.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

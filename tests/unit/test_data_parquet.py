@@ -6,8 +6,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prepared import to_conversation
 
-from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.config import RowKeys
+from trainer.data.conversation import Conversation, columns_of
 from trainer.data.readers import iter_rows
 from trainer.data.rows import UnusableError
 from trainer.errors import DataError
@@ -20,7 +22,7 @@ YEARS = pa.array([0, 2**40]).cast(pa.timestamp("s"))
 
 
 def read(path: Path, keys: RowKeys = KEYS) -> Iterator[Conversation | UnusableError]:
-    for item in iter_rows(path, keys.columns):
+    for item in iter_rows(path, columns_of(keys)):
         yield to_conversation(item, keys)
 
 
@@ -48,7 +50,7 @@ def test_parquet_bad_rows_are_named_by_row(tmp_path: Path) -> None:
     results = list(read(path, keys))
     assert isinstance(results[0], Conversation)
     assert [str(item).split(":")[0] for item in results[1:]] == ["bad UTF-8", "wrong content type"]
-    assert [row.line for row in iter_rows(path, keys.columns) if row.problem is not None] == [2]
+    assert [row.line for row in iter_rows(path, columns_of(keys)) if row.problem is not None] == [2]
 
 
 def test_parquet_that_is_none(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path: Path, odd: pa.
     pq.write_table(pa.table({"x": fields, "a": ["three", "four"]}), path)
     first, second = read(path, keys)
     assert isinstance(first, UnusableError) and str(first).startswith("wrong content type: ")
-    assert [row.line for row in iter_rows(path, keys.columns) if row.problem is not None] == [2]
+    assert [row.line for row in iter_rows(path, columns_of(keys)) if row.problem is not None] == [2]
     assert str(second).startswith("unreadable value: column 'x' (struct<q: timestamp[")
 
 
@@ -83,7 +85,7 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{"x": {"q": "hi", "a": "hello", "id": 1}, "y": 2}]), path)
     right, wrong = RowKeys(prompt_key="x.q", response_key="x.a"), RowKeys(prompt_key="x.quest", response_key="x.a")
-    (row,) = iter_rows(path, right.columns)
+    (row,) = iter_rows(path, columns_of(right))
     assert row.problem is None
     assert (row.record, row.unread) == ({"x": {"q": "hi", "a": "hello"}}, ("x.id", "y"))
     (found,) = read(path, right)

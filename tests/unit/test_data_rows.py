@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prepared import to_conversation
 
-from trainer.data.conversation import Conversation, RowKeys, to_conversation
+from trainer.config import RowKeys
+from trainer.data.conversation import Conversation, columns_of
 from trainer.data.readers import iter_rows as read_rows
 from trainer.data.rows import Row, UnusableError, excerpt
 from trainer.errors import DataError
@@ -18,7 +20,7 @@ GOOD = {"messages": [USER, ASSISTANT]}
 
 
 def iter_rows(path: Path, keys: RowKeys = KEYS) -> Iterator[Row]:
-    return read_rows(path, keys.columns)
+    return read_rows(path, columns_of(keys))
 
 
 def write_jsonl(path: Path, *rows: object) -> Path:
@@ -138,9 +140,10 @@ def test_prompt_and_response_keys_nested() -> None:
     ("record", "keys", "part"),
     [
         ({"question": "a", "answer": "b"}, KEYS, "data.prompt_key=question data.response_key=answer"),
-        ({"id": 1, "prompt": "a", "completion": "b"}, KEYS, "data.prompt_key=prompt data.response_key=completion"),
+        ({"id": 1, "prompt": ["a"], "completion": "b"}, KEYS, "data.prompt_key=prompt data.response_key=completion"),
         ({"x": {"Query": "a", "response": "b"}}, KEYS, "data.prompt_key=x.Query data.response_key=x.response"),
-        ({"text": "a"}, KEYS, "for single-turn columns set data.prompt_key and data.response_key"),
+        ({"text": 3}, KEYS, "for single-turn columns set data.prompt_key and data.response_key"),
+        ({"x": {"Text": "a"}, "id": 1}, KEYS, "a column of plain text is read with data.text_key=x.Text"),
         ({"x": {"question": "a", "y": {"z": 1}}}, RowKeys(prompt_key="x.qestion", response_key="a"),
          "found 'x.question', 'x.y.z'; tried 'x.qestion' (data.prompt_key)"),
         ({f"column{i}": 0 for i in range(50)}, KEYS, "'column29' and 20 more; tried"),

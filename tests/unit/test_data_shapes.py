@@ -11,8 +11,8 @@ from prepared import OPTIONS, run, write_rows
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
-from trainer.data.conversation import RowKeys
 from trainer.data.preview import preview
 from trainer.data.rows import Row, UnusableError
 from trainer.data.shapes import RowParser
@@ -131,6 +131,7 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
     ({"input_ids": [9**9], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has 387420489, the tokenizer has 0 to"),
     ({"input_ids": [9**30], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' is not a list of integers"),
+    ({"input_ids": [9**15], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has integers of more than 31 bits"),
     ({"input_ids": [[1], [2, 3]], "labels": [1], **TOLD}, "bad tokens: 'input_ids' is not a list of integers"),
     ({"input_ids": [], "labels": [], **TOLD}, "bad tokens: 'input_ids' is an empty list"),
 ]

@@ -15,6 +15,7 @@ from trainer.data.conversation import Conversation
 from trainer.data.preview import preview
 from trainer.data.rows import UnusableError
 from trainer.run.compose import load_config
+from trainer.run.inputs import source_at
 from trainer.run.preflight import TEMPLATE_NAMES, read_chat_template
 from trainer.run.prepared_data import find_files, prepare_data
 
@@ -157,9 +158,26 @@ def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path: Path) -> N
         config = load_config([*words, f"data.chat_template={name}"])
         if name == "chatml":
             with pytest.raises(ConfigError, match=r"'model.new_tokens=\[\"<\|im_end\|>\"\]'"):
-                prepare_data(config, find_files(config), str(tmp_path), progress=lambda: None)
+                prepare_data(
+                    config,
+                    find_files(config),
+                    source_at(config, str(tmp_path), random_weights=True),
+                    progress=lambda: None,
+                )
         else:
-            prepared = prepare_data(config, find_files(config), str(tmp_path), progress=lambda: None)
+            prepared = prepare_data(
+                config, find_files(config), source_at(config, str(tmp_path), random_weights=True), progress=lambda: None
+            )
             assert prepared.chat_template == ours(name)
     with pytest.raises(ConfigError, match=r"chat_template=chatlm: No such file.*; those with names are chatml, llama3"):
         read_chat_template("chatlm")
+
+
+def test_an_end_of_sequence_in_brackets_ends_a_turn_whatever_the_tokenizers_own_end_is() -> None:
+    template = (
+        "{% for m in messages %}{{ '[USER]' + m.content if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
+    )
+    tokenizer = fixtures.make_tokenizer(template + "{% if add_generation_prompt %}{% endif %}", eos_token="<|im_end|>")
+    tokenizer.add_tokens([AddedToken("[USER]", special=True, normalized=False)], special_tokens=True)
+    ((sample,),) = ChatEncoder(tokenizer, template_kwargs={}).encode([Conversation([USER, HI, AGAIN, BYE], None)])
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "Hi.</s>Bye.</s>"

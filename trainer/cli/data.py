@@ -60,6 +60,8 @@ def _preview(parser: Parser, argv: list[str]) -> int:
 
     data = prepare_data_alone(config)
     picked = pick(data.train, num_each=arguments.samples, seed=config.trainer.seed)
+    if config.data.val_files and data.validation:
+        picked += pick(data.validation, num_each=0, seed=config.trainer.seed, side="validation, ")
     title = f"{len(picked)} of {len(data.train):,} samples, random ones by trainer.seed={config.trainer.seed}"
     if arguments.html:
         _write(arguments.html, as_page(title, picked, data.tokenizer, has_ids=arguments.ids))
@@ -101,8 +103,14 @@ def _compare(parser: Parser, argv: list[str]) -> int:
     dump = read_dump(arguments.dump)
     # all rows of train_files, in their order: the other side holds none back
     data = prepare_data_alone(replace(config, data=replace(config.data, val_files=None, val_ratio=0.0)))
-    max_length = config.data.max_length
-    tree = compare(data.train, dump, data.tokenizer, framework=arguments.framework, max_length=max_length)
+    tree = compare(
+        data.train,
+        dump,
+        data.tokenizer,
+        framework=arguments.framework,
+        max_length=config.data.max_length,
+        is_split=config.data.truncation == "split",
+    )
     print(json.dumps(tree, indent=1) if arguments.json else "\n".join(as_lines(tree)))
     return EXIT_DIFFERENT if tree["rules"] else EXIT_DONE
 

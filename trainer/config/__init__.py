@@ -3,7 +3,7 @@
 It imports neither torch nor hydra, so a mistyped key fails before anything slow starts.
 """
 
-from trainer.config.data import QUICKSTART, DataConfig, Source, SourceConfig, sources_of
+from trainer.config.data import QUICKSTART, DataConfig, RowKeys, Source, SourceConfig, sources_of
 from trainer.config.foreign import find_foreign, own_words
 from trainer.config.keys import ConfigError, did_you_mean, parse_duration_s
 from trainer.config.parse import known_keys, parse_config, problem_with_key
@@ -37,6 +37,7 @@ __all__ = [
     "GuardConfig",
     "ModelConfig",
     "OptimConfig",
+    "RowKeys",
     "Source",
     "SourceConfig",
     "TrainerConfig",

@@ -66,8 +66,8 @@ class DataConfig:
     max_length: int = key(2048, "longest sample in tokens", at_least(1))
     truncation: str = key(
         "error",
-        "longer samples: error | left | right (cut that side) | drop",
-        one_of("error", "left", "right", "drop"),
+        "longer samples: error | left | right (cut that side) | drop | split (plain text of text_key, into several)",
+        one_of("error", "left", "right", "drop", "split"),
     )
     messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
     tools_key: str = key("tools", "column with tool definitions, if any")
@@ -117,6 +117,19 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class RowKeys:
+    """Where a row keeps its conversation (`data.messages_key`, …); nested columns as `a.b`."""
+
+    messages_key: str = "messages"
+    tools_key: str = "tools"
+    prompt_key: str | None = None
+    response_key: str | None = None
+    text_key: str | None = None
+    vocabulary_digest: str | None = None
+    """Of the vocabulary that made rows of tokens which do not name it themselves."""
+
+
+@dataclass(frozen=True)
 class Source:
     """Rows that are read and rendered alike: a `SourceConfig` with `data`'s values for what it leaves open."""
 
@@ -125,12 +138,7 @@ class Source:
     repeat: float
     max_samples: int
     chat_template: str | None
-    messages_key: str
-    tools_key: str
-    prompt_key: str | None
-    response_key: str | None
-    text_key: str | None
-    vocabulary_digest: str | None
+    keys: RowKeys
 
 
 def sources_of(data: DataConfig, name: str) -> list[Source]:
@@ -155,20 +163,23 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
     if problem := column_problem(given, f"{dotted}."):
         raise ConfigError(problem)
     limit = data.train_max_samples if name == "train_files" else data.val_max_samples
-    # a source that says where its conversation stands does not look where others have theirs
-    is_own = any(own is not None for own in (given.messages_key, given.prompt_key, given.text_key))
+    # a source that says where its conversation stands, or that it is tokens, does not look where others have theirs
+    own = (given.messages_key, given.prompt_key, given.text_key, given.vocabulary_digest)
+    columns: DataConfig | SourceConfig = given if any(key is not None for key in own) else data
     return Source(
         name=given.name or _name(given.files, dotted),
         files=given.files,
         repeat=given.repeat,
         max_samples=limit if given.max_samples is None else given.max_samples,
         chat_template=given.chat_template or data.chat_template,
-        messages_key=given.messages_key or data.messages_key,
-        tools_key=given.tools_key or data.tools_key,
-        prompt_key=given.prompt_key if is_own else data.prompt_key,
-        response_key=given.response_key if is_own else data.response_key,
-        text_key=given.text_key if is_own else data.text_key,
-        vocabulary_digest=given.vocabulary_digest or data.vocabulary_digest,
+        keys=RowKeys(
+            messages_key=given.messages_key or data.messages_key,
+            tools_key=given.tools_key or data.tools_key,
+            prompt_key=columns.prompt_key,
+            response_key=columns.response_key,
+            text_key=columns.text_key,
+            vocabulary_digest=given.vocabulary_digest or data.vocabulary_digest,
+        ),
     )
 
 
@@ -183,6 +194,7 @@ def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str | None:
 
 def _name(files: str | list[str], dotted: str) -> str:
     first = files if isinstance(files, str) else files[0]
-    if not re.fullmatch(NAME, stem := Path(first).stem):
+    stem = Path(first).stem.removesuffix(".jsonl")  # of a.jsonl.gz
+    if not re.fullmatch(NAME, stem):
         raise ConfigError(f"'{dotted}' needs a name, which metrics carry: none follows from its files '{first}'")
     return stem

@@ -79,11 +79,14 @@ def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dic
 
 def _turns(train: Samples) -> str:
     """What became of the turns of conversations, and why."""
-    asked, num_apart = train.sources[0].dataset.summary.turns, train.total("num_apart")
+    num_conversations, num_apart = train.total("num_conversations"), train.total("num_apart")
+    if not num_conversations:
+        return ""
+    asked = next(source.dataset.summary.turns for source in train.sources if source.dataset.summary.num_conversations)
     if asked != AUTO:
         words = f"turns {asked} (data.turns); "
     elif num_apart:
-        words = f"turns apart in {num_apart} of {train.total('num_rows')} rows, "
+        words = f"turns apart in {num_apart} of {num_conversations} conversations, "
         words += "whose whole rendering shows a turn otherwise than inference does; "
     else:
         words = "turns together; "

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.content import REASONING_KEYS, StructuralTokens, num_left_out
 from trainer.data.conversation import Conversation, Message
-from trainer.data.plain_text import Continuation, MarkedContinuation, TextEncoder
+from trainer.data.plain_text import Continuation, TextEncoder
 from trainer.data.rows import UnusableError
 from trainer.data.shapes import Item
 from trainer.data.spans import Renderings
@@ -62,25 +62,15 @@ class ChatEncoder:
         self.tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self._special_in_content, self._train_on = special_in_content, train_on
         self._templates: dict[str, tuple[ChatTemplate, StructuralTokens]] = {}
-        self._turns = TurnDivider(tokenizer, turns)
+        self.counts = Counter[str]()
+        """`num_*` of `Summary` that are seen here, so far."""
+        self._turns = TurnDivider(tokenizer, turns, self.counts)
         self._finders = {frozenset[str](): TokenFinder(tokenizer)}
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         self._special_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._end_token_ids: set[int] = set()
-        self.num_without_reasoning = 0
-        """Supervised turns whose reasoning the template has left out so far."""
         self.unread_keys: Counter[str] = Counter()
         """Keys of messages that neither the template nor this package reads, with the number of messages."""
-
-    @property
-    def num_apart(self) -> int:
-        """Conversations of which each supervised turn became a sample so far."""
-        return self._turns.num_apart
-
-    @property
-    def num_unlike_prompt(self) -> int:
-        """Supervised turns so far that are not rendered as their generation prompt begins."""
-        return self._turns.num_unlike_prompt
 
     @property
     def end_token_ids(self) -> list[int]:
@@ -152,7 +142,8 @@ class ChatEncoder:
         asked = renderings.turns[-1:] if self._train_on == "last" else renderings.turns
         parts = self._turns.divide(renderings, [index for index in asked if index not in conversation.untrained])
         for part in parts:
-            self.num_without_reasoning += num_left_out(template, part.messages, tools, part.marked, part.turns)
+            num_lost = num_left_out(template, part.messages, tools, part.marked, part.turns)
+            self.counts["num_without_reasoning"] += num_lost
         self._count_unread(messages, template)
         return [structural.exchange(part.marked) if is_hidden else part.marked for part in parts]
 
@@ -191,7 +182,7 @@ class ChatEncoder:
         return sample
 
     def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
-        if isinstance(item, MarkedContinuation):
+        if item.prompt is not None:
             self._end_token_ids.add(self._texts.end_id)
             return self._texts.encoded(item, input_ids, bounds, self._finder(item.aliased))
         loss_mask = np.zeros(len(input_ids), dtype=bool)

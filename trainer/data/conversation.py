@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from trainer.config import RowKeys
 from trainer.data.rows import Row, UnusableError
 
 SHAREGPT_ROLES = {
@@ -29,26 +30,14 @@ NUM_NAMED = 30  # columns listed in a message
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RowKeys:
-    """Where a row keeps its conversation (`data.messages_key`, …); nested columns as `a.b`."""
-
-    messages_key: str = "messages"
-    tools_key: str = "tools"
-    prompt_key: str | None = None
-    response_key: str | None = None
-    text_key: str | None = None
-    vocabulary_digest: str | None = None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """All that is ever read of a row."""
-        if self.text_key is not None:
-            return (self.text_key,)
-        if self.prompt_key is not None and self.response_key is not None:
-            return (self.prompt_key, self.response_key, self.tools_key)
-        known = (SHAREGPT_KEY, *ALPACA_KEYS, SYSTEM_KEY, *TRL_KEYS, *TOKEN_KEYS)
-        return tuple(dict.fromkeys((self.messages_key, self.tools_key, *known)))
+def columns_of(keys: RowKeys) -> tuple[str, ...]:
+    """All that is ever read of a row."""
+    if keys.text_key is not None:
+        return (keys.text_key,)
+    if keys.prompt_key is not None and keys.response_key is not None:
+        return (keys.prompt_key, keys.response_key, keys.tools_key)
+    known = (SHAREGPT_KEY, *ALPACA_KEYS, SYSTEM_KEY, *TRL_KEYS, *TOKEN_KEYS)
+    return tuple(dict.fromkeys((keys.messages_key, keys.tools_key, *known)))
 
 
 @dataclass(frozen=True)
@@ -59,25 +48,20 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     untrained: frozenset[int] = frozenset()
     """Indices of the assistant messages that are left out of the loss."""
-    shape: str = field(default="", compare=False)
-    """What the row was taken for."""
 
 
-def to_conversation(row: Row, keys: RowKeys) -> Conversation | UnusableError:
-    """The conversation in a row: prompt and response columns, chat messages, ShareGPT, Alpaca, or TRL's two lists."""
-    if row.problem is not None:
-        return row.problem
-    try:
-        shape, given, num_given = _messages(row, keys)
-        messages = [_checked_message(message, index) for index, message in enumerate(given)]
-        trained = [_take_flags(message, index) and index >= num_given for index, message in enumerate(messages)]
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
-        tools = _tools(_lookup(row.record, keys.tools_key), keys.tools_key)
-        return Conversation(messages, tools, frozenset([index for index in turns if not trained[index]]), shape)
-    except UnusableError as error:
-        return error
+def to_conversation(row: Row, keys: RowKeys) -> tuple[str, Conversation]:
+    """What a row was taken for, and the conversation in it: prompt and response columns, chat messages, ShareGPT,
+    Alpaca, or TRL's two lists. Raises `UnusableError`.
+    """
+    shape, given, num_given = _messages(row, keys)
+    messages = [_checked_message(message, index) for index, message in enumerate(given)]
+    trained = [_take_flags(message, index) and index >= num_given for index, message in enumerate(messages)]
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise UnusableError(f"no assistant turn: {len(messages)} messages, none with role 'assistant'")
+    tools = _tools(_lookup(row.record, keys.tools_key), keys.tools_key)
+    return shape, Conversation(messages, tools, frozenset([index for index in turns if not trained[index]]))
 
 
 def has_conversation(record: dict[str, Any], keys: RowKeys) -> bool:
@@ -147,9 +131,11 @@ def _proposal(row: Row) -> str:
     by_name = {name.rpartition(".")[2].lower(): name for name in reversed(_column_names(row))}
     prompt = next((by_name[name] for name in PROMPT_NAMES if name in by_name), None)
     response = next((by_name[name] for name in RESPONSE_NAMES if name in by_name), None)
-    if prompt is None or response is None:
-        return "for single-turn columns set data.prompt_key and data.response_key"
-    return f"single-turn columns are read with data.prompt_key={prompt} data.response_key={response}"
+    if prompt is not None and response is not None:
+        return f"single-turn columns are read with data.prompt_key={prompt} data.response_key={response}"
+    if (text := by_name.get("text")) is not None and isinstance(_lookup(row.record, text), str | None):
+        return f"a column of plain text is read with data.text_key={text}"
+    return "for single-turn columns set data.prompt_key and data.response_key"
 
 
 def _from_turns(record: dict[str, Any], key: str, turns: Any) -> list[Any]:

@@ -25,14 +25,14 @@ def dataset_files(address: str) -> list[Path]:
     if (found := ADDRESS.fullmatch(address)) is None:
         raise DataError(f"'{address}' is no address: write hf://org/name:split or hf://org/name@revision:split")
     name, revision, split = found.groups()
-    root = _snapshot(name, revision, split, is_local=True)
-    files = [] if root is None else _files(root, split)
+    root, files = _cached(name, revision, split)
     if root is None or not files or not _has_all_shards(files):
-        _require_hub(address, name, revision, split)
-        root = _snapshot(name, revision, split, is_local=False)
-        files = _files(root, split) if root is not None else []
-    if root is None or not files:
-        raise DataError(f"'{address}': there is no such split; {_choice(name, revision)}")
+        try:
+            root, choice = _download(name, revision, split)
+        except Exception as error:  # the Hub client raises many kinds
+            raise _unreachable(address, name, revision, split, error) from error
+        if not (files := _files(root, split)):
+            raise DataError(f"'{address}': there is no such split; {choice}")
     if len(subsets := {file.parent for file in files}) > 1:
         own = (folder if folder.name == split else folder / split for folder in subsets)
         named = ", ".join(sorted(folder.relative_to(root).as_posix() for folder in own))
@@ -60,40 +60,37 @@ def _has_all_shards(files: list[Path]) -> bool:
     return all(shards.count(shard) == int(shard[1]) for shard in shards)
 
 
-def _snapshot(name: str, revision: str | None, split: str, *, is_local: bool) -> Path | None:
-    """The directory of a commit with the split's files; None where the cache has it not whole."""
+def _cached(name: str, revision: str | None, split: str) -> tuple[Path | None, list[Path]]:
+    """(The directory of a commit, the split's files that the cache has of it)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
-            name, repo_type="dataset", revision=revision, allow_patterns=_patterns(split), local_files_only=is_local
-        )
+        root = Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        return None
-    return Path(found)
+        return None, []
+    return root, _files(root, split)
 
 
-def _require_hub(address: str, name: str, revision: str | None, split: str) -> None:
-    """One short question: without a network the client would try for half a minute."""
-    from huggingface_hub import HfApi, constants
+def _download(name: str, revision: str | None, split: str) -> tuple[Path, str]:
+    """(The directory of the commit with the split's files, what else could be named)."""
+    from huggingface_hub import HfApi, snapshot_download
 
-    try:
-        HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
-    except Exception as error:  # the Hub client raises many kinds
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        words = ["hf", "download", "--repo-type", "dataset", name, "--include", f"*{split}*"]
-        command = shlex.join([*words, *(["--revision", revision] if revision else [])])
-        raise DataError(
-            f"'{address}' is not whole in the Hub's cache ({constants.HF_HUB_CACHE}) and could not be had from the Hub "
-            f"({reason}); where there is a network, run: {command} — and copy that cache here"
-        ) from error
+    # one short question: without a network the download would try for half a minute
+    found = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
+    root = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=_patterns(split))
+    names = [file.rfilename for file in (found.siblings or []) if file.rfilename.endswith(SUFFIXES)]
+    choice = f"it has no parquet files; the Hub's own may be there: hf://{name}@refs/convert/parquet:default/train"
+    return Path(root), f"its data files, which can be named too: {', '.join(names[:NUM_NAMED])}" if names else choice
 
 
-def _choice(name: str, revision: str | None) -> str:
-    from huggingface_hub import HfApi
+def _unreachable(address: str, name: str, revision: str | None, split: str, error: Exception) -> DataError:
+    from huggingface_hub import constants
 
-    found = HfApi().list_repo_files(name, repo_type="dataset", revision=revision)
-    if files := [file for file in found if file.endswith(SUFFIXES)]:
-        return f"its data files, which can be named too: {', '.join(files[:NUM_NAMED])}"
-    return f"it has no parquet files; the Hub's own may be there: hf://{name}@refs/convert/parquet:default/train"
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    words = ["hf", "download", "--repo-type", "dataset", name, "--include", f"*{split}*"]
+    command = shlex.join([*words, *(["--revision", revision] if revision else [])])
+    return DataError(
+        f"'{address}' is not whole in the Hub's cache ({constants.HF_HUB_CACHE}) and could not be had from the Hub "
+        f"({reason}); where there is a network, run: {command} — and copy that cache here"
+    )

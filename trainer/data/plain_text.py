@@ -1,6 +1,6 @@
 """Plain text to tokens: what a base model goes on with behind a text, or a text as a whole; no chat template."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,13 +19,6 @@ class Continuation:
     text: str
 
 
-@dataclass(frozen=True)
-class MarkedContinuation(MarkedText):
-    """A continuation with its text as the one span."""
-
-    prompt: str = ""
-
-
 class TextEncoder:
     """Puts the tokenizer's beginning in front and its end behind. Raises `DataError` for a tokenizer without an end."""
 
@@ -41,8 +34,8 @@ class TextEncoder:
         lead = with_all[: next((i for i, token in enumerate(with_all) if token == alone[0]), 0)]
         self._lead = np.array(lead, dtype=np.int32)
 
-    def marked(self, item: Continuation) -> MarkedContinuation:
-        """Raises `UnusableError` for a text that is empty, or has tokens that it must not have."""
+    def marked(self, item: Continuation) -> MarkedText:
+        """Its text is the one span. Raises `UnusableError` where that is empty or has tokens it must not have."""
         text = item.text.removesuffix(self.end)
         if not text.strip():
             raise UnusableError("empty text: there is nothing to supervise")
@@ -55,17 +48,16 @@ class TextEncoder:
                 f"data.special_in_content=parse if the text is rendered already, text for ordinary characters"
             )
         if self._special_in_content == "text" and self._special.first_in(whole):
-            marked = self._special.exchange(MarkedText(self._special.hide(whole), [span]))
-            return MarkedContinuation(marked.text, marked.spans, marked.aliased, item.prompt)
-        return MarkedContinuation(whole, [span], prompt=item.prompt)
+            return replace(self._special.exchange(MarkedText(self._special.hide(whole), [span])), prompt=item.prompt)
+        return MarkedText(whole, [span], prompt=item.prompt)
 
-    def encoded(self, item: MarkedContinuation, ids: np.ndarray, bounds: list[Span], finder: TokenFinder) -> Encoded:
+    def encoded(self, item: MarkedText, ids: np.ndarray, bounds: list[Span], finder: TokenFinder) -> Encoded:
         """`ids` of the whole text. A prompt's are those that a server makes of it alone: where the whole has a token
         across the border, both are tokenized apart. Raises `UnusableError` where that is another text.
         """
-        num_prompt = bounds[0][0]
-        if item.prompt and ids[:num_prompt].tolist() != (prompt_ids := finder.ids(item.prompt)):
-            apart = prompt_ids + finder.ids(item.text[len(item.prompt) :])
+        num_prompt, prompt_ids = bounds[0][0], finder.ids(item.prompt or "")
+        if ids[:num_prompt].tolist() != prompt_ids:
+            apart = prompt_ids + finder.ids(item.text[item.spans[0][0] :])
             if self._decoded(apart) != self._decoded(ids.tolist()):
                 raise UnusableError("split token: one token holds the end of the prompt and the begin of the text")
             ids, num_prompt = np.array(apart, dtype=np.int32), len(prompt_ids)

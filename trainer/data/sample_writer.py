@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
-from trainer.data.conversation import RowKeys
+from trainer.data.conversation import columns_of
 from trainer.data.readers import iter_rows
 from trainer.data.rows import Row, UnusableError, excerpt, location
 from trainer.data.shapes import RowParser
@@ -48,6 +49,8 @@ class PrepareOptions:
     turns: str = "auto"
     train_on: str = "all"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    new_tokens: Mapping[str, int] = field(default_factory=dict)
+    """That the tokenizer got since rows of tokens may have been made, with their ids."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,10 @@ class Summary:
     """Supervised turns whose reasoning the template leaves out, those of unused rows included."""
     turns: str
     """`data.turns`."""
+    num_conversations: int
+    """Rows that are one, unused ones included."""
     num_apart: int
-    """Rows of which each supervised turn became a sample, unused ones included."""
+    """Those of them of which each supervised turn became a sample."""
     num_unlike_prompt: int
     """Supervised turns that are not rendered as their generation prompt begins, those of unused rows included."""
     rows_by_shape: dict[str, int]
@@ -175,8 +180,11 @@ class SampleWriter:
             return self._reject(row, str(encoded))
         max_length, truncation = self.options.max_length, self.options.truncation
         num_cut, num_tokens = 0, max(len(sample.input_ids) for sample in encoded)
-        if num_tokens > max_length and truncation == "error":
-            return self._reject(row, f"over-long: {num_tokens} tokens > data.max_length {max_length}")
+        if num_tokens > max_length and truncation == "split" and self.options.keys.text_key is not None:
+            encoded, num_tokens = _pieces(encoded[0], max_length), max_length
+        elif num_tokens > max_length and truncation in ("error", "split"):
+            hint = "; data.truncation=split is for text_key alone" if truncation == "split" else ""
+            return self._reject(row, f"over-long: {num_tokens} tokens > data.max_length {max_length}{hint}")
         if num_tokens > max_length and truncation == "drop":
             self._counts.update(num_rows=1, num_dropped=1)
             return self._list_over_long(row, num_tokens, "dropped")
@@ -228,11 +236,9 @@ class SampleWriter:
         self.bad_rows.add(row, reason)
 
     def summary(self, encoder: ChatEncoder, rows_by_shape: Counter[str]) -> Summary:
-        counted = {field.name: self._counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
-        counted |= {
-            name: getattr(encoder, name) for name in ("num_without_reasoning", "num_apart", "num_unlike_prompt")
-        }
-        counted["num_bad_rows"] = self.bad_rows.total
+        counts = self._counts + encoder.counts
+        counts["num_bad_rows"] = self.bad_rows.total
+        counted = {field.name: counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
         return Summary(
             **counted,
             turns=self.options.turns,
@@ -242,6 +248,15 @@ class SampleWriter:
             end_token_ids=encoder.end_token_ids,
             fingerprint=self._digest.hexdigest(),
         )
+
+
+def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
+    """A text as samples one after the other; each begins with the last token of the one before, which predicts the
+    next, so that no label is lost and none comes twice.
+    """
+    starts = range(0, len(sample.input_ids) - 1, max(1, max_length - 1))
+    parts = [slice(start, start + max_length) for start in starts]
+    return [Encoded(sample.input_ids[part], sample.loss_mask[part]) for part in parts]
 
 
 def write_samples(
@@ -256,7 +271,7 @@ def write_samples(
     keys, limit, is_strict = options.keys, options.max_samples, options.on_bad_row == "error"
     if is_strict and _add_bad_first_row(writer, encoder, files if limit < 0 else files[:1]):
         return Counter()
-    parser = RowParser(keys, encoder.tokenizer)
+    parser = RowParser(keys, encoder.tokenizer, options.new_tokens)
     rows, ahead = itertools.tee(itertools.islice(_located_rows(files, keys), limit if limit >= 0 else None))
     parsed = (parser.parse(row) for _, row in ahead)
     for num_rows, ((file_index, row), result) in enumerate(zip(rows, encoder.encode(parsed), strict=True), start=1):
@@ -270,9 +285,10 @@ def write_samples(
 
 def _add_bad_first_row(writer: SampleWriter, encoder: ChatEncoder, files: list[Path]) -> bool:
     """Whether there is a file whose first row is none; a .json file, whose rows are read at once, is not looked at."""
-    parser = RowParser(writer.options.keys, encoder.tokenizer)
+    options = writer.options
+    parser = RowParser(options.keys, encoder.tokenizer, options.new_tokens)
     for file_index, path in enumerate(files):
-        row = next(iter_rows(path, writer.options.keys.columns), None) if path.suffix != ".json" else None
+        row = next(iter_rows(path, columns_of(options.keys)), None) if path.suffix != ".json" else None
         if row is not None and isinstance(problem := parser.parse(row), UnusableError):
             writer.add(row, file_index, problem)
             writer.bad_rows.is_cut = True
@@ -282,5 +298,5 @@ def _add_bad_first_row(writer: SampleWriter, encoder: ChatEncoder, files: list[P
 
 def _located_rows(files: list[Path], keys: RowKeys) -> Iterator[tuple[int, Row]]:
     for file_index, path in enumerate(files):
-        for row in iter_rows(path, keys.columns):
+        for row in iter_rows(path, columns_of(keys)):
             yield file_index, row

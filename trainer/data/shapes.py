@@ -1,15 +1,16 @@
 """Which of the known shapes a row has, and what stands in it to be encoded."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase
 
+from trainer.config import RowKeys
 from trainer.data.conversation import (
     COMPLETION,
     IDS_KEY,
     PROMPT,
     Conversation,
-    RowKeys,
     column,
     has_conversation,
     require_text,
@@ -31,8 +32,11 @@ TEXTS_SHAPE = (
 class RowParser:
     """Takes rows apart by `keys`, and by what their columns are called."""
 
-    def __init__(self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._keys, self._token_rows = keys, TokenRows(tokenizer, keys.vocabulary_digest)
+    def __init__(
+        self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, new_tokens: Mapping[str, int] | None = None
+    ) -> None:
+        """`new_tokens`: what the vocabulary got since rows of tokens may have been made."""
+        self._keys, self._token_rows = keys, TokenRows(tokenizer, keys.vocabulary_digest, new_tokens or {})
         self.num_by_shape: Counter[str] = Counter()
         """Rows by what they were taken for."""
 
@@ -43,7 +47,7 @@ class RowParser:
             shape, item = self._recognised(row)
         except UnusableError as error:
             return error
-        self.num_by_shape[shape] += not isinstance(item, UnusableError)
+        self.num_by_shape[shape] += 1
         return item
 
     def _recognised(self, row: Row) -> tuple[str, Item]:
@@ -57,5 +61,4 @@ class RowParser:
             texts = record.get(PROMPT), record.get(COMPLETION)
             if isinstance(texts[0], str) and isinstance(texts[1], str):
                 return TEXTS_SHAPE, Continuation(*texts)
-        item = to_conversation(row, keys)
-        return item.shape if isinstance(item, Conversation) else "", item
+        return to_conversation(row, keys)

@@ -15,6 +15,8 @@ from trainer.data.rows import UnusableError
 from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
 
+SEQUENCE_BOUNDS = ("<s>", "</s>")
+"""A beginning and an end, whatever the tokenizer's own are; unlike <think> and </think> no pair around a part."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tools = list[dict[Any, Any]] | None
 ARGUMENTS = {"city": "Paris"}
@@ -153,7 +155,7 @@ class ChatTemplate:
 
     def _is_paired(self, token: str) -> bool:
         partner = token.replace("</", "<", 1) if token.startswith("</") else token.replace("<", "</", 1)
-        return token.startswith("<") and partner != token and partner in self._added
+        return token not in SEQUENCE_BOUNDS and token[0] == "<" and partner != token and partner in self._added
 
 
 def _as_object(arguments: object) -> object:

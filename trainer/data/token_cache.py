@@ -166,7 +166,8 @@ def _check_usable(summary: Summary, bad_rows: BadRows, options: PrepareOptions, 
 def _way_out(summary: Summary, options: PrepareOptions, *, is_cut: bool) -> str:
     fixes = ["repair the rows"]
     if "over-long" in summary.bad_rows_by_kind:
-        fixes.append("for over-long rows raise data.max_length or set data.truncation=right, left or drop")
+        ways = "right, left or drop" if options.keys.text_key is None else "split, right, left or drop"
+        fixes.append(f"for over-long rows raise data.max_length or set data.truncation={ways}")
     if (summary.num_samples or is_cut) and options.on_bad_row == "error":
         fixes.append("leave them out with data.on_bad_row=skip")
     if summary.num_samples and options.on_bad_row == "skip":

@@ -59,6 +59,8 @@ class MarkedText:
     spans: list[Span]
     aliased: frozenset[str] = frozenset()
     """Added tokens that stand in the text as their aliases; their own characters are ordinary ones."""
+    prompt: str | None = None
+    """What a plain text goes on from, in front of its one span; None: the text is a conversation's."""
 
 
 def require_unicode(text: str) -> None:

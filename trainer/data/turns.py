@@ -1,5 +1,6 @@
 """What of a conversation becomes one sample: all of it, or each turn as inference sees it."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,19 +28,16 @@ class Part:
 class TurnDivider:
     """Divides conversations into samples."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str, counts: Counter[str]) -> None:
         """`mode`: the whole conversation is one sample (`together`), each supervised turn is one (`apart`), or apart
-        only where the whole shows some turn otherwise than inference does (`auto`).
+        only where the whole shows some turn otherwise than inference does (`auto`). `counts`: what it counts in.
         """
-        self._mode, self._spans = mode, SpanFinder(tokenizer)
+        self._mode, self._spans, self._counts = mode, SpanFinder(tokenizer), counts
         self._regular: dict[str, bool] = {}
-        self.num_apart = 0
-        """Conversations taken apart so far."""
-        self.num_unlike_prompt = 0
-        """Supervised turns so far that no rendering shows behind their generation prompt."""
 
     def divide(self, renderings: Renderings, trained: list[int]) -> list[Part]:
         """The samples that supervise these turns. Raises `UnusableError`."""
+        self._counts["num_conversations"] += 1
         if not trained:
             return [Part(renderings.messages, [], MarkedText(renderings.text, []))]
         if self._mode == TOGETHER or (self._mode == AUTO and self._is_regular(renderings)):
@@ -57,7 +55,7 @@ class TurnDivider:
         served = [(index, self._spans.served(renderings, index)) for index in trained]
         parts = [Part(renderings.messages[: i + 1], [i], marked) for i, marked in served if marked is not None]
         if len(parts) == len(trained):
-            self.num_apart += 1
+            self._counts["num_apart"] += 1
             return parts
         if together is None:
             place = next(index for index, marked in served if marked is None) + 1
@@ -65,7 +63,7 @@ class TurnDivider:
                 f"chat template: message {place} (assistant) is not rendered as its generation prompt begins; change "
                 f"data.apply_chat_template_kwargs or data.chat_template, or set data.turns=together"
             )
-        self.num_unlike_prompt += len(trained) - len(parts)
+        self._counts["num_unlike_prompt"] += len(trained) - len(parts)
         return [together]
 
     def _together(self, renderings: Renderings, trained: list[int]) -> Part:

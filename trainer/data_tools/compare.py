@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.preview import visible
 from trainer.data.samples import Samples
+from trainer.data.tokens import Encoded
 from trainer.data_tools.differences import Difference, Setting, differences
-from trainer.data_tools.dump import DumpRow
 from trainer.data_tools.frameworks import FRAMEWORKS
 from trainer.data_tools.matching import match, moved
 
@@ -21,14 +21,21 @@ Tree = dict[str, Any]
 
 
 def compare(
-    samples: Samples, dump: list[DumpRow], tokenizer: PreTrainedTokenizerBase, *, framework: str, max_length: int
+    samples: Samples,
+    dump: list[Encoded],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    framework: str,
+    max_length: int,
+    is_split: bool = False,
 ) -> Tree:
     """Counts and first places by rule, for JSON. `max_length`: at which samples are cut here.
 
-    Of a row with several samples the last is compared: it holds the whole conversation.
+    Of a conversation that is taken apart the last sample is compared, which holds all of it; of a text that `is_split`
+    all are.
     """
-    ids = [number for number in range(len(samples)) if samples.beside(number)[-1] == number]
-    rows, where = [DumpRow(*samples.sample(number)) for number in ids], [samples.location(number) for number in ids]
+    ids = [number for number in range(len(samples)) if is_split or samples.beside(number)[-1] == number]
+    rows, where = [Encoded(*samples.sample(number)) for number in ids], [samples.location(number) for number in ids]
     pairs = match([row.input_ids for row in rows], [row.input_ids for row in dump])
     setting = Setting(
         tokenizer,
@@ -44,7 +51,7 @@ def compare(
         for rule, difference in reversed({item.rule: item for item in reversed(found)}.items()):
             words = in_words(rows[here], dump[there], difference, setting)
             _count(tree, rule, f"{place}, {words}" if len(_places(tree, rule)) < NUM_PLACES else "")
-        if len(samples.beside(ids[here])) > 1:
+        if len(samples.beside(ids[here])) > 1 and not is_split:
             _count(tree, APART, place)
     for here, there in moved(pairs):
         _count(tree, MOVED, f"{where[here]} is row {there + 1} there")
@@ -67,7 +74,7 @@ def _count(tree: Tree, rule: str, place: str) -> None:
         places.append(place)
 
 
-def in_words(here: DumpRow, there: DumpRow, difference: Difference, setting: Setting) -> str:
+def in_words(here: Encoded, there: Encoded, difference: Difference, setting: Setting) -> str:
     """The first differing token on both sides, and the text in front of it."""
     (a, end_a), (b, end_b) = difference.here, difference.there
     before = _excerpt(setting, here.input_ids[max(0, a - NUM_BEFORE) : a])

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data_tools.dump import DumpRow
+from trainer.data.tokens import Encoded
 
 MAX_CELLS = 4_000_000
 """Of the table that an alignment fills; what is longer counts as one difference."""
@@ -57,7 +57,7 @@ class TokenChange:
         return self.at_here[1] == len(self.row_here) and self.at_there[1] == len(self.row_there)
 
 
-def differences(here: DumpRow, there: DumpRow, setting: Setting) -> list[Difference]:
+def differences(here: Encoded, there: Encoded, setting: Setting) -> list[Difference]:
     """None for equal ids and masks. The mask of a first token is not looked at: nothing predicts it."""
     blocks = _blocks(here.input_ids, there.input_ids)
     found = []
@@ -117,7 +117,7 @@ def _groups(blocks: list[Block]) -> Iterator[list[Block]]:
         yield group
 
 
-def _explained(here: DumpRow, there: DumpRow, around: tuple[Block, Block], setting: Setting) -> Difference:
+def _explained(here: Encoded, there: Encoded, around: tuple[Block, Block], setting: Setting) -> Difference:
     """Why the tokens between two blocks differ."""
     (a, b, size), (end_a, end_b, _) = around
     change = TokenChange(here.input_ids, there.input_ids, (a + size, end_a), (b + size, end_b))
@@ -193,7 +193,7 @@ TOKEN_RULES: tuple[TokenRule, ...] = (_bos, _cut, _end, _same_text, _reasoning, 
 
 
 def _mask_differences(
-    here: DumpRow, there: DumpRow, at_here: np.ndarray, at_there: np.ndarray, setting: Setting
+    here: Encoded, there: Encoded, at_here: np.ndarray, at_there: np.ndarray, setting: Setting
 ) -> Iterator[Difference]:
     """`at_here`, `at_there`: where the tokens stand that are equal."""
     is_other = here.loss_mask[at_here] != there.loss_mask[at_there]
@@ -222,7 +222,7 @@ def _mask_differences(
         yield Difference(rule, (first, end), (int(at_there[run[0]]), int(at_there[run[-1]]) + 1))
 
 
-def _mask_rule(here: DumpRow, first: int, end: int, turns: list[tuple[int, int]], setting: Setting) -> str:
+def _mask_rule(here: Encoded, first: int, end: int, turns: list[tuple[int, int]], setting: Setting) -> str:
     """`first`, `end`: tokens supervised here alone or there alone. `turns`: what is supervised here."""
     starts, ends = {start for start, _ in turns}, {stop for _, stop in turns}
     if here.loss_mask[first]:

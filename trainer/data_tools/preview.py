@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.preview import marked_parts, preview, visible
 from trainer.data.samples import Samples
 
+NUM_BESIDE = 8
 OPEN_CHARS = 4000
 """Longer samples are folded on the page."""
 STYLE = """
@@ -28,17 +29,18 @@ mark{background:var(--mark);color:inherit}
 class Shown:
     """A sample, why it was picked, and what is said of it."""
 
-    reasons: tuple[str, ...]
+    reasons: str
     where: str
     about: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
 
 
-def pick(samples: Samples, *, num_each: int, seed: int) -> list[Shown]:
+def pick(samples: Samples, *, num_each: int, seed: int, side: str = "") -> list[Shown]:
     """The first sample of each source, then `num_each` of each kind: longest, least supervised, random; each once.
 
-    Where rows have several samples, those of the same row stand beside it.
+    Where rows have several samples, the first `NUM_BESIDE` of the same row stand beside it. `side`: in front of what is
+    said of each.
     """
     reasons: dict[int, list[str]] = {}
     counts = [len(source.samples) for source in samples.sources]
@@ -51,19 +53,20 @@ def pick(samples: Samples, *, num_each: int, seed: int) -> list[Shown]:
     }
     for reason, ids in kinds.items():
         for sample_id in ids.tolist():
-            for other in samples.beside(sample_id).tolist():
-                found = reasons.setdefault(other, [])
-                if other == sample_id:
-                    found.append(reason)
-    return [_shown(samples, sample_id, tuple(found or ["of the same row"])) for sample_id, found in reasons.items()]
+            reasons.setdefault(sample_id, []).append(reason)
+            for other in samples.beside(sample_id)[:NUM_BESIDE].tolist():
+                reasons.setdefault(other, [])
+    return [_shown(samples, each, side + ", ".join(found or ["of the same row"])) for each, found in reasons.items()]
 
 
-def _shown(samples: Samples, sample_id: int, reasons: tuple[str, ...]) -> Shown:
+def _shown(samples: Samples, sample_id: int, reasons: str) -> Shown:
+    beside = samples.beside(sample_id)
+    part = f"sample {sample_id - beside[0] + 1} of {len(beside)} of its row; " if len(beside) > 1 else ""
     num_tokens, num_supervised = (int(count[0]) for count in samples.counts(np.array([sample_id])))
     source = samples.names[int(samples.source_of([sample_id])[0])]
     about = (
-        f"source {source}; {num_tokens} tokens: {num_tokens - num_supervised} prompt, {num_supervised} supervised "
-        f"({num_supervised / num_tokens:.1%})"
+        f"source {source}; {part}{num_tokens} tokens: {num_tokens - num_supervised} prompt, "
+        f"{num_supervised} supervised ({num_supervised / num_tokens:.1%})"
     )
     return Shown(reasons, visible(samples.location(sample_id)), about, *samples.sample(sample_id))
 
@@ -71,7 +74,7 @@ def _shown(samples: Samples, sample_id: int, reasons: tuple[str, ...]) -> Shown:
 def as_text(picked: list[Shown], tokenizer: PreTrainedTokenizerBase, *, has_ids: bool) -> Iterator[str]:
     """Blocks of lines for a terminal."""
     for number, shown in enumerate(picked, start=1):
-        yield f"--- {number}. {shown.where} ({', '.join(shown.reasons)}); {shown.about}"
+        yield f"--- {number}. {shown.where} ({shown.reasons}); {shown.about}"
         yield preview(shown.input_ids, shown.loss_mask, tokenizer)
         if has_ids:
             yield f"ids, those supervised in []: {_ids(shown)}"
@@ -98,7 +101,7 @@ def _section(number: int, shown: Shown, tokenizer: PreTrainedTokenizerBase, has_
     ids = f"<details><summary>ids, those supervised in []</summary><pre>{_ids(shown)}</pre></details>"
     return (
         f"<section><h2>{number}. {escape(shown.where)}</h2>"
-        f"<p>{', '.join(shown.reasons)}; {escape(shown.about)}</p>{body}{ids if has_ids else ''}</section>"
+        f"<p>{shown.reasons}; {escape(shown.about)}</p>{body}{ids if has_ids else ''}</section>"
     )
 
 

@@ -39,7 +39,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     require_parts(config.model, source)
     if (whole := whole_checkpoint(source)) is not None:
         logger.info("trains the text part; %d other tensors pass through", len(whole.others))
-    data = prepare_data(config, files, source.path, progress=progress)
+    data = prepare_data(config, files, source, progress=progress)
     return Inputs(**vars(data), source=source, whole=whole)
 
 
@@ -47,7 +47,7 @@ def prepare_data_alone(config: Config) -> PreparedData:
     """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and config.json are enough."""
     files = find_files(config)
     without_weights = replace(config, model=replace(config.model, random_weights=True))
-    return prepare_data(config, files, resolve_source(without_weights).path, progress=lambda: None)
+    return prepare_data(config, files, resolve_source(without_weights), progress=lambda: None)
 
 
 def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:

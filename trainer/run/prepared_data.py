@@ -13,13 +13,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
 from trainer.data.chat import tokenizer_digest
-from trainer.data.conversation import RowKeys
 from trainer.data.files import resolve_files
 from trainer.data.growth import Division, TrainingData
 from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
+from trainer.model.packed_lm import ModelSource
 from trainer.progress import Position
 from trainer.quickstart import TRAIN_FILE
 from trainer.run.preflight import TEMPLATE_NAMES, read_chat_template
@@ -58,13 +58,13 @@ def find_files(config: Config) -> DataFiles:
     return DataFiles(_files(config, "train_files"), _files(config, "val_files"))
 
 
-def prepare_data(config: Config, files: DataFiles, tokenizer_dir: str, *, progress: Callable[[], None]) -> PreparedData:
-    """The samples of `files`, with the tokenizer of a model's directory; the first process that asks does the work.
+def prepare_data(config: Config, files: DataFiles, model: ModelSource, *, progress: Callable[[], None]) -> PreparedData:
+    """The samples of `files`, with the tokenizer of `model`; the first process that asks does the work.
 
     `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`.
     """
     data = config.data
-    own = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=config.model.trust_remote_code)
+    own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.model.trust_remote_code)
 
     @cache
     def renderer(chat_template: str | None) -> Renderer:
@@ -75,8 +75,10 @@ def prepare_data(config: Config, files: DataFiles, tokenizer_dir: str, *, progre
         return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
 
     division = Division(
-        sources=tuple(_prepare(config, files.train, renderer, progress)),
-        val_sources=tuple(_prepare(config, files.validation, renderer, progress)) if files.validation else None,
+        sources=tuple(_prepare(config, files.train, renderer, model.new_tokens, progress)),
+        val_sources=tuple(_prepare(config, files.validation, renderer, model.new_tokens, progress))
+        if files.validation
+        else None,
         val_ratio=data.val_ratio,
         val_limit=None if data.val_max_samples == -1 else data.val_max_samples,
         seed=config.trainer.seed,
@@ -122,31 +124,28 @@ def _prepare(
     config: Config,
     sources: Files,
     renderer: Callable[[str | None], Renderer],
+    new_tokens: Mapping[str, int],
     progress: Callable[[], None],
 ) -> list[SourceSamples]:
     """Each source with a cache entry of its own."""
     data, prepared = config.data, []
     for source, files in sources:
-        tokenizer, digest = renderer(source.chat_template)
+        # neither template nor turns say anything of plain text: what is said of them must not prepare it anew
+        is_text = source.keys.text_key is not None
+        tokenizer, digest = renderer(None if is_text else source.chat_template)
         options = PrepareOptions(
-            keys=RowKeys(
-                messages_key=source.messages_key,
-                tools_key=source.tools_key,
-                prompt_key=source.prompt_key,
-                response_key=source.response_key,
-                text_key=source.text_key,
-                vocabulary_digest=source.vocabulary_digest,
-            ),
+            keys=source.keys,
             max_length=data.max_length,
             truncation=data.truncation,
             on_bad_row=data.on_bad_row,
             max_bad_fraction=data.max_bad_fraction,
             max_samples=source.max_samples,
             special_in_content=data.special_in_content,
-            turns=data.turns,
-            train_on=data.train_on,
-            template_kwargs=data.apply_chat_template_kwargs,
+            new_tokens=new_tokens,
         )
+        if not is_text:
+            kwargs = data.apply_chat_template_kwargs
+            options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
         try:
             dataset = prepare(
                 files,

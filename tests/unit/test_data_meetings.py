@@ -1,0 +1,174 @@
+"""Where two kinds of data, or two features, meet: text beside chats, tokens, long text, packed files."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizer_fixtures as fixtures
+from prepared import run, write_rows
+from source_files import answers, chats, words, write_sources
+from transformers import AutoTokenizer
+
+from trainer.cli.data import main
+from trainer.config import RowKeys
+from trainer.data.announce import announce
+from trainer.data.batch_plan import Limits, Schedule
+from trainer.data.loader import RankPlan
+from trainer.data.sample_writer import PrepareOptions
+from trainer.data.samples import TokenDataset
+from trainer.data.token_rows import vocabulary_digest
+from trainer.errors import DataError
+from trainer.quickstart import MODEL_DIR
+from trainer.run.compose import load_config
+from trainer.run.inputs import Inputs, prepare_inputs
+
+LONG = "one two three four five six seven eight nine ten eleven twelve"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    write_sources(tmp_path)
+    write_rows(tmp_path / "texts.jsonl", *({"text": f"text {number}. {LONG}"} for number in range(6)))
+    return tmp_path
+
+
+def inputs_of(*given: str) -> Inputs:
+    return prepare_inputs(load_config(list(given)), progress=lambda: None)
+
+
+def texts(directory: Path, more: str = "") -> str:
+    return f"{{files:{directory}/texts.jsonl,text_key:text{more}}}"
+
+
+def plan_of(inputs: Inputs, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    caplog.set_level("INFO")
+    schedule = Schedule(inputs.train.shares, batch_size=2, seed=1)
+    plan = RankPlan(data_rank=0, num_data_ranks=1, limits=Limits(None, None), quadratic_cost=0.0)
+    announce(
+        inputs.train,
+        inputs.validation,
+        schedule=schedule,
+        plan=plan,
+        total_steps=1,
+        tokenizer=inputs.tokenizer,
+        lr="",
+        device="CPU",
+    )
+    return caplog.messages[0]
+
+
+def test_what_is_said_of_conversations_is_nothing_to_plain_text(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = [*words(files, chats(files), texts(files)), "data.val_ratio=0.2"]
+    plain = inputs_of(*given)
+    others = ["data.turns=apart", "data.train_on=last", f"data.chat_template={files}/says.jinja"]
+    changed = inputs_of(*given, *others, "data.apply_chat_template_kwargs={a: 1}")
+    (chat, text), (chat_2, text_2) = plain.train.sources, changed.train.sources
+    assert chat.dataset.directory != chat_2.dataset.directory and text.dataset.directory == text_2.dataset.directory
+    assert text.fingerprint == text_2.fingerprint
+    assert "turns" not in plan_of(inputs_of(*words(files, texts(files))), caplog)
+    assert "; turns together; " in plan_of(plain, caplog)
+
+
+def test_the_plan_counts_turns_among_conversations_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ask, one = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+    write_rows(tmp_path / "rows.jsonl", {"messages": [ask, one, ask, one]}, {"prompt": "a", "completion": "b"})
+    (tmp_path / "think.jinja").write_text(fixtures.QWEN3)
+    inputs = inputs_of(*words(tmp_path, f"{tmp_path}/rows.jsonl"), f"data.chat_template={tmp_path}/think.jinja")
+    assert "; turns apart in 1 of 1 conversations, " in plan_of(inputs, caplog)
+
+
+def test_tokens_made_before_the_vocabulary_grew_are_taken(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    ids, digest = tokenizer.encode("hello there"), vocabulary_digest(tokenizer)
+    row = {"input_ids": ids, "labels": ids, "vocabulary_digest": digest}
+    new = f"model.new_tokens=['<|new|>','{tokenizer.eos_token}']"  # the second it has already
+    write_rows(files / "tokens.jsonl", row, row)
+    assert inputs_of(*words(files, f"{files}/tokens.jsonl"), new).train.sample(0)[0].tolist() == ids
+    write_rows(files / "tokens.jsonl", {**row, "input_ids": [len(tokenizer)], "labels": [len(tokenizer)]})
+    assert main(["stats", *words(files, f"{files}/tokens.jsonl"), new]) == 65
+    assert f"bad tokens: 'input_ids' has {len(tokenizer)}, " in capsys.readouterr().err, "its maker had no such token"
+
+
+def test_a_source_of_tokens_needs_no_columns_of_the_others(files: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    write_rows(files / "tokens.jsonl", *[{"input_ids": [5, 6], "labels": [5, 6]}] * 3)
+    tokens = f"{{files:{files}/tokens.jsonl,vocabulary_digest:'{vocabulary_digest(tokenizer)}'}}"
+    for others in (["data.prompt_key=q", "data.response_key=a"], ["data.text_key=text"]):
+        inputs = inputs_of(*words(files, tokens, answers(files)), *others, "data.val_ratio=0")
+        assert inputs.train.shares[0].num_rows == 3
+
+
+def split(directory: Path, *rows: dict[str, Any], max_length: int = 16, keys: RowKeys | None = None) -> TokenDataset:
+    options = PrepareOptions(keys or RowKeys(text_key="text"), max_length=max_length, truncation="split")
+    return run(write_rows(directory / "long.jsonl", *rows), options, cache=directory)
+
+
+def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_path: Path) -> None:
+    whole = run(
+        write_rows(tmp_path / "a.jsonl", {"text": LONG}), PrepareOptions(RowKeys(text_key="text"), 512), cache=tmp_path
+    )
+    ids, _ = whole.sample(0)
+    dataset = split(tmp_path, {"text": LONG}, {"text": "short"})
+    pieces = [dataset.sample(number)[0] for number in range(len(dataset) - 1)]
+    assert dataset.num_rows == 2 and len(pieces) > 2 and all(len(piece) == 16 for piece in pieces[:-1])
+    labels = np.concatenate([piece[1:] for piece in pieces])
+    assert labels.tolist() == ids[1:].tolist(), "a piece begins with the last token of the one before"
+    assert dataset.summary.num_loss_tokens == len(ids) - 1 + int(dataset.num_loss_tokens[-1])
+    assert dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0 and not dataset.notes
+    exact = split(tmp_path, {"text": LONG}, max_length=len(ids))
+    assert len(exact) == 1
+
+
+def test_only_text_is_split(tmp_path: Path) -> None:
+    ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": LONG}
+    keys = RowKeys()
+    with pytest.raises(DataError, match=r"over-long: \d+ tokens > data.max_length 16; data.truncation=split is for te"):
+        split(tmp_path, {"messages": [ask, answer]}, keys=keys)
+    with pytest.raises(DataError, match="is for text_key alone"):
+        split(tmp_path, {"prompt": "hi", "completion": LONG}, keys=keys)
+
+
+def test_pieces_are_compared_one_by_one(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*words(files, texts(files)), "data.max_length=16", "data.truncation=split", "data.val_ratio=0"]
+    samples = inputs_of(*given).train
+    rows = []
+    for number in range(len(samples)):
+        ids, mask = samples.sample(number)
+        rows.append({"input_ids": ids.tolist(), "loss_mask": mask.astype(int).tolist()})
+    dump = write_rows(files / "dump.jsonl", *rows)
+    assert len(samples) >= 12
+    assert main(["compare", "--with", "trl", str(dump), *given]) == 0
+    assert f"ids and mask equal: {len(samples)}" in capsys.readouterr().out
+
+
+def test_a_preview_shows_validation_too_and_not_all_of_a_long_row(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(files / "book.jsonl", {"text": LONG * 30})
+    given = [*words(files, f"{{files:{files}/book.jsonl,text_key:text}}"), "data.truncation=split"]
+    val = words(files, chats(files), answers(files), key="val_files")[:1]
+    assert main(["preview", "--samples", "1", *given, *val, "data.max_length=60"]) == 0
+    out = capsys.readouterr().out
+    assert f"{files}/chats.jsonl:1 (validation, first of its source" in out
+    assert f"{files}/answers.jsonl:1 (validation, first of its source" in out
+    assert re.search(r"book.jsonl:1 .*; sample 1 of \d\d+ of its row; 60 tokens", out) and out.count("\n--- ") < 15
+
+
+def test_packing_a_file_changes_neither_its_name_nor_its_places(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (files / "chats.jsonl").read_text().replace("\n", "\r\n")
+    (files / "chats.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + rows.encode()))
+    packed = f"{{files:{files}/chats.jsonl.gz}}"
+    inputs, plain = inputs_of(*words(files, packed)), inputs_of(*words(files, chats(files)))
+    assert inputs.train.names == plain.train.names == ("chats",)
+    assert inputs.train.fingerprint == plain.train.fingerprint
+    assert inputs.train.location(3).startswith(f"{files}/chats.jsonl.gz:")
+    (files / "chats.jsonl.gz").write_bytes(gzip.compress((rows + json.dumps({"messages": 3}) + "\r\n").encode()))
+    assert main(["stats", *words(files, packed)]) == 65
+    assert "chats.jsonl.gz:13: messages not a list: 'messages' is int" in capsys.readouterr().err
