@@ -60,9 +60,11 @@ def _preview(parser: Parser, argv: list[str]) -> int:
 
     data = prepare_data_alone(config)
     picked = pick(data.train, num_each=arguments.samples, seed=config.trainer.seed)
+    num_samples = len(data.train)
     if config.data.val_files and data.validation:
         picked += pick(data.validation, num_each=0, seed=config.trainer.seed, side="validation, ")
-    title = f"{len(picked)} of {len(data.train):,} samples, random ones by trainer.seed={config.trainer.seed}"
+        num_samples += len(data.validation)
+    title = f"{len(picked)} of {num_samples:,} samples, random ones by trainer.seed={config.trainer.seed}"
     if arguments.html:
         _write(arguments.html, as_page(title, picked, data.tokenizer, has_ids=arguments.ids))
         return EXIT_DONE

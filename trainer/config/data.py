@@ -165,7 +165,7 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
     limit = data.train_max_samples if name == "train_files" else data.val_max_samples
     # a source that says where its conversation stands, or that it is tokens, does not look where others have theirs
     own = (given.messages_key, given.prompt_key, given.text_key, given.vocabulary_digest)
-    columns: DataConfig | SourceConfig = given if any(key is not None for key in own) else data
+    is_own = any(key is not None for key in own)
     return Source(
         name=given.name or _name(given.files, dotted),
         files=given.files,
@@ -175,9 +175,9 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
         keys=RowKeys(
             messages_key=given.messages_key or data.messages_key,
             tools_key=given.tools_key or data.tools_key,
-            prompt_key=columns.prompt_key,
-            response_key=columns.response_key,
-            text_key=columns.text_key,
+            prompt_key=given.prompt_key if is_own else data.prompt_key,
+            response_key=given.response_key if is_own else data.response_key,
+            text_key=given.text_key if is_own else data.text_key,
             vocabulary_digest=given.vocabulary_digest or data.vocabulary_digest,
         ),
     )
