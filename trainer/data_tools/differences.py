@@ -162,18 +162,18 @@ def _same_text(change: TokenChange, setting: Setting) -> str | None:
     return "the same text cut into other tokens" if here == there else None
 
 
-def _reasoning(change: TokenChange, setting: Setting) -> str | None:
-    side = _only_in(change, setting, "think>")
-    return side and f"reasoning, or the tags around it, only {side}"
-
-
-def _system(change: TokenChange, setting: Setting) -> str | None:
-    side = _only_in(change, setting, "system") if max(change.at_here[0], change.at_there[0]) <= 2 else None
-    return side and f"system prompt only {side}"
-
-
-def _nulls(change: TokenChange, setting: Setting) -> str | None:
-    return "absent fields filled with null there" if _only_in(change, setting, "null") == "there" else None
+def _words(change: TokenChange, setting: Setting) -> str | None:
+    """What only one side says."""
+    is_early = max(change.at_here[0], change.at_there[0]) <= 2
+    for word, is_asked, rule in (
+        ("think>", True, "reasoning, or the tags around it, only {}"),
+        ("system", is_early, "system prompt only {}"),
+        ("null", True, "absent fields filled with null {}"),
+    ):
+        here, there = (word in setting.text(ids) for ids in change.sides)
+        if is_asked and here != there and (word != "null" or there):
+            return rule.format("here" if here else "there")
+    return None
 
 
 def _template(change: TokenChange, setting: Setting) -> str | None:
@@ -181,14 +181,8 @@ def _template(change: TokenChange, setting: Setting) -> str | None:
     return "other chat template" if here != there else None
 
 
-def _only_in(change: TokenChange, setting: Setting, word: str) -> str | None:
-    """The side that says a word, if it is one."""
-    here, there = (word in setting.text(ids) for ids in change.sides)
-    return None if here == there else "here" if here else "there"
-
-
 TokenRule = Callable[[TokenChange, Setting], str | None]
-TOKEN_RULES: tuple[TokenRule, ...] = (_bos, _cut, _end, _same_text, _reasoning, _system, _nulls, _template)
+TOKEN_RULES: tuple[TokenRule, ...] = (_bos, _cut, _end, _same_text, _words, _template)
 """The first that knows a change of tokens names it."""
 
 
@@ -201,12 +195,9 @@ def _mask_differences(
     if not is_other.any():
         return
     turns = _runs(here.loss_mask)
-    rows = (0, len(here.input_ids)), (0, len(there.input_ids))
-    if there.loss_mask[1:].all():
-        yield Difference("whole conversation supervised there", *rows)
-        return
-    if not there.loss_mask[1:].any():
-        yield Difference("nothing supervised there", *rows)
+    if there.loss_mask[1:].all() or not there.loss_mask[1:].any():
+        what = "whole conversation" if there.loss_mask[1:].all() else "nothing"
+        yield Difference(f"{what} supervised there", (0, len(here.input_ids)), (0, len(there.input_ids)))
         return
     if len(turns) > 1 and np.array_equal(
         here.loss_mask[at_here] & (at_here >= turns[-1][0]), there.loss_mask[at_there]

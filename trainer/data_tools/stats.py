@@ -1,6 +1,5 @@
 """How much is trained: tokens, supervised share, lengths, turns, by source; what was left out; exact duplicates."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,22 +7,22 @@ import numpy as np
 
 from trainer.data.preview import visible
 from trainer.data.samples import Samples
-from trainer.data_tools.duplicates import Duplicates, between, inside
+from trainer.data_tools.duplicates import between, inside
 from trainer.data_tools.scan import scan
 from trainer.run.prepared_data import PreparedData
 
 Tree = dict[str, Any]
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 LENGTHS = ("prompt", "completion", "total", "turns")
-COUNTS = (
-    "num_rows",
-    "num_samples",
-    "num_bad_rows",
-    "num_dropped",
-    "num_truncated",
-    "num_cut_tokens",
-    "num_without_reasoning",
-)
+COUNTS = {
+    "num_rows": "rows",
+    "num_samples": "samples",
+    "num_bad_rows": "bad rows",
+    "num_dropped": "rows dropped",
+    "num_truncated": "rows cut",
+    "num_cut_tokens": "tokens cut off",
+    "num_without_reasoning": "turns without their reasoning",
+}
 
 
 def as_tree(data: PreparedData) -> Tree:
@@ -37,15 +36,11 @@ def as_tree(data: PreparedData) -> Tree:
         name: {key: getattr(dataset.summary, key) for key in keys} for dataset, name in reversed(datasets.items())
     }
     known = scan(data.train).digests
-    tree["duplicates"] = {"train": _found(inside(data.train, known)), "validation_in_train": None}
+    tree["duplicates"] = {"train": inside(data.train, known), "validation_in_train": None}
     if data.validation:
         own = scan(data.validation).digests
-        tree["duplicates"]["validation_in_train"] = _found(between(data.validation, own, data.train, known))
+        tree["duplicates"]["validation_in_train"] = between(data.validation, own, data.train, known)
     return tree
-
-
-def _found(duplicates: Duplicates) -> Tree:
-    return dataclasses.asdict(duplicates) | {"share": duplicates.share}
 
 
 def _side(samples: Samples) -> Tree:
@@ -87,7 +82,7 @@ def as_lines(tree: Tree) -> Iterator[str]:
         for name, facts in {**scopes, "total": tree[side]["total"]}.items():
             yield from _scope_lines(f"{side}, {visible(name)}", facts)
     for name, summary in tree["read"].items():
-        counts = (f"{key.removeprefix('num_').replace('_', ' ')} {summary[key]:,}" for key in COUNTS)
+        counts = (f"{summary[key]:,} {words}" for key, words in COUNTS.items() if summary[key] or key == "num_rows")
         yield f"read for {visible(name)}: {', '.join(counts)}"
         for key, text in (("bad_rows_by_kind", "bad rows"), ("unread_keys", "keys of messages that nothing reads")):
             if summary[key]:
@@ -100,8 +95,8 @@ def as_lines(tree: Tree) -> Iterator[str]:
 
 def _scope_lines(name: str, facts: Tree) -> Iterator[str]:
     share = f"; {facts['supervised_share']:.1%} supervised" if facts["samples"] else ""
-    rows = f"{facts['rows']:,} rows ({facts['rows_per_epoch']:,} an epoch)"
-    yield f"{name}: {rows}, {facts['samples']:,} samples, {facts['tokens']:,} tokens{share}"
+    repeated = f" ({facts['rows_per_epoch']:,} an epoch)" if facts["rows"] != facts["rows_per_epoch"] else ""
+    yield f"{name}: {facts['rows']:,} rows{repeated}, {facts['samples']:,} samples, {facts['tokens']:,} tokens{share}"
     if facts["samples"]:
         yield f"  {'':<12}" + "".join(f"{key:>10}" for key in ("mean", *QUANTILES))
     for what in LENGTHS if facts["samples"] else ():
