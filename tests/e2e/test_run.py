@@ -16,6 +16,10 @@ from runs import REPOSITORY, SMALL, command, curve, environment, processes_of, r
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.planner.disk import plan_disk
+from trainer.planner.memory_plan import plan_memory
+from trainer.run.compose import load_config
+
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 
 
@@ -68,6 +72,14 @@ def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> N
     again = run(run_dir.parent.parent.parent, 2, cache, *SMALL)
     assert again.returncode == 0 and "already complete" in again.stdout
     assert snapshot(run_dir) == before
+
+
+def test_a_checkpoint_takes_the_disk_that_was_planned(straight: tuple[Path, str]) -> None:
+    config = load_config([*SMALL, "trainer.device=cpu"])
+    disk = plan_disk(config, plan_memory(config, 2))
+    files = [path.stat().st_size for path in (straight[0] / "global_step_12").rglob("*") if path.is_file()]
+    assert disk.checkpoint_bytes == pytest.approx(sum(files), rel=0.01)
+    assert disk.num_checkpoints == 12 // 3
 
 
 def run_dir_of(cwd: Path) -> Path:

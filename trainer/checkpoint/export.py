@@ -258,8 +258,7 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
     root = target.parent
     records = [] if plan.is_adapter else [_write_json(target / "config.json", _config(source, plan), root=root)]
     records.append(_write_json(target / "generation_config.json", _generation_config(source), root=root))
-    copied = (*_TOKENIZER_FILES, *_VOCABULARIES, *(_TEMPLATES if source.chat_template is None else ()))
-    for path in sorted({path for pattern in copied for path in source.model_dir.glob(pattern) if path.is_file()}):
+    for path in companion_files(source.model_dir, has_template=source.chat_template is None):
         if source.chat_template is not None and path.name == "tokenizer_config.json":
             config = json.loads(path.read_text()) | {"chat_template": source.chat_template}
             records.append(_write_json(target / path.name, config, root=root))
@@ -272,6 +271,12 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
         others = (tensor.whole() for tensor in plan.whole.others.values())
         records.append(write_tensors(target / OTHER_PARTS, plan.others, others, root=root))
     return records
+
+
+def companion_files(model_dir: Path, *, has_template: bool = True) -> list[Path]:
+    """What an export takes over from the model trained from as it is."""
+    copied = (*_TOKENIZER_FILES, *_VOCABULARIES, *(_TEMPLATES if has_template else ()))
+    return sorted({path for pattern in copied for path in model_dir.glob(pattern) if path.is_file()})
 
 
 def write_index(plan: ExportPlan, target: Path, *, root: Path) -> list[FileRecord]:

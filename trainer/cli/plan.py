@@ -1,12 +1,15 @@
-"""Whether a run fits, before anything is rented: `python -m trainer.cli.plan [N] [key=value ...]` (floor 5).
+"""Whether a run fits and what it takes, before anything is rented: `python -m trainer.cli.plan [N] [key=value ...]`.
 
-Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fits, 1 does not, 2 wrong usage or
-configuration. torch is imported only once the configuration is known to be right.
+Floor 5. Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fits, 1 does not, 2 wrong usage
+or configuration. torch is imported only once the configuration is known to be right.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
+from trainer.checkpoint.space import SPARE, readable
 from trainer.cli.arguments import Parser, answer
 from trainer.config import QUICKSTART, Config, ConfigError
 from trainer.launch.ranks import choose_num_ranks, count_gpus, parse_arguments
@@ -20,7 +23,12 @@ from trainer.planner.forecast import (
     forecaster,
     smallest_change,
 )
+from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, find_card, local_card, predict
 from trainer.run.compose import load_config
+
+if TYPE_CHECKING:
+    from trainer.planner.disk import DiskPlan
+    from trainer.planner.memory_plan import MemoryPlan
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 NAME_WIDTH = 44
@@ -31,17 +39,25 @@ def main(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    words, memory_gib = _parse(argv)
-    asked = parse_arguments(words)
+    options = _parse(argv)
+    asked = parse_arguments(options.words)
     config = load_config(asked.overrides)
     if config.model.partial_pretrain != QUICKSTART:
         find_architecture(config.model.partial_pretrain)
     num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
     num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
-    memory_gib = memory_gib or default_memory_gib(config, num_ranks)
+    is_cuda = config.trainer.device != "cpu"
+    card = find_card(options.card) if options.card else local_card() if is_cuda else None
+    memory_gib = options.memory_gib or (
+        card.memory_gib if options.card and card else default_memory_gib(config, num_ranks)
+    )
     forecast = forecaster(asked.overrides, memory_gib)
     found = forecast(Change(num_ranks))
-    print("\n".join(table(found, config)))
+    from trainer.planner.disk import plan_disk
+
+    print("\n".join([*table(found, config), *disk_lines(plan_disk(config, found.plan), config)]))
+    if card is not None and is_cuda:
+        print("\n".join(time_lines(found.plan, card, config, options.price_per_gpu_hour)))
     if found.fits:
         print(f"fits: {found.needed_gib:.1f} of {memory_gib:.1f} GiB")
         return EXIT_FITS
@@ -50,12 +66,12 @@ def _plan(argv: list[str]) -> int:
     return EXIT_DOES_NOT_FIT
 
 
-def _parse(argv: list[str]) -> tuple[list[str], float | None]:
-    """(N and overrides, `--memory-gib`). Raises `ConfigError`."""
+def _parse(argv: list[str]) -> Namespace:
+    """N and overrides as `words`, and the options. Raises `ConfigError`."""
     parser = Parser(
         prog="python -m trainer.cli.plan",
-        usage="%(prog)s [N] [key=value ...] [--memory-gib X]",
-        description="Predict the peak memory of each rank, and name the smallest change that fits.",
+        usage="%(prog)s [N] [key=value ...] [--memory-gib X] [--card NAME] [--price-per-gpu-hour X]",
+        description="Predict memory, disk and time of a run, and name the smallest change that fits.",
         allow_abbrev=False,
     )
     about = "N: ranks on all machines together (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
@@ -63,10 +79,17 @@ def _parse(argv: list[str]) -> tuple[list[str], float | None]:
     about = f"memory of one GPU in GiB (default: that of the local GPU, else {DEFAULT_GPU_GIB:.0f}); with "
     about += "trainer.device=cpu a rank's share of this machine's"
     parser.add_argument("--memory-gib", type=float, metavar="X", help=about)
+    about = (
+        f"predict for this card ({', '.join(CARDS)}; default: the local GPU, else {DEFAULT_CARD}); any number of it "
+    )
+    about += "can be replaced: H100,link_gb_s=20"
+    parser.add_argument("--card", metavar="NAME", help=about)
+    parser.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="for the cost of the run")
     known = parser.parse_intermixed_args(argv)
-    if known.memory_gib is not None and not known.memory_gib > 0:
-        raise ConfigError(f"--memory-gib must be positive, got {known.memory_gib}")
-    return known.words, known.memory_gib
+    for name in ("memory_gib", "price_per_gpu_hour"):
+        if (value := getattr(known, name)) is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    return known
 
 
 def table(forecast: Forecast, config: Config) -> Iterator[str]:
@@ -104,6 +127,43 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
     if is_cuda:
         num_ranks = forecast.num_ranks_per_machine
         yield f"host memory on a machine with {num_ranks} of these ranks: {num_ranks * forecast.host_gib:.2f} GiB"
+
+
+def disk_lines(disk: "DiskPlan", config: Config) -> Iterator[str]:
+    number, place = disk.num_checkpoints, config.trainer.default_local_dir
+    kept = "all are kept" if number is None else f"{number} at most, with the one being written"
+    tokens = "" if disk.token_bytes is None else f"; prepared tokens {readable(disk.token_bytes)} (estimate)"
+    whole, exported = readable(disk.checkpoint_bytes), readable(disk.export_bytes)
+    yield f"disk: a checkpoint takes {whole}, {exported} of it huggingface/; {kept}{tokens}"
+    if disk.free_bytes < disk.needed_bytes * SPARE:
+        yield (
+            f"WARNING: {readable(disk.needed_bytes)} are needed and {readable(disk.free_bytes)} free here for {place}: "
+            f"free some space, or lower trainer.max_ckpt_to_keep={config.trainer.max_ckpt_to_keep}"
+        )
+
+
+def time_lines(plan: "MemoryPlan", card: "Card", config: Config, price: float | None) -> Iterator[str]:
+    """All of it predicted from data sheets: what such cards reach at best."""
+    number, num_ranks = plan.workload.num_micro_batches, plan.num_ranks
+    predicted = predict(plan.operations, card, num_micro_batches=number)
+    tokens = plan.workload.num_tokens * number * num_ranks
+    share = (
+        ""
+        if plan.needed_flops is None
+        else f", MFU {plan.needed_flops * number / predicted.step_s / card.tflops / 1e10:.0f} %"
+    )
+    yield (
+        f"predicted for {card.name}, not measured: {predicted.step_s:.3g} s a step of {tokens:,} tokens, "
+        f"{tokens / predicted.step_s:,.0f} tokens/s{share}"
+    )
+    for name, seconds in predicted.costliest():
+        yield f"{seconds / predicted.step_s:7.1%}  {name}"
+    steps = config.trainer.total_training_steps
+    what, hours = f"{steps:,} steps", (steps or 0) * predicted.step_s / 3600
+    if steps is None:
+        what, hours = "a billion tokens", 1e9 / tokens * predicted.step_s / 3600
+    cost = "" if price is None else f", cost {hours * num_ranks * price:,.2f}"
+    yield f"{what}: {hours:,.2f} hours, {hours * num_ranks:,.1f} GPU hours{cost}, without validation and saves"
 
 
 def _advice(change: Change | None, num_ranks: int, forecast: Callable[[Change], Forecast]) -> str:

@@ -54,12 +54,12 @@ def take_over_norms(model: nn.Module) -> int:
     replaced = 0
     for module in model.modules():
         if _looks_alike(module) and _is_same(module):
-            module.forward = types.MethodType(_forward, module)
+            module.forward = types.MethodType(forward, module)
             replaced += 1
     return replaced
 
 
-def _forward(self: Any, hidden_states: Tensor) -> Tensor:
+def forward(self: Any, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 

@@ -28,6 +28,7 @@ from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.optim import OPTIMIZERS, clip
+from trainer.planner.fused_norm import fuse_norms
 from trainer.planner.live_storage import (
     FROZEN,
     GATHERED,
@@ -40,6 +41,7 @@ from trainer.planner.live_storage import (
     LiveStorages,
     Phase,
 )
+from trainer.planner.operations import Operation, Operations
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 
 FEWEST_LAYERS = 4
@@ -69,6 +71,8 @@ class Job:
     num_ranks: int
     is_cuda: bool
     is_packed: bool
+    is_compiled: bool
+    """Counted as such; its memory is that of uncompiled layers, which hold more."""
     workload: Workload
 
     @property
@@ -82,19 +86,19 @@ class Job:
 @dataclass(frozen=True)
 class Measured:
     """One step on so many layers: bytes by category at the fullest moment of each phase, of everything and of what is
-    on the device.
+    on the device; how often it asks for which operation.
     """
 
     num_layers: int
     everything: dict[Phase, Counter[str]]
     on_device: dict[Phase, Counter[str]]
-    gathered_bytes: int
-    reduced_bytes: int
+    operations: Counter[Operation]
 
 
 def measure(job: Job, num_layers: int) -> Measured:
     """One step of the model with only its first layers, on fake tensors."""
     live = LiveStorages()
+    operations = Operations(live, job.workload.seqlens, is_compiled=job.is_compiled)
     num_run = min(job.workload.num_micro_batches, MAX_RUN_MICRO_BATCHES)
     cpu_attention._mask.cache_clear()  # kept for the whole process: no real masks in the plan, no fake ones later
     try:
@@ -103,12 +107,14 @@ def measure(job: Job, num_layers: int) -> Measured:
             _keep_layers(model, num_layers)
             attention.register("cuda" if job.is_cuda else None)
             parallelize.parallelize(model, job.config.model, world)
+            if job.is_cuda:
+                fuse_norms(model)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 load.materialize(model, world.device, buffer_device=world.device)
                 routers = Routers(model, world.device, is_asked=job.config.model.router_loss == AUTO)
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
                 batches = [full_batch(job.workload.seqlens)] * num_run
-                with live:
+                with live, operations:
                     follow(model, optimizer, live)
                     run_step(model, routers, optimizer, batches)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -123,8 +129,7 @@ def measure(job: Job, num_layers: int) -> Measured:
         num_layers=num_layers,
         everything=live.peaks(),
         on_device=live.peaks(elsewhere=job.elsewhere),
-        gathered_bytes=live.gathered_bytes * job.workload.num_micro_batches // num_run,
-        reduced_bytes=live.reduced_bytes * job.workload.num_micro_batches // num_run,
+        operations=operations.counts,
     )
 
 
@@ -191,7 +196,8 @@ def run_step(
     """What a training step does on the device, but for the one reduction that the host waits for."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
+        parallelize.add_up_replicas(model, is_last=number == len(batches))
         loss_sum: Tensor = model(batch).loss_sum
         (loss_sum / len(batches) + routers.add(batch, batch.num_tokens)).backward()
         del loss_sum

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,15 +30,11 @@ Phase = tuple[int | str, ...]
 
 
 class LiveStorages(TorchDispatchMode):
-    """A context to run a step in. `enter` says from outside which part of the step begins.
-
-    `gathered_bytes` and `reduced_bytes` are what this rank has received from and sent to others so far.
-    """
+    """A context to run a step in. `enter` says from outside which part of the step begins."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase: Phase = ()
-        self.gathered_bytes = self.reduced_bytes = 0
         self._default = ACTIVATIONS
         self._events: list[tuple[int, int, Phase]] = []
         self._categories: list[str] = []
@@ -56,6 +51,10 @@ class LiveStorages(TorchDispatchMode):
         super().__exit__(*args)
         self._is_open = False
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def lives(self, storage: int) -> bool:
+        """Of the storage at this address."""
+        return storage in self._living
 
     def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
         """From here on the step is in `phase`; what is made in it is for `default` unless something tells better."""
@@ -126,19 +125,11 @@ class LiveStorages(TorchDispatchMode):
     def _gather_begins(self, shards: list[Tensor], whole: Tensor, *_: Any) -> None:
         self.mark([*shards, whole], GATHERED)
 
-    def _gathered(self, whole: Tensor, shard: Tensor, *_: Any) -> None:
-        self.gathered_bytes += whole.nbytes - shard.nbytes
-
     def _reduction_begins(self, whole: list[Tensor], *_: Any, out: Tensor) -> None:
         self.mark([*whole, out], GRADIENTS)
 
     def _reduced(self, shard: Tensor, whole: Tensor, *_: Any) -> None:
-        self.reduced_bytes += whole.nbytes - shard.nbytes
         self.mark([shard, whole], GRADIENTS)
-
-    def _all_reduced(self, tensors: list[Tensor], group: Any, *_: Any) -> None:
-        num_ranks = ProcessGroup.unbox(group).size()
-        self.reduced_bytes += 2 * sum(tensor.nbytes for tensor in tensors) * (num_ranks - 1) // num_ranks
 
     def _varlen_backward(self, *tensors: Any) -> None:
         _, query_TNK, key_TMK, _, _, _, cu_seqlens_D1 = tensors[:7]
@@ -149,10 +140,8 @@ class LiveStorages(TorchDispatchMode):
 
 _READERS: dict[str, Callable[..., None]] = {
     "fsdp.all_gather_copy_in.default": LiveStorages._gather_begins,
-    "c10d._allgather_base_.default": LiveStorages._gathered,
     "fsdp.chunk_cat.default": LiveStorages._reduction_begins,
     "c10d._reduce_scatter_base_.default": LiveStorages._reduced,
-    "c10d.allreduce_.default": LiveStorages._all_reduced,
     "torch_attn._varlen_attn_backward.default": LiveStorages._varlen_backward,
 }
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from trainer.config import AUTO, QUICKSTART, Config, DataConfig
 from trainer.model import assemble
+from trainer.model.flops import step_flops
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.model.source import find_architecture
 from trainer.planner.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
@@ -26,6 +27,8 @@ from trainer.planner.live_storage import (
     SHARDED_GRADIENTS,
     Phase,
 )
+from trainer.planner.operations import ALL_REDUCE, GATHER, REDUCE, Operation
+from trainer.planner.roofline import repeats
 from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype
 
@@ -46,9 +49,28 @@ class MemoryPlan:
     num_measured_layers: tuple[int, ...]
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
-    gathered_bytes: int
-    reduced_bytes: int
+    operations: Counter[Operation]
+    saved_bytes: int
+    """Of this rank in a checkpoint."""
+    model_dir: str
+    needed_flops: float | None
+    """Of a micro-batch, forward and backward, as MFU counts them; None of a model whose cost is not known."""
     num_trained: int
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Received from other ranks in a step."""
+        return self._exchanged_bytes({GATHER})
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Sent to other ranks in a step."""
+        return self._exchanged_bytes({REDUCE, ALL_REDUCE})
+
+    def _exchanged_bytes(self, kinds: set[str]) -> int:
+        number = self.workload.num_micro_batches
+        asked = self.operations.items()
+        return sum(n * op.size_bytes * repeats(op, number) for op, n in asked if op.kind in kinds)
 
     @property
     def peak_bytes(self) -> int:
@@ -97,8 +119,9 @@ def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
         num_layers=num_layers,
         everything=all_grown(few.everything, more.everything),
         on_device=all_grown(few.on_device, more.on_device),
-        gathered_bytes=grown(few.gathered_bytes, more.gathered_bytes),
-        reduced_bytes=grown(few.reduced_bytes, more.reduced_bytes),
+        operations=Counter(
+            {op: grown(few.operations[op], more.operations[op]) for op in few.operations | more.operations}
+        ),
     )
 
 
@@ -116,9 +139,19 @@ def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_lay
         num_measured_layers=num_measured_layers,
         device_bytes={name: device[name] for name in NAMES if name not in (HOST_INPUTS, FROZEN) or device[name]},
         host_bytes=host | {SAVE_COPY: saved * job.config.trainer.checkpoint.async_save},
-        gathered_bytes=measured.gathered_bytes,
-        reduced_bytes=measured.reduced_bytes,
+        operations=measured.operations,
+        saved_bytes=saved,
+        model_dir=job.source.path,
+        needed_flops=_needed_flops(model, job.workload),
     )
+
+
+def _needed_flops(model: PreTrainedModel, workload: Workload) -> float | None:
+    flops = step_flops(model)
+    if flops is None:
+        return None
+    per_token = flops.per_token + flops.per_loss_token
+    return per_token * workload.num_tokens + flops.per_squared_length * sum(n * n for n in workload.seqlens)
 
 
 def _job(config: Config, num_ranks: int) -> Job:
@@ -130,11 +163,11 @@ def _job(config: Config, num_ranks: int) -> Job:
     if is_cuda and fsdp.param_dtype == AUTO:
         is_fp32 = torch.cuda.is_available() and compute_dtype(AUTO, torch.device("cuda")) == torch.float32
         fsdp = replace(fsdp, param_dtype="float32" if is_fp32 else "bfloat16")
-    config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
+    is_compiled, config = model.compile, replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = _source(config)
     is_packed = assemble.per_document_reason(config.model, source, max_length=config.data.max_length) is None
     workload = heaviest_workload(config.data, num_ranks, is_packed=is_packed)
-    return Job(config, source, num_ranks, is_cuda, is_packed, workload)
+    return Job(config, source, num_ranks, is_cuda, is_packed, is_compiled, workload)
 
 
 def _source(config: Config) -> ModelSource:

@@ -1,0 +1,80 @@
+"""What a run writes: checkpoints and prepared tokens, beside what is free (floor 5)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import export, fsio
+from trainer.config import Config
+from trainer.errors import DataError
+from trainer.planner.memory_plan import MemoryPlan
+from trainer.run.prepared_data import find_files
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """Bytes of one checkpoint, how many there are at most (None: all are kept, of a run of unknown length), bytes of
+    the prepared tokens (None without the files), and what is free where checkpoints go: on this machine.
+    """
+
+    shard_bytes: int
+    export_bytes: int
+    num_checkpoints: int | None
+    token_bytes: int | None
+    free_bytes: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.shard_bytes + self.export_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of one checkpoint at least."""
+        return self.checkpoint_bytes * (self.num_checkpoints or 1) + (self.token_bytes or 0)
+
+
+def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
+    """What a model of several parts has besides its text part is not counted: no weights are read."""
+    directory = Path(config.trainer.default_local_dir).absolute()
+    while not directory.exists():
+        directory = directory.parent
+    return DiskPlan(
+        shard_bytes=plan.saved_bytes * plan.num_ranks,
+        export_bytes=_export_bytes(config, plan),
+        num_checkpoints=_num_checkpoints(config),
+        token_bytes=_token_bytes(config),
+        free_bytes=fsio.free_bytes(directory),
+    )
+
+
+def _export_bytes(config: Config, plan: MemoryPlan) -> int:
+    kept = config.trainer.checkpoint
+    found = sum(path.stat().st_size for path in export.companion_files(Path(plan.model_dir)))
+    if "hf_model" not in kept.save_contents:
+        return found
+    num_exported = plan.num_parameters
+    if config.model.has_adapters:
+        whole = 0 if kept.export_lora == "adapter" else plan.num_parameters - plan.num_trained
+        num_exported = whole + (0 if kept.export_lora == "merged" else plan.num_trained)
+    dtype: torch.dtype = getattr(torch, kept.export_dtype)
+    return found + num_exported * dtype.itemsize
+
+
+def _num_checkpoints(config: Config) -> int | None:
+    """Those kept and the one being written, or fewer in a short run."""
+    steps, every, keep = config.trainer.total_training_steps, config.trainer.save_freq, config.trainer.max_ckpt_to_keep
+    saved = 1 if every < 0 else None if steps is None else -(-steps // every)
+    return min((number for number in (saved, None if keep is None else keep + 1) if number is not None), default=None)
+
+
+def _token_bytes(config: Config) -> int | None:
+    """An estimate: four bytes of text are about one token, which takes four. Nothing is fetched for it."""
+    if "hf://" in f"{config.data.train_files} {config.data.val_files}":
+        return None
+    try:
+        found = find_files(config)
+    except DataError:
+        return None
+    paths = {path for _, files in (*found.train, *found.validation) for path in files}
+    return sum(path.stat().st_size for path in paths)

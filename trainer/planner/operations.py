@@ -1,0 +1,173 @@
+"""What the operations of a step ask of a device: floating-point operations, bytes read and written, bytes between ranks
+(floor 5).
+
+Counted as they are dispatched, on fake tensors or real ones. A cache between the memory and the processor is not seen.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trainer.planner.live_storage import LiveStorages, Phase
+from trainer.planner.roofline import (
+    ALL_REDUCE,
+    ATTENTION,
+    COLLECTIVES,
+    GATHER,
+    MATMUL,
+    MATMUL_FP32,
+    MEMORY,
+    REDUCE,
+    Operation,
+)
+
+_COLLECTIVES = {
+    "c10d._allgather_base_.default": GATHER,
+    "c10d._reduce_scatter_base_.default": REDUCE,
+    "c10d.allreduce_.default": ALL_REDUCE,
+}
+RANKS_PER_MACHINE = 8
+FUSED = "fused by the compiler"
+
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh", "device"}
+_LOOKUPS = {"embedding", "index", "gather", "index_select"}
+_OVERWRITES = {"copy_", "zero_", "fill_"}
+_NEVER_FUSED = ("fsdp", "c10d", "planner")
+
+
+class Operations(TorchDispatchMode):
+    """A context inside that of `live`, which knows the phase. With `is_compiled`, what lies between two matrix products
+    of a layer is one kernel: it reads what others made and writes what outlives it.
+    """
+
+    def __init__(self, live: LiveStorages, seqlens: Sequence[int], *, is_compiled: bool = False) -> None:
+        super().__init__()
+        self.counts: Counter[Operation] = Counter()
+        self._live, self._seqlens, self._is_compiled = live, seqlens, is_compiled
+        self._region: Operation | None = None
+        self._read: dict[int, int] = {}
+        self._made: dict[int, int] = {}
+
+    def __exit__(self, *args: Any) -> None:
+        self._close()
+        super().__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, phase, kind = kwargs or {}, self._live.phase, _kind(func)
+        is_inside = kind == MEMORY and func.namespace not in _NEVER_FUSED and phase[1] != "update"
+        if self._region is not None and (self._region.phase != phase or (kind and not is_inside)):
+            self._close()  # before it makes a tensor where one of the region was
+        result = func(*args, **kwargs)
+        if kind in COLLECTIVES:
+            self.counts[_collective(kind, phase, args)] += 1
+        elif kind is not None:
+            found = self._operation(func, kind, phase, args, kwargs, result)
+            if self._is_compiled and is_inside:
+                self._join(found, args, kwargs, result)
+            else:
+                self.counts[found] += 1
+        return result
+
+    def _operation(self, func: Any, kind: str, phase: Phase, args: Any, kwargs: Any, result: Any) -> Operation:
+        name, flops = _name(func), 0
+        read_bytes = sum(map(_num_bytes, _tensors((args, kwargs))))
+        if name in _OVERWRITES:
+            read_bytes -= _num_bytes(args[0])
+        if name == "all_gather_copy_in":  # gives the room of what is gathered too
+            read_bytes = sum(map(_num_bytes, _tensors(args[0])))
+            return Operation(phase, name, MEMORY, 0, 2 * read_bytes)
+        written = [*_tensors(result)] or [*_tensors(args[0])]  # what changes a list in place returns nothing
+        written_bytes = sum(map(_num_bytes, written))
+        size_bytes = 2 * written_bytes if name in _LOOKUPS else read_bytes + written_bytes
+        if func.namespace == "torch_attn":
+            flops = self._attention_flops(name, args, kwargs)
+        elif name == "_grouped_mm":
+            flops = 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[-1]
+        elif kind != MEMORY:
+            flops = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+        if kind == MATMUL and written[0].dtype == torch.float32:
+            kind = MATMUL_FP32
+        name = name if kind == MEMORY else kind
+        return Operation(phase, name, kind, flops, size_bytes)
+
+    def _attention_flops(self, name: str, args: Any, kwargs: Any) -> int:
+        """Two products forward; five backward, one of them again. Only pairs that are not masked."""
+        query_TNK = args[1] if "backward" in name else args[0]
+        window = kwargs.get("window_size") or next((a for a in args if isinstance(a, list) and len(a) == 2), [-1, 0])
+        reach = window[0] + 1 if window[0] >= 0 else max(self._seqlens)
+        pairs = sum(n * (n + 1) // 2 - max(0, n - reach) * (max(0, n - reach) + 1) // 2 for n in self._seqlens)
+        return (5 if "backward" in name else 2) * 2 * pairs * query_TNK.shape[1] * query_TNK.shape[2]
+
+    def _join(self, found: Operation, args: Any, kwargs: Any, result: Any) -> None:
+        if self._region is None:
+            self._region, self._read, self._made = replace(found, name=FUSED, size_bytes=0), {}, {}
+        for tensor in _tensors((args, kwargs)):
+            if (key := _storage(tensor)) not in self._made:
+                self._read[key] = max(self._read.get(key, 0), _num_bytes(tensor))
+        for tensor in _tensors(result):
+            self._made[_storage(tensor)] = _num_bytes(tensor)
+
+    def _close(self) -> None:
+        if self._region is not None:
+            written_bytes = sum(size for key, size in self._made.items() if self._live.lives(key))
+            self.counts[replace(self._region, size_bytes=sum(self._read.values()) + written_bytes)] += 1
+            self._region = None
+
+
+def _name(func: Any) -> str:
+    return str(func.name()).split("::")[1].split(".")[0]
+
+
+def _kind(func: Any) -> str | None:
+    """None of what gives the device nothing to do: views, memory alone, questions."""
+    name, aliases = _name(func), [result.alias_info for result in func._schema.returns]
+    if func.namespace in ("profiler", "prim") or name in _NO_KERNEL:
+        return None
+    if (collective := _COLLECTIVES.get(str(func))) is not None:
+        return collective
+    if func.namespace == "torch_attn" or (func.overloadpacket in flop_registry and "attention" in name):
+        return ATTENTION
+    if func.overloadpacket in flop_registry or name == "_grouped_mm":
+        return MATMUL
+    return MEMORY if not aliases or any(alias is None or alias.is_write for alias in aliases) else None
+
+
+def _collective(kind: str, phase: Phase, args: Any) -> Operation:
+    leaves = tree_leaves(args)
+    script = next(
+        leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+    )
+    ranks = dist.get_process_group_ranks(ProcessGroup.unbox(script))
+    whole_bytes = max(map(_num_bytes, _tensors(args)))
+    if kind == ALL_REDUCE:
+        whole_bytes = 2 * sum(map(_num_bytes, _tensors(args)))
+    num_machines = len({rank // RANKS_PER_MACHINE for rank in ranks})
+    size_bytes = whole_bytes * (len(ranks) - 1) // len(ranks)
+    return Operation(phase, kind, kind, 0, size_bytes, len(ranks) // num_machines if num_machines > 1 else 0)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """This rank's part of each."""
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """What there is to read of it: an expanded tensor has less than it shows."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return prod(size for size, stride in zip(local.shape, local.stride(), strict=True) if stride) * local.itemsize
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,185 @@
+"""Seconds of a step on a device whose rates are known: a prediction, no measurement (floor 5, imports no torch).
+
+Each operation takes as long as its products or its bytes, whichever is more. Within a part of a step (a layer forward
+or backward, the head) the device computes, the host launches and ranks exchange at the same time: FSDP gathers the next
+layer while one is computed, and reduces the one before. The longest of the three counts. At the start of a micro-batch
+and in the update nothing is hidden behind anything else.
+"""
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, fields, replace
+from math import inf
+
+from trainer.config import ConfigError
+
+MATMUL, MATMUL_FP32, ATTENTION = "matrix products", "matrix products in float32", "attention"
+MEMORY, GATHER, REDUCE, ALL_REDUCE = "memory", "all-gather", "reduce-scatter", "all-reduce"
+COLLECTIVES = {GATHER, REDUCE, ALL_REDUCE}
+EXCHANGE, LAUNCH = "waiting for other ranks", "waiting for the host"
+ALONE = {"start", "update"}
+"""Parts of a step in which nothing is exchanged behind computation."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`kind` says which of the device's rates bounds it, besides memory: a product's, attention's or a collective's.
+
+    `size_bytes` are read and written, or with a collective received (and sent). `ranks_on_machine`: of a collective
+    between machines, how many of its ranks share one; 0 within a machine.
+    """
+
+    phase: tuple[int | str, ...]
+    name: str
+    kind: str
+    flops: int
+    size_bytes: int
+    ranks_on_machine: int = 0
+
+    @property
+    def part(self) -> str:
+        """Of the step: start, forward, head, backward or update."""
+        return str(self.phase[1])
+
+
+@dataclass(frozen=True)
+class Card:
+    """Rates of one device. TFLOP/s: dense bfloat16 of the data sheet (what MFU is a share of), and what products and
+    attention reach of it; GB/s: memory, all links to cards of the same machine one way, its share of the network one
+    way; microseconds the host takes to launch a kernel (0: no queue, it is part of every operation).
+    """
+
+    name: str
+    tflops: float
+    matmul_tflops: float
+    attention_tflops: float
+    float32_tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+    network_gb_s: float
+    memory_gib: float
+    launch_us: float = 6.0
+    is_queued: bool = True
+
+    def rate(self, kind: str) -> float:
+        """Floating-point operations a second."""
+        known = {MATMUL: self.matmul_tflops, MATMUL_FP32: self.float32_tflops, ATTENTION: self.attention_tflops}
+        return known.get(kind, inf) * 1e12
+
+    def seconds(self, operation: Operation) -> float:
+        """Of one operation, without its launch where that is queued."""
+        if operation.kind in COLLECTIVES:
+            between = min(self.link_gb_s, operation.ranks_on_machine * self.network_gb_s)
+            return operation.size_bytes / 1e9 / (between if operation.ranks_on_machine else self.link_gb_s)
+        device_s = max(operation.flops / self.rate(operation.kind), operation.size_bytes / 1e9 / self.memory_gb_s)
+        return device_s + (0.0 if self.is_queued else self.launch_us / 1e6)
+
+
+_MEMORY, _LINK = 0.9, 0.8
+"""Estimates: shares of the data sheets' bandwidths that a kernel over large tensors, and NCCL, reach."""
+
+
+def _card(
+    name: str,
+    sheet: float,
+    matmul: float,
+    attention: float,
+    fp32: float,
+    memory: float,
+    link: float,
+    network: float,
+    gib: float,
+) -> Card:
+    return Card(name, sheet, matmul, attention, fp32, _MEMORY * memory, _LINK * link, _LINK * network, gib)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("A100", 312, 271.2, 195, 19.5, 2039, 300, 25, 80),
+        _card("H100", 989, 794.5, 346, 67, 3350, 450, 50, 80),
+        _card("H200", 989, 794.5, 346, 67, 4800, 450, 50, 141 * 1e9 / 2**30),
+        _card("B200", 2250, 1745, 787, 75, 7700, 900, 50, 180 * 1e9 / 2**30),
+    )
+}
+"""SXM cards on boards of eight. Data sheets: NVIDIA's of A100 80 GB, H100, H200 and DGX B200 (dense; links in one
+direction; one network adapter a card, of 200 Gb/s with an A100, else 400). Products: the largest rates that others
+measured (github.com/stas00/ml-engineering, compute/accelerator). Attention is FlashAttention 2's: 50 to 73 % of an A100
+(arXiv 2307.08691; here 62.5 %) and 35 % of an H100 (arXiv 2407.08608), taken for those after it too.
+"""
+
+
+DEFAULT_CARD = "H100"
+
+
+def find_card(words: str) -> Card:
+    """`H100`, or `H100,link_gb_s=20`: a known card, with any number replaced. Raises `ConfigError`."""
+    name, *changes = words.split(",")
+    if name not in CARDS:
+        raise ConfigError(
+            f"--card {name}: known are {', '.join(CARDS)}; any number of one can be replaced: H100,link_gb_s=20"
+        )
+    numbers = {field.name for field in fields(Card) if field.type in (float, "float")}
+    found: dict[str, float] = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        try:
+            found[key] = float(value)
+        except ValueError:
+            found[key] = -1.0
+        if key not in numbers or not found[key] > 0:
+            raise ConfigError(
+                f"--card {words}: {change!r} is not NUMBER=positive value; numbers are {', '.join(sorted(numbers))}"
+            )
+    return replace(CARDS[name], **found)  # type: ignore[arg-type]  # only its numbers
+
+
+def local_card() -> Card | None:
+    """That of this machine, or the default where there is none; None for a card that is not in the table."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return CARDS[DEFAULT_CARD]
+    words = set(re.split(r"[\s-]", torch.cuda.get_device_name().upper()))
+    return next((card for name, card in CARDS.items() if name in words and not words & {"PCIE", "NVL"}), None)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step by place, (part of the step, operation), together the whole."""
+
+    places: dict[tuple[str, str], float]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.places.values())
+
+    def costliest(self, number: int = 5) -> list[tuple[str, float]]:
+        ordered = sorted(self.places.items(), key=lambda item: -item[1])
+        return [(f"{part}: {name}", seconds) for (part, name), seconds in ordered[:number]]
+
+
+def predict(counts: Counter[Operation], card: Card, *, num_micro_batches: int) -> Prediction:
+    """`counts` are those of a step of one or two micro-batches; the second stands for all later ones."""
+    places: dict[tuple[str, str], float] = defaultdict(float)
+    device_s, exchange_s, launch_s = (defaultdict[tuple[int | str, ...], float](float) for _ in range(3))
+    for operation, number in counts.items():
+        times = number * repeats(operation, num_micro_batches)
+        seconds = times * card.seconds(operation)
+        if operation.kind in COLLECTIVES:
+            exchange_s[operation.phase] += seconds
+        else:
+            places[operation.part, operation.name] += seconds
+            device_s[operation.phase] += seconds
+            launch_s[operation.phase] += times * card.launch_us / 1e6 * card.is_queued
+    for phase, part in {operation.phase: operation.part for operation in counts}.items():
+        own_s = max(device_s[phase], launch_s[phase])
+        places[part, LAUNCH] += own_s - device_s[phase]
+        places[part, EXCHANGE] += max(0.0, exchange_s[phase] - (0.0 if part in ALONE else own_s))
+    return Prediction(places)
+
+
+def repeats(operation: Operation, num_micro_batches: int) -> int:
+    """In a step of so many micro-batches. Replicas add up their gradients once."""
+    is_later = operation.phase[:1] == (1,) and operation.kind != ALL_REDUCE
+    return num_micro_batches - 1 if is_later else 1
