@@ -34,7 +34,7 @@ def test_host_memory_is_told_for_all_ranks_of_a_machine(tmp_path: Path, capsys: 
     settings = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
     host_bytes = planned(tmp_path, 16, *words, **settings).host_bytes[SAVE_COPY]
     _, lines, _ = run(capsys, "16", f"model.partial_pretrain={tmp_path}", *words)
-    assert lines[-2] == f"host memory on a machine with 8 of these ranks: {8 * host_bytes / 2**30:.2f} GiB"
+    assert f"host memory on a machine with 8 of these ranks: {8 * host_bytes / 2**30:.2f} GiB" in lines
     assert "host memory" not in "".join(run(capsys, "2", f"model.partial_pretrain={tmp_path}", *words, CPU)[1])
 
 

@@ -144,24 +144,19 @@ def disk_lines(disk: "DiskPlan", config: Config) -> Iterator[str]:
 
 def time_lines(plan: "MemoryPlan", card: "Card", config: Config, price: float | None) -> Iterator[str]:
     """All of it predicted from data sheets: what such cards reach at best."""
-    number, num_ranks = plan.workload.num_micro_batches, plan.num_ranks
+    number, num_ranks, flops = plan.workload.num_micro_batches, plan.num_ranks, plan.needed_flops
     predicted = predict(plan.operations, card, num_micro_batches=number)
-    tokens = plan.workload.num_tokens * number * num_ranks
-    share = (
-        ""
-        if plan.needed_flops is None
-        else f", MFU {plan.needed_flops * number / predicted.step_s / card.tflops / 1e10:.0f} %"
-    )
+    step_s, tokens = predicted.step_s, plan.workload.num_tokens * number * num_ranks
+    share = "" if flops is None else f", MFU {flops * number / step_s / card.tflops / 1e12:.1%}"
     yield (
-        f"predicted for {card.name}, not measured: {predicted.step_s:.3g} s a step of {tokens:,} tokens, "
-        f"{tokens / predicted.step_s:,.0f} tokens/s{share}"
+        f"predicted for {card.name}, not measured: {step_s:.3g} s a step of {tokens:,} tokens, "
+        f"{tokens / step_s:,.0f} tokens/s{share}"
     )
     for name, seconds in predicted.costliest():
-        yield f"{seconds / predicted.step_s:7.1%}  {name}"
-    steps = config.trainer.total_training_steps
-    what, hours = f"{steps:,} steps", (steps or 0) * predicted.step_s / 3600
-    if steps is None:
-        what, hours = "a billion tokens", 1e9 / tokens * predicted.step_s / 3600
+        yield f"{seconds / step_s:7.1%}  {name}"
+    num_steps = config.trainer.total_training_steps
+    what = "a billion tokens" if num_steps is None else f"{num_steps:,} steps"
+    hours = (1e9 / tokens if num_steps is None else num_steps) * step_s / 3600
     cost = "" if price is None else f", cost {hours * num_ranks * price:,.2f}"
     yield f"{what}: {hours:,.2f} hours, {hours * num_ranks:,.1f} GPU hours{cost}, without validation and saves"
 

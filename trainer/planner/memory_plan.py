@@ -119,7 +119,7 @@ def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
         num_layers=num_layers,
         everything=all_grown(few.everything, more.everything),
         on_device=all_grown(few.on_device, more.on_device),
-        operations=Counter(
+        operations=Counter(  # of one that grows instead: so many times the larger, less the smaller
             {op: grown(few.operations[op], more.operations[op]) for op in few.operations | more.operations}
         ),
     )
