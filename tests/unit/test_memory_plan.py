@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,14 +341,3 @@ def test_wrong_usage_ends_with_2(
     assert (code, lines) == (2, [])
     assert message in errors
     assert "Traceback" not in errors
-
-
-def test_memory_is_that_of_a_card_or_a_share_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu, on_gpu = (load_config([f"trainer.device={device}"]) for device in ("cpu", "auto"))
-    whole_gib = forecast.default_memory_gib(on_cpu, 1)
-    assert forecast.default_memory_gib(on_cpu, 4) == whole_gib / 4
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert forecast.default_memory_gib(on_gpu, 4) == 80
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * 2**30))
-    assert forecast.default_memory_gib(on_gpu, 4) == 24

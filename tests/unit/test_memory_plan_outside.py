@@ -2,6 +2,7 @@
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from trainer.checkpoint import shards, snapshot
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
-from trainer.planner import fake_step
+from trainer.planner import fake_step, forecast
 from trainer.planner.forecast import Forecast
 from trainer.planner.memory_plan import SAVE_COPY
 from trainer.progress import History
+from trainer.run.compose import load_config
 
 CPU = "trainer.device=cpu"
 
@@ -79,3 +81,14 @@ def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
     assert errors.splitlines()[-1].startswith(named)
     assert "memory/max_reserved_gib" in errors and "test_memory_plan_outside.py:" in errors
     assert "Traceback" not in errors and "and more" not in errors
+
+
+def test_memory_is_that_of_a_card_or_a_share_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu, on_gpu = (load_config([f"trainer.device={device}"]) for device in ("cpu", "auto"))
+    whole_gib = forecast.default_memory_gib(on_cpu, 1)
+    assert forecast.default_memory_gib(on_cpu, 4) == whole_gib / 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert forecast.default_memory_gib(on_gpu, 4) == 80
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * 2**30))
+    assert forecast.default_memory_gib(on_gpu, 4) == 24
