@@ -15,7 +15,17 @@ from trainer.planner import roofline
 from trainer.planner.live_storage import LiveStorages
 from trainer.planner.memory_plan import MemoryPlan
 from trainer.planner.operations import FUSED, Operations
-from trainer.planner.roofline import ATTENTION, GATHER, MATMUL, MEMORY, REDUCE, Card, Operation, find_card, predict
+from trainer.planner.roofline import (
+    ATTENTION,
+    GATHER,
+    MATMUL,
+    MEMORY,
+    REDUCE,
+    Card,
+    DeviceOperation,
+    find_card,
+    predict,
+)
 
 BF16 = "model.fsdp_config.param_dtype=bfloat16"
 CARD = Card("card", 100.0, 50.0, 10.0, 1.0, 1000.0, 100.0, 10.0, 80.0, launch_us=0.0)
@@ -45,7 +55,7 @@ def test_products_of_a_step_are_those_of_the_formula(tmp_path: Path) -> None:
     assert totals(kept, ATTENTION) == 2 * 6 * (2 + 5) * 2 * pairs * width
 
 
-def counted(work: Any, **settings: Any) -> Counter[Operation]:
+def counted(work: Any, **settings: Any) -> Counter[DeviceOperation]:
     live = LiveStorages()
     live.enter(0, "forward", 0)
     with live, (operations := Operations(live, (8,), **settings)):
@@ -86,11 +96,11 @@ def test_a_compiler_fuses_what_lies_between_products() -> None:
     assert [op for op in fused if op.kind != MEMORY] == [op for op in plain if op.kind != MEMORY]
 
 
-def operation(kind: str, seconds: float, part: str, micro_batch: int = 0) -> Operation:
+def operation(kind: str, seconds: float, part: str, micro_batch: int = 0) -> DeviceOperation:
     """That takes so long on CARD."""
     flops = int(seconds * CARD.rate(kind)) if kind in (MATMUL, ATTENTION) else 0
     size_bytes = 0 if flops else int(seconds * 1e9 * (CARD.memory_gb_s if kind == MEMORY else CARD.link_gb_s))
-    return Operation((micro_batch, part, 1), kind, kind, flops, size_bytes)
+    return DeviceOperation((micro_batch, part, 1), kind, kind, flops, size_bytes)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,7 @@ def test_ranks_exchange_while_a_layer_is_computed(work: list[tuple[Any, ...]], e
 
 def test_many_small_kernels_wait_for_the_host() -> None:
     slow = find_card("H100,launch_us=10")
-    found = predict(Counter({Operation((0, "forward", 0), "add", MEMORY, 0, 8): 1000}), slow, num_micro_batches=1)
+    found = predict(Counter({DeviceOperation((0, "forward", 0), "add", MEMORY, 0, 8): 1000}), slow, num_micro_batches=1)
     assert found.step_s == pytest.approx(0.01)
     assert found.costliest(1)[0][0] == f"forward: {roofline.LAUNCH}"
 
@@ -127,9 +137,9 @@ def test_between_machines_the_network_counts(tmp_path: Path) -> None:
         for plan in (whole, replicas)
     ]
     assert shares == [{(GATHER, 8), (REDUCE, 8)}, {(GATHER, 0), (REDUCE, 0), (roofline.ALL_REDUCE, 1)}]
-    gather = Operation((0, "start"), GATHER, GATHER, 0, 10**9)
+    gather = DeviceOperation((0, "start"), GATHER, GATHER, 0, 10**9)
     assert CARD.seconds(gather) == 1 / 100
-    assert CARD.seconds(Operation((0, "start"), GATHER, GATHER, 0, 10**9, ranks_on_machine=2)) == 1 / 20
+    assert CARD.seconds(DeviceOperation((0, "start"), GATHER, GATHER, 0, 10**9, ranks_on_machine=2)) == 1 / 20
 
 
 @pytest.mark.parametrize(

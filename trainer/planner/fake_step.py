@@ -41,7 +41,7 @@ from trainer.planner.live_storage import (
     LiveStorages,
     Phase,
 )
-from trainer.planner.operations import Operation, Operations
+from trainer.planner.operations import DeviceOperation, Operations
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 
 FEWEST_LAYERS = 4
@@ -92,7 +92,7 @@ class Measured:
     num_layers: int
     everything: dict[Phase, Counter[str]]
     on_device: dict[Phase, Counter[str]]
-    operations: Counter[Operation]
+    operations: Counter[DeviceOperation]
 
 
 def measure(job: Job, num_layers: int) -> Measured:

@@ -27,7 +27,7 @@ from trainer.planner.live_storage import (
     SHARDED_GRADIENTS,
     Phase,
 )
-from trainer.planner.operations import ALL_REDUCE, GATHER, REDUCE, Operation
+from trainer.planner.operations import ALL_REDUCE, GATHER, REDUCE, DeviceOperation
 from trainer.planner.roofline import repeats
 from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype
@@ -49,7 +49,7 @@ class MemoryPlan:
     num_measured_layers: tuple[int, ...]
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
-    operations: Counter[Operation]
+    operations: Counter[DeviceOperation]
     saved_bytes: int
     """Of this rank in a checkpoint."""
     model_dir: str

@@ -29,7 +29,7 @@ from trainer.planner.roofline import (
     MATMUL_FP32,
     MEMORY,
     REDUCE,
-    Operation,
+    DeviceOperation,
 )
 
 _COLLECTIVES = {
@@ -53,9 +53,9 @@ class Operations(TorchDispatchMode):
 
     def __init__(self, live: LiveStorages, seqlens: Sequence[int], *, is_compiled: bool = False) -> None:
         super().__init__()
-        self.counts: Counter[Operation] = Counter()
+        self.counts: Counter[DeviceOperation] = Counter()
         self._live, self._seqlens, self._is_compiled = live, seqlens, is_compiled
-        self._region: Operation | None = None
+        self._region: DeviceOperation | None = None
         self._read: dict[int, int] = {}
         self._made: dict[int, int] = {}
 
@@ -79,14 +79,14 @@ class Operations(TorchDispatchMode):
                 self.counts[found] += 1
         return result
 
-    def _operation(self, func: Any, kind: str, phase: Phase, args: Any, kwargs: Any, result: Any) -> Operation:
+    def _operation(self, func: Any, kind: str, phase: Phase, args: Any, kwargs: Any, result: Any) -> DeviceOperation:
         name, flops = _name(func), 0
         read_bytes = sum(map(_num_bytes, _tensors((args, kwargs))))
         if name in _OVERWRITES:
             read_bytes -= _num_bytes(args[0])
         if name == "all_gather_copy_in":  # gives the room of what is gathered too
             read_bytes = sum(map(_num_bytes, _tensors(args[0])))
-            return Operation(phase, name, MEMORY, 0, 2 * read_bytes)
+            return DeviceOperation(phase, name, MEMORY, 0, 2 * read_bytes)
         written = [*_tensors(result)] or [*_tensors(args[0])]  # what changes a list in place returns nothing
         written_bytes = sum(map(_num_bytes, written))
         size_bytes = 2 * written_bytes if name in _LOOKUPS else read_bytes + written_bytes
@@ -99,7 +99,7 @@ class Operations(TorchDispatchMode):
         if kind == MATMUL and written[0].dtype == torch.float32:
             kind = MATMUL_FP32
         name = name if kind == MEMORY else kind
-        return Operation(phase, name, kind, flops, size_bytes)
+        return DeviceOperation(phase, name, kind, flops, size_bytes)
 
     def _attention_flops(self, name: str, args: Any, kwargs: Any) -> int:
         """Two products forward; five backward, one of them again. Only pairs that are not masked."""
@@ -109,7 +109,7 @@ class Operations(TorchDispatchMode):
         pairs = sum(n * (n + 1) // 2 - max(0, n - reach) * (max(0, n - reach) + 1) // 2 for n in self._seqlens)
         return (5 if "backward" in name else 2) * 2 * pairs * query_TNK.shape[1] * query_TNK.shape[2]
 
-    def _join(self, found: Operation, args: Any, kwargs: Any, result: Any) -> None:
+    def _join(self, found: DeviceOperation, args: Any, kwargs: Any, result: Any) -> None:
         if self._region is None:
             self._region, self._read, self._made = replace(found, name=FUSED, size_bytes=0), {}, {}
         for tensor in _tensors((args, kwargs)):
@@ -143,7 +143,7 @@ def _kind(func: Any) -> str | None:
     return MEMORY if not aliases or any(alias is None or alias.is_write for alias in aliases) else None
 
 
-def _collective(kind: str, phase: Phase, args: Any) -> Operation:
+def _collective(kind: str, phase: Phase, args: Any) -> DeviceOperation:
     leaves = tree_leaves(args)
     script = next(
         leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
@@ -154,7 +154,7 @@ def _collective(kind: str, phase: Phase, args: Any) -> Operation:
         whole_bytes = 2 * sum(map(_num_bytes, _tensors(args)))
     num_machines = len({rank // RANKS_PER_MACHINE for rank in ranks})
     size_bytes = whole_bytes * (len(ranks) - 1) // len(ranks)
-    return Operation(phase, kind, kind, 0, size_bytes, len(ranks) // num_machines if num_machines > 1 else 0)
+    return DeviceOperation(phase, kind, kind, 0, size_bytes, len(ranks) // num_machines if num_machines > 1 else 0)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -22,7 +22,7 @@ ALONE = {"start", "update"}
 
 
 @dataclass(frozen=True)
-class Operation:
+class DeviceOperation:
     """`kind` says which of the device's rates bounds it, besides memory: a product's, attention's or a collective's.
 
     `size_bytes` are read and written, or with a collective received (and sent). `ranks_on_machine`: of a collective
@@ -66,7 +66,7 @@ class Card:
         known = {MATMUL: self.matmul_tflops, MATMUL_FP32: self.float32_tflops, ATTENTION: self.attention_tflops}
         return known.get(kind, inf) * 1e12
 
-    def seconds(self, operation: Operation) -> float:
+    def seconds(self, operation: DeviceOperation) -> float:
         """Of one operation, without its launch where that is queued."""
         if operation.kind in COLLECTIVES:
             between = min(self.link_gb_s, operation.ranks_on_machine * self.network_gb_s)
@@ -159,7 +159,7 @@ class Prediction:
         return [(f"{part}: {name}", seconds) for (part, name), seconds in ordered[:number]]
 
 
-def predict(counts: Counter[Operation], card: Card, *, num_micro_batches: int) -> Prediction:
+def predict(counts: Counter[DeviceOperation], card: Card, *, num_micro_batches: int) -> Prediction:
     """`counts` are those of a step of one or two micro-batches; the second stands for all later ones."""
     places: dict[tuple[str, str], float] = defaultdict(float)
     device_s, exchange_s, launch_s = (defaultdict[tuple[int | str, ...], float](float) for _ in range(3))
@@ -179,7 +179,7 @@ def predict(counts: Counter[Operation], card: Card, *, num_micro_batches: int) -
     return Prediction(places)
 
 
-def repeats(operation: Operation, num_micro_batches: int) -> int:
+def repeats(operation: DeviceOperation, num_micro_batches: int) -> int:
     """In a step of so many micro-batches. Replicas add up their gradients once."""
     is_later = operation.phase[:1] == (1,) and operation.kind != ALL_REDUCE
     return num_micro_batches - 1 if is_later else 1
