@@ -39,9 +39,9 @@ def test_each_kind_of_sample_is_shown_once_with_its_mask(files: Path, capsys: py
     shown = capsys.readouterr().out
     total = NUM_CHATS + NUM_ANSWERS + 1
     assert f"of {total} samples, random ones by trainer.seed=1\n" in shown
-    assert f"{files}/chats.jsonl:1 (first of its source" in shown
-    assert f"{files}/answers.jsonl:1 (first of its source" in shown
-    assert f"{files}/answers.jsonl:{NUM_ANSWERS + 1} (longest, least supervised" in shown
+    assert f"{files}/chats.jsonl:1: first of its source" in shown
+    assert f"{files}/answers.jsonl:1: first of its source" in shown
+    assert f"{files}/answers.jsonl:{NUM_ANSWERS + 1}: longest, least supervised" in shown
     assert "<|im_start|>assistant\n[[x + 0<|im_end|>]]\n" in shown
     assert shown.count("\n--- ") == shown.count("\nids, those supervised in []: ") in (3, 4)
     assert main(["preview", "--samples", "1", "--ids", *given]) == 0

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.data.conversation import Message
 from trainer.data.rows import UnusableError
 from trainer.data.template import ChatTemplate, Tools, with_function
-from trainer.data.tokens import MarkedText, Span, aliases
+from trainer.data.tokens import MarkedText, Span, aliases, any_of
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINK_END = "</think>"
@@ -23,9 +23,9 @@ class StructuralTokens:
         self._tokens = tokens
         self._aliases = aliases(tokens)
         self._exchange = self._aliases | {alias: token for token, alias in self._aliases.items()}
-        self._any_token = _any_of(self._aliases)
-        self._any_alias = _any_of(self._aliases.values())
-        self._either = _any_of(self._exchange)
+        self._any_token = any_of(self._aliases)
+        self._any_alias = any_of(self._aliases.values())
+        self._either = any_of(self._exchange)
 
     def check_none(self, messages: list[Message], tools: Tools) -> None:
         """Raises `UnusableError` naming message and token."""
@@ -154,7 +154,3 @@ def _mapped(value: Any, change: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_mapped(item, change) for item in value]
     return value
-
-
-def _any_of(texts: Any) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")

@@ -1,7 +1,6 @@
 """Where the assistant speaks in renderings of a conversation, as spans of characters."""
 
 import json
-import re
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -10,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.conversation import Message
 from trainer.data.rows import UnusableError
 from trainer.data.template import ChatTemplate, Tools
-from trainer.data.tokens import MarkedText, Span
+from trainer.data.tokens import MarkedText, Span, any_of
 
 MARK = "zq0qz"
 FIX = "use a template with generation tags (data.chat_template)"
@@ -198,8 +197,7 @@ class _Texts:
     def __init__(self, texts: set[str]) -> None:
         self._texts = {text for text in texts if text.strip()}  # some vocabularies add runs of spaces
         self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
-        longest_first = sorted(self._texts, key=len, reverse=True)
-        self._anywhere = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._anywhere = any_of(self._texts)
 
     def last_in(self, text: str) -> str | None:
         return next((text[-n:] for n in self._lengths if text[-n:] in self._texts), None)

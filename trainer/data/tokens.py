@@ -11,7 +11,7 @@ import json
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,6 +74,11 @@ def require_unicode(text: str) -> None:
 def aliases(tokens: frozenset[str]) -> dict[str, str]:
     """For each token a text of its length out of characters for private use."""
     return {token: chr(FIRST_PRIVATE + number) * len(token) for number, token in enumerate(sorted(tokens))}
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of `texts`; nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 class TokenFinder:

@@ -1,5 +1,6 @@
 """Token ids and masks row by row with those that another framework prepared: how often they differ, where and why."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,35 +44,26 @@ def compare(
         max_length_here=max_length,
         max_length_there=max(len(row.input_ids) for row in dump),
     )
-    tree: Tree = {"framework": framework, "rows_here": len(rows), "rows_there": len(dump), "equal": 0, "rules": {}}
+    num_equal, rules = 0, defaultdict[str, list[str]](list)
     for here, there in pairs:
         found = differences(rows[here], dump[there], setting)
         place = f"{where[here]}, row {there + 1} there"
-        tree["equal"] += not found
+        num_equal += not found
         for rule, difference in reversed({item.rule: item for item in reversed(found)}.items()):
-            words = in_words(rows[here], dump[there], difference, setting)
-            _count(tree, rule, f"{place}, {words}" if len(_places(tree, rule)) < NUM_PLACES else "")
+            is_told = len(rules[rule]) < NUM_PLACES
+            words = in_words(rows[here], dump[there], difference, setting) if is_told else ""
+            rules[rule].append(f"{place}, {words}")
         if len(samples.beside(ids[here])) > 1 and not is_split:
-            _count(tree, APART, place)
+            rules[APART].append(place)
     for here, there in moved(pairs):
-        _count(tree, MOVED, f"{where[here]} is row {there + 1} there")
+        rules[MOVED].append(f"{where[here]} is row {there + 1} there")
     for here in sorted(set(range(len(rows))) - {here for here, _ in pairs}):
-        _count(tree, ONLY_HERE, where[here])
+        rules[ONLY_HERE].append(where[here])
     for there in sorted(set(range(len(dump))) - {there for _, there in pairs}):
-        _count(tree, ONLY_THERE, f"row {there + 1} there: {_excerpt(setting, dump[there].input_ids)}")
-    return tree
-
-
-def _places(tree: Tree, rule: str) -> list[str]:
-    places: list[str] = tree["rules"].setdefault(rule, {"rows": 0, "places": []})["places"]
-    return places
-
-
-def _count(tree: Tree, rule: str, place: str) -> None:
-    places = _places(tree, rule)
-    tree["rules"][rule]["rows"] += 1
-    if len(places) < NUM_PLACES:
-        places.append(place)
+        rules[ONLY_THERE].append(f"row {there + 1} there: {_excerpt(setting, dump[there].input_ids)}")
+    told = {rule: {"rows": len(places), "places": places[:NUM_PLACES]} for rule, places in rules.items()}
+    numbers = {"rows_here": len(rows), "rows_there": len(dump), "equal": num_equal}
+    return {"framework": framework, **numbers, "rules": told}
 
 
 def in_words(here: Encoded, there: Encoded, difference: Difference, setting: Setting) -> str:

@@ -27,9 +27,8 @@ mark{background:var(--mark);color:inherit}
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample, why it was picked, and what is said of it."""
+    """A sample, and what is said of it, with why it was picked."""
 
-    reasons: str
     where: str
     about: str
     input_ids: np.ndarray
@@ -65,16 +64,16 @@ def _shown(samples: Samples, sample_id: int, reasons: str) -> Shown:
     num_tokens, num_supervised = (int(count[0]) for count in samples.counts(np.array([sample_id])))
     source = samples.names[int(samples.source_of([sample_id])[0])]
     about = (
-        f"source {source}; {part}{num_tokens} tokens: {num_tokens - num_supervised} prompt, "
+        f"{reasons}; source {source}; {part}{num_tokens} tokens: {num_tokens - num_supervised} prompt, "
         f"{num_supervised} supervised ({num_supervised / num_tokens:.1%})"
     )
-    return Shown(reasons, visible(samples.location(sample_id)), about, *samples.sample(sample_id))
+    return Shown(visible(samples.location(sample_id)), about, *samples.sample(sample_id))
 
 
 def as_text(picked: list[Shown], tokenizer: PreTrainedTokenizerBase, *, has_ids: bool) -> Iterator[str]:
     """Blocks of lines for a terminal."""
     for number, shown in enumerate(picked, start=1):
-        yield f"--- {number}. {shown.where} ({shown.reasons}); {shown.about}"
+        yield f"--- {number}. {shown.where}: {shown.about}"
         yield preview(shown.input_ids, shown.loss_mask, tokenizer)
         if has_ids:
             yield f"ids, those supervised in []: {_ids(shown)}"
@@ -101,7 +100,7 @@ def _section(number: int, shown: Shown, tokenizer: PreTrainedTokenizerBase, has_
     ids = f"<details><summary>ids, those supervised in []</summary><pre>{_ids(shown)}</pre></details>"
     return (
         f"<section><h2>{number}. {escape(shown.where)}</h2>"
-        f"<p>{shown.reasons}; {escape(shown.about)}</p>{body}{ids if has_ids else ''}</section>"
+        f"<p>{escape(shown.about)}</p>{body}{ids if has_ids else ''}</section>"
     )
 
 
