@@ -160,5 +160,6 @@ def run_agent(argv: list[str]) -> int:
         return EXIT_CRASH
     except DistError as error:  # only the meeting of the machines raises it
         report_exit_code(EXIT_RESUMABLE)
-        print(f"ERROR: the machines did not meet: {error}", file=sys.stderr)
+        reason = str(error).partition("\n")[0]  # below it are torch's own frames
+        print(f"ERROR: the machines did not meet: {reason}", file=sys.stderr)
     return EXIT_DONE
