@@ -16,15 +16,13 @@ def export_model(world: World, model: Any, target: Path, source: ExportSource, *
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
     parameters, buffers = dict(model.named_parameters()), shards.weight_buffers(model)
-    shards.write_torch(
-        root / layout.model_file(world.num_data_ranks, world.data_rank), shards.model_state(model), root=root
-    )
+    shards.write_torch(root / layout.model_file(world.size, world.rank), shards.model_state(model), root=root)
     if world.is_main:
         fsio.make_dir(target)
     dist.barrier()
     reader = shards.ShardReader(
         root,
-        world_size=world.num_data_ranks,
+        world_size=world.size,
         num_shards=world.num_shards,
         parameters=parameters,
         buffers=buffers,

@@ -27,7 +27,7 @@ def started_ranks(
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """(process, where its result arrives) of `function(world, *args, **kwargs)` on every rank.
 
-    `kwargs` may hold `fsdp_size` for the mesh and `on_device`. Processes are gone at the end of the block.
+    `kwargs` may hold `fsdp_size`, `sequence_size` and `on_device`. Processes are gone at the end of the block.
     """
     port = free_port()
     ranks = []
@@ -82,8 +82,8 @@ def _main(function, rank, world_size, port, sender, args, kwargs):  # type: igno
     warnings.simplefilter("error", UnknownMetricWarning)
     try:
         device = torch.device(kwargs.pop("on_device", "cpu"))
-        fsdp_size = kwargs.pop("fsdp_size", -1)
-        world = distributed.start(device, timeout_s=60, fsdp_size=fsdp_size, heartbeat=Heartbeat())
+        sizes = {"fsdp_size": kwargs.pop("fsdp_size", -1), "sequence_size": kwargs.pop("sequence_size", 1)}
+        world = distributed.start(device, timeout_s=60, heartbeat=Heartbeat(), **sizes)
         sender.send_bytes(pickle.dumps((True, function(world, *args, **kwargs))))
         distributed.stop()
     except BaseException:

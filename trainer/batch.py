@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100
@@ -22,6 +23,8 @@ class PackedBatch:
     same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document bounds, first 0, last T, int32; `seqlens` says
     the same on the host, so that no kernel launch waits for the device. A batch without samples has one token of
     padding and no label: a rank without work runs it to keep collectives matched.
+
+    Of a `share`, what is told by token (T, S, and their counts) is of its own tokens, the documents are all of them.
     """
 
     input_ids_T: Tensor
@@ -36,6 +39,8 @@ class PackedBatch:
     sample_ids: tuple[int, ...]
     sources_D: Tensor
     """Number of the source that each document comes from, int64."""
+    start: int = 0
+    """Where its first token lies in the whole."""
 
     @classmethod
     def of(
@@ -68,14 +73,42 @@ class PackedBatch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()})
 
+    def share(self, rank: int, size: int) -> "PackedBatch":
+        """The tokens that the `rank`-th of `size` ranks holds. Of fewer than `size` tokens, the last ranks hold one of
+        padding each, as a document of its own.
+        """
+        if (missing := size - len(self.input_ids_T)) > 0:
+            return PackedBatch.of(
+                F.pad(self.input_ids_T, (0, missing)),
+                F.pad(self.labels_T, (0, missing), value=IGNORE_INDEX),
+                self.supervised_S,
+                seqlens=(*self.seqlens, missing),
+                sample_ids=self.sample_ids,
+                sources_D=F.pad(self.sources_D, (0, 1)),
+            ).share(rank, size)
+        lengths = share_lengths(len(self.input_ids_T), size)
+        start = sum(lengths[:rank])
+        own = slice(start, start + lengths[rank])
+        labels_T = self.labels_T[own]
+        supervised_S = (labels_T != IGNORE_INDEX).nonzero()[:, 0]
+        return replace(
+            self,
+            input_ids_T=self.input_ids_T[own],
+            labels_T=labels_T,
+            position_ids_T=self.position_ids_T[own],
+            supervised_S=supervised_S,
+            num_loss_tokens=len(supervised_S),
+            start=start,
+        )
+
     @property
     def max_seqlen(self) -> int:
         return max(self.seqlens)
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens: 0 for a batch without samples."""
-        return sum(self.seqlens) if self.sample_ids else 0
+        """Real tokens: those of samples, 0 where there are none."""
+        return max(0, min(len(self.input_ids_T), sum(self.seqlens[: len(self.sample_ids)]) - self.start))
 
     def pin_memory(self) -> "PackedBatch":
         return self._map(lambda tensor: tensor.pin_memory())
@@ -95,6 +128,11 @@ class PackedBatch:
         )
 
 
+def share_lengths(num_tokens: int, size: int) -> list[int]:
+    """How many of the tokens of a micro-batch each of `size` ranks holds, in their order."""
+    return [num_tokens * (rank + 1) // size - num_tokens * rank // size for rank in range(size)]
+
+
 class LossOutput(NamedTuple):
     """What a model says of a micro-batch; a tuple, because FSDP looks for the tensors in it that carry gradients."""
 
@@ -107,8 +145,8 @@ class LossOutput(NamedTuple):
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
-    """(summed loss, number of supervised positions) of each document of a micro-batch, float64 [D]."""
-    document_S = torch.bucketize(batch.supervised_S, batch.cu_seqlens_D1[1:].long(), right=True)
+    """(summed loss, number of supervised positions) of each document of a micro-batch or share, float64 [D]."""
+    document_S = torch.bucketize(batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True)
     sums_D = torch.zeros(len(batch.seqlens), dtype=torch.float64, device=losses_S.device)
     counts_D = torch.zeros_like(sums_D)
     sums_D.index_add_(0, document_S, losses_S.double())

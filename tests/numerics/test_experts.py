@@ -204,7 +204,7 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
         for micro_batch in batch.micro_batches:
             loss_sum = model(micro_batch).loss_sum
             (0.0 * loss_sum + routers.add(micro_batch, batch.num_tokens)).backward()
-        sums, tokens = routers.take(share=1.0)
+        sums, tokens = routers.take()
         routers.settle(tokens, batch)
     outputs = [plain(input_ids=one.input_ids_T[None], output_router_logits=True) for one in batch.micro_batches]
     logits = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
@@ -261,4 +261,4 @@ def test_routers_that_are_not_trained_have_no_loss(source: Any, caplog: pytest.L
     with caplog.at_level("INFO"):
         routers = Routers(model, torch.device("cpu"), is_asked=True)
     assert "left out of the loss: its routers are not trained" in caplog.text
-    assert routers.take(share=1.0)[0] == {}
+    assert routers.take()[0] == {}

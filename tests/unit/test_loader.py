@@ -61,6 +61,27 @@ def test_pack_of_nothing_is_one_token_without_a_label() -> None:
     assert (batch.num_tokens, batch.num_loss_tokens, batch.sample_ids, batch.seqlens) == (0, 0, (), (1,))
 
 
+def test_shares_of_a_batch_hold_each_token_once_and_its_documents() -> None:
+    whole = pack(Fixed(), [0, 1, 2])
+    shares = [whole.share(rank, 3) for rank in range(3)]
+    for name in ("input_ids_T", "labels_T", "position_ids_T"):
+        assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(whole, name))
+    assert [len(share.input_ids_T) for share in shares] == [2, 3, 3]
+    assert [(share.supervised_S + share.start).tolist() for share in shares] == [[0], [2], [5, 6]]
+    assert [(share.num_tokens, share.num_loss_tokens) for share in shares] == [(2, 1), (3, 1), (3, 2)]
+    assert {(share.seqlens, share.sample_ids) for share in shares} == {(whole.seqlens, whole.sample_ids)}
+
+
+def test_of_fewer_tokens_than_ranks_the_last_hold_padding() -> None:
+    shares = [pack(Fixed(), [2]).share(rank, 5) for rank in range(5)]
+    assert [share.num_tokens for share in shares] == [1, 1, 1, 0, 0]
+    assert [share.num_loss_tokens for share in shares] == [1, 1, 0, 0, 0]
+    assert {(share.seqlens, share.sample_ids, len(share.input_ids_T)) for share in shares} == {((3, 2), (2,), 1)}
+    assert [share.position_ids_T.tolist() for share in shares] == [[0], [1], [2], [0], [1]]
+    empty = [pack(Fixed(), []).share(rank, 2) for rank in range(2)]
+    assert [(share.seqlens, share.num_tokens) for share in empty] == [((1, 1), 0)] * 2
+
+
 def test_moving_and_pinning_keep_the_host_fields() -> None:
     batch = pack(Fixed(), [2, 0]).to(torch.device("cpu"))
     assert batch.seqlens == (3, 4) and batch.sample_ids == (2, 0)
@@ -214,11 +235,12 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     """A copy from other memory would hold up the host in every micro-batch."""
     pinned: list[Tensor] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
-    limits = SimpleNamespace(max_token_len_per_gpu=None, micro_batch_size_per_gpu=None)
+    config: Any = SimpleNamespace(max_micro_batch_tokens=None, data=SimpleNamespace(micro_batch_size_per_gpu=None))
     model: Any = SimpleNamespace(is_packed=True)
-    world: Any = SimpleNamespace(data_rank=0, num_data_ranks=1, device=torch.device(device))
+    sizes = {"data_rank": 0, "num_data_ranks": 1, "sequence_rank": 0, "sequence_size": 1}
+    world: Any = SimpleNamespace(device=torch.device(device), **sizes)
     monkeypatch.setattr(main.flops, "quadratic_cost", lambda model: 0.0)
-    plan = main._rank_plan(SimpleNamespace(data=limits), model, world)  # type: ignore[arg-type]
+    plan = main._rank_plan(config, model, world)
     batches = ValidationBatches(ToySamples(5), plan, batch_size=2)
     tensors = [v for step in batches for b in step.micro_batches for v in vars(b).values() if isinstance(v, Tensor)]
     assert len(tensors) == 3 * 6

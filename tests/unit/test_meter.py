@@ -37,8 +37,7 @@ class Samples(OneSource):
 
 
 def new_meter(*, world_size: int = 2, **plan: Any) -> Meter:
-    numbers = {"size": world_size, "num_data_ranks": world_size, "num_shards": world_size}
-    world = World(CPU, mesh=None, data_mesh=None, rank=0, data_rank=0, is_data_leader=True, **numbers)  # type: ignore[arg-type]
+    world = World(CPU, mesh=None, rank=0, size=world_size, num_shards=world_size)  # type: ignore[arg-type]
     settings = {"total_steps": 100, "save_freq": 20, "test_freq": 10, "max_norm": 1.0}
     return Meter(world, plan=Plan(**(settings | plan)), cost=None, memory=Memory(CPU), observe=None)
 

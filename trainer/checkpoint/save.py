@@ -62,7 +62,7 @@ class Saver:
     def size_bytes(self, state: Any) -> int:
         """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much on the others."""
         exported = export.num_bytes(self._plans, has_weights=self._has_weights)
-        return shards.num_bytes(state) * self.world.num_data_ranks + exported
+        return shards.num_bytes(state) * self.world.size + exported
 
     def save(self, snapshot: Snapshot) -> int:
         """Write and commit; returns the size of the checkpoint in bytes, or raises `SaveFailedError`, on all ranks."""
@@ -112,10 +112,7 @@ class Saver:
         return staging.name
 
     def _write_shards(self, staging: Path, snapshot: Snapshot) -> list[FileRecord]:
-        """One rank of each data rank writes; the others hold the same."""
-        if not self.world.is_data_leader:
-            return []
-        size, rank = self.world.num_data_ranks, self.world.data_rank
+        size, rank = self.world.size, self.world.rank
         contents = {
             layout.model_file(size, rank): snapshot.model,
             layout.optim_file(size, rank): snapshot.optim,
@@ -128,11 +125,11 @@ class Saver:
     def _write_export(self, staging: Path, snapshot: Snapshot, written: list[FileRecord]) -> list[FileRecord]:
         """This rank's share of the weights' files, read from all ranks' shards; the main rank adds what is beside."""
         world = self.world
-        needed = {layout.model_file(world.num_data_ranks, rank) for rank in range(world.num_shards)}
+        needed = {layout.model_file(world.size, rank) for rank in range(world.num_shards)}
         self._await_files(staging, [record for record in written if record.path in needed])
         reader = shards.ShardReader(
             staging,
-            world_size=world.num_data_ranks,
+            world_size=world.size,
             num_shards=world.num_shards,
             parameters=self._tensors,
             buffers=snapshot.extra["buffers"],
@@ -150,7 +147,7 @@ class Saver:
         """Main rank: prove that all files are here, write the manifest, and give the directory its name."""
         if not self.world.is_main:
             return 0
-        text = f'{{"FSDP_version": 2, "world_size": {self.world.num_data_ranks}}}\n'
+        text = f'{{"FSDP_version": 2, "world_size": {self.world.size}}}\n'
         records = [*records, fsio.write_file(staging / layout.FSDP_CONFIG, text.encode(), root=staging)]
         if self._source.adapter is not None:
             settings = json.dumps(self._source.adapter.settings, indent=2).encode()
@@ -177,8 +174,8 @@ class Saver:
             step=snapshot.position.step,
             epoch=snapshot.position.epoch,
             samples_consumed=snapshot.position.samples_consumed,
-            world_size=self.world.num_data_ranks,
-            mesh={name: self.world.data_mesh[name].size() for name in self.world.data_mesh.mesh_dim_names or ()},
+            world_size=self.world.size,
+            mesh={name: self.world.mesh[name].size() for name in self.world.mesh.mesh_dim_names or ()},
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             nonce=secrets.token_hex(8),
             files=tuple(records),

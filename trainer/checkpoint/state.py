@@ -101,8 +101,8 @@ def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[s
             state[name].load_state_dict(Shards(path, [shards.read_torch(file) for file in files]))
     if "extra" not in contents:
         return
-    is_same_size = world_size == world.num_data_ranks
-    extra = shards.read_torch(path / layout.extra_file(world_size, world.data_rank if is_same_size else 0))
+    is_same_size = world_size == world.size
+    extra = shards.read_torch(path / layout.extra_file(world_size, world.rank if is_same_size else 0))
     extra["data"] = shards.read_torch(path / layout.DATA)
     for name, part in state.items():
         if name in ("model", "optimizer") or (name in RANKS_OWN and not is_same_size):

@@ -144,10 +144,11 @@ def disk_lines(disk: "DiskPlan", config: Config) -> Iterator[str]:
 
 def time_lines(plan: "MemoryPlan", card: "Card", config: Config, price: float | None) -> Iterator[str]:
     """All of it predicted from data sheets: what such cards reach at best."""
+    sharing = config.model.ulysses_sequence_parallel_size  # ranks of one micro-batch
     number, num_ranks, flops = plan.workload.num_micro_batches, plan.num_ranks, plan.needed_flops
     predicted = predict(plan.operations, card, num_micro_batches=number)
-    step_s, tokens = predicted.step_s, plan.workload.num_tokens * number * num_ranks
-    share = "" if flops is None else f", MFU {flops * number / step_s / card.tflops / 1e12:.1%}"
+    step_s, tokens = predicted.step_s, plan.workload.num_tokens * number * num_ranks // sharing
+    share = "" if flops is None else f", MFU {flops * number / sharing / step_s / card.tflops / 1e12:.1%}"
     yield (
         f"predicted for {card.name}, not measured: {step_s:.3g} s a step of {tokens:,} tokens, "
         f"{tokens / step_s:,.0f} tokens/s{share}"

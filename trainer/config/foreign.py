@@ -55,7 +55,7 @@ def own_words(words: Sequence[str]) -> list[str]:
 def _own_word(word: str) -> Iterator[str]:
     key, equals, value = word.lstrip("+").partition("=")
     row = find_foreign(key) if equals and not word.startswith("-") else None
-    if row is None:
+    if row is None or row.own_key == key:
         yield word
     elif row.own_key is not None:
         _say(f"{key}={value} (of {row.origin}) is taken as {row.own_key}={value}")

@@ -125,6 +125,12 @@ class ModelConfig:
         "parameters that are not trained: regular expressions searched in their names, as "
         "['embed_tokens', 'layers\\.[0-3]\\.']",
     )
+    ulysses_sequence_parallel_size: int = key(
+        1,
+        "ranks that hold the tokens of a micro-batch between them, for long documents: each takes up to "
+        "data.max_token_len_per_gpu of its tokens; divides ranks and attention heads",
+        at_least(1),
+    )
     fsdp_config: FsdpConfig = group(FsdpConfig)
 
     @property
@@ -289,13 +295,21 @@ class Config:
     trainer: TrainerConfig = group(TrainerConfig)
     resolved: dict[str, Any] = field(default_factory=dict, compare=False)
 
+    @property
+    def max_micro_batch_tokens(self) -> int | None:
+        """Of all the ranks that hold a micro-batch between them."""
+        limit = self.data.max_token_len_per_gpu
+        return None if limit is None else limit * self.model.ulysses_sequence_parallel_size
+
 
 def contradictions(config: Config) -> Iterator[str]:
     """What is wrong between keys that are each right, with a fix."""
     data, model, trainer, checkpoint = config.data, config.model, config.trainer, config.trainer.checkpoint
-    if data.max_token_len_per_gpu is not None and data.max_token_len_per_gpu < data.max_length:
+    if config.max_micro_batch_tokens is not None and config.max_micro_batch_tokens < data.max_length:
+        size = model.ulysses_sequence_parallel_size
+        together = f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
         yield (
-            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}) is below 'data.max_length' "
+            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}){together} is below 'data.max_length' "
             f"({data.max_length}): a single sample would not fit; raise the first or lower the second"
         )
     if problem := column_problem(data, "data."):

@@ -28,13 +28,15 @@ DATA_EVENT = "data"
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How this rank takes its part of every global batch; ranks of one data rank take the same."""
+    """How this rank takes its part of every global batch."""
 
     data_rank: int
     num_data_ranks: int
     limits: Limits
     quadratic_cost: float
     pin_memory: bool = False
+    share: tuple[int, int] = (0, 1)
+    """(Which, of how many): the part of the tokens of each micro-batch that this rank of the data rank holds."""
 
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:
@@ -67,6 +69,8 @@ def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, 
         lengths, num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
     micro_batches = tuple(pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank])
+    if plan.share != (0, 1):
+        micro_batches = tuple(batch.share(*plan.share) for batch in micro_batches)
     return StepBatch(
         step=step,
         epoch=epoch,

@@ -45,10 +45,12 @@ class EvidenceKeeper:
         A file that cannot be written is only logged.
         """
         gathered: list[Any] = [None] * self._world.size
-        dist.all_gather_object(gathered, (self._world.data_rank, _sample_losses(batch, losses)))
+        dist.all_gather_object(gathered, _sample_losses(batch, losses))
         if not self._world.is_main:
             return
-        samples = sorted((sample for part in dict(gathered).values() for sample in part), key=_by_loss)
+        size = self._world.sequence_size
+        shares = (gathered[first : first + size] for first in range(0, len(gathered), size))
+        samples = sorted((_together(of_ranks) for part in shares for of_ranks in zip(*part, strict=True)), key=_by_loss)
         for sample in samples[:NUM_TOP]:
             sample["place"] = self._location(sample["sample_id"])
         evidence = {
@@ -57,7 +59,7 @@ class EvidenceKeeper:
             "reason": reason,
             "is_update_skipped": is_skipped,
             "metrics": signals,
-            "random_numbers": {"seed": self._seed, "step": batch.step, "keyed_by": "seed, step and data rank"},
+            "random_numbers": {"seed": self._seed, "step": batch.step, "keyed_by": "seed, step and rank"},
             "highest_losses": samples[:NUM_TOP],
             "samples": samples[NUM_TOP:],
             "rows_before": list(self._rows),
@@ -77,15 +79,20 @@ class EvidenceKeeper:
 
 
 def _sample_losses(batch: StepBatch, losses: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """One entry for each sample of this rank; waits for the device."""
+    """One entry for each sample of this rank, `loss` the sum of its tokens here; waits for the device."""
     found = []
     for micro_batch, losses_S in zip(batch.micro_batches, losses, strict=True):
         sums_D, counts_D = document_sums(micro_batch.to(losses_S.device), losses_S)
         rows = zip(micro_batch.sample_ids, micro_batch.seqlens, sums_D.tolist(), counts_D.tolist(), strict=False)
-        for sample_id, length, loss_sum, count in rows:
-            loss = loss_sum / count if count else 0.0
+        for sample_id, length, loss, count in rows:
             found.append({"sample_id": sample_id, "num_tokens": length, "num_loss_tokens": int(count), "loss": loss})
     return found
+
+
+def _together(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A sample from what the ranks that hold it found; `loss` is the mean."""
+    count, loss = (sum(found[key] for found in of_ranks) for key in ("num_loss_tokens", "loss"))
+    return {**of_ranks[0], "num_loss_tokens": count, "loss": loss / count if count else 0.0}
 
 
 def _by_loss(sample: Mapping[str, Any]) -> float:

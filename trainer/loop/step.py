@@ -39,17 +39,17 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     """Make step `batch.step`. Between the batch and the one wait at its end everything is asynchronous."""
     clock = run.meter.clock
     clock.mark("data")
-    seeding.seed_step(run.seed, step=batch.step, data_rank=run.world.data_rank)
+    seeding.seed_step(run.seed, step=batch.step, rank=run.world.rank)
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
     run.model.train()
     loss = accumulate(run, batch)
     by_source = zip(batch.loss_tokens_by, loss.by_source.unbind(), strict=True)
-    router_sums, expert_tokens = run.routers.take(share=1 / run.world.ranks_per_data_rank)
+    router_sums, expert_tokens = run.routers.take()
     packet = reduce_packet(
         run.world,
         sums={
-            "loss_sum": loss.loss_sum / run.world.ranks_per_data_rank,
-            **{loss_key(name): value / run.world.ranks_per_data_rank for name, value in by_source},
+            "loss_sum": loss.loss_sum,
+            **{loss_key(name): value for name, value in by_source},
             **router_sums,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
             **run.meter.take_update_squares(),
@@ -109,7 +109,7 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
             by_source.index_add_(0, inputs.sources_D, document_sums(inputs, output.losses_S)[0])
         sums.losses.append(output.losses_S)
         run.heartbeat.beat()
-    metrics.put("train/nonfinite", num_nonfinite / run.world.ranks_per_data_rank)
+    metrics.put("train/nonfinite", num_nonfinite)
     if num_own := sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches):
         metrics.put("train/loss_max_rank", loss_sum / num_own)
     return sums

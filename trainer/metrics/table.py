@@ -90,7 +90,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("train/ppl", "1", "global", "optimisation", "down", "step",
            "Perplexity, exp(train/loss), capped: among how many equally likely tokens the model still hesitates."),
     Metric("train/nonfinite", "count", "sum", "optimisation", "down", "step",
-           "Micro-batches of this step, on any rank, whose loss was NaN or infinite."),
+           "Micro-batches of this step, on any rank, whose loss (or the rank's share of it) was NaN or infinite."),
     Metric("train/lr(1e-3)", "1e-3", "global", "optimisation", "none", "step",
            "Learning rate that this step used (not the next step's), in thousandths: 0.01 means 1e-5.",
            config=("optim.lr", "optim.lr_scheduler"), console=lambda value: f"lr {value * 1e-3:.2e}", csv="lr last"),

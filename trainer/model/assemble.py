@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from trainer.config import AUTO, ConfigError, ModelConfig
 from trainer.losses import LOSSES
 from trainer.model import adapters, attention, load, packed_lm, parallelize, selfcheck, state_mixers
+from trainer.model.head_exchange import require_divisible
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import require_adapters
 from trainer.runtime import distributed
@@ -29,7 +30,7 @@ def build_model(
         attention.require_kernel()
     model = _build(config, source, world=world, seed=seed, is_packed=reason is None)
     fault = _fault(model, config, world, max_length=max_length)
-    if fault is not None and reason is None and config.attention == AUTO:
+    if fault is not None and reason is None and config.attention == AUTO and world.sequence_size == 1:
         logger.warning("packed documents fail the self-check: %s", fault)
         reason = "packed ones fail the self-check"
         del model
@@ -38,6 +39,8 @@ def build_model(
         fault = _fault(model, config, world, max_length=max_length)
     if fault is not None:
         way_out = "model.attention=per_document may help" if model.is_packed else "it cannot be trained here"
+        if world.sequence_size > 1:
+            way_out = "model.ulysses_sequence_parallel_size=1 may help"
         raise ConfigError(f"self-check failed: {fault}; {way_out}")
     logger.info("%s", how_documents_run(model, reason))
     for note in packed_lm.notes(model.config):
@@ -66,6 +69,25 @@ def per_document_reason(config: ModelConfig, source: ModelSource, *, max_length:
     if reason is not None and config.attention == "packed":
         raise ConfigError(f"model.attention=packed: this model cannot be packed, {reason}; use model.attention=auto")
     return reason
+
+
+def require_splittable(config: ModelConfig, source: ModelSource, *, max_length: int) -> None:
+    """Raises `ConfigError` where ranks cannot hold the tokens of a document between them; reads no weights."""
+    if (size := config.ulysses_sequence_parallel_size) == 1:
+        return
+    architecture = packed_lm.read_config(source)
+    reason = per_document_reason(config, source, max_length=max_length)
+    if reason is None:
+        model = packed_lm.build_on_meta(source, architecture, is_packed=True)
+        mixers = state_mixers.looped_kinds(model)
+        reason = f"{', '.join(mixers)} would have to see all tokens of a document" if mixers else None
+    if reason is not None:
+        raise ConfigError(
+            f"model.ulysses_sequence_parallel_size={size}: documents of this model cannot be split over ranks, "
+            f"{reason}; use 1"
+        )
+    if isinstance(num_heads := getattr(architecture, "num_attention_heads", None), int):
+        require_divisible(num_heads, size)
 
 
 def require_parts(config: ModelConfig, source: ModelSource) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import noop_context_fn
 from transformers import AttentionInterface
 
 from trainer.config import ConfigError
 from trainer.model.cpu_attention import DocumentGroups, Scoring, grouped_attention
+from trainer.model.head_exchange import HeadExchange
 
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -34,8 +36,10 @@ class DocumentLengths:
     new code for every number of documents. Layers of one forward pass share it, and with it the groups.
     """
 
-    def __init__(self, seqlens: tuple[int, ...]) -> None:
+    def __init__(self, seqlens: tuple[int, ...], group: ProcessGroup | None = None) -> None:
+        """`group`: the ranks that hold the tokens between them."""
         self.seqlens = seqlens
+        self.exchange = None if group is None else HeadExchange(group, num_tokens=sum(seqlens))
         self._groups: dict[tuple[int, int], DocumentGroups] = {}
         self._chunks: dict[int, DocumentLengths] = {}
 
@@ -51,7 +55,8 @@ class DocumentLengths:
         """Of the same tokens where each sees those of its chunk alone, as if they were documents."""
         if size not in self._chunks:
             pieces = (min(size, length - start) for length in self.seqlens for start in range(0, length, size))
-            self._chunks[size] = DocumentLengths(tuple(pieces))
+            self._chunks[size] = chunks = DocumentLengths(tuple(pieces))
+            chunks.exchange = self.exchange
         return self._chunks[size]
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
@@ -139,16 +144,25 @@ def packed_attention(
     if attention_mask is not None:
         raise ConfigError("packed attention takes no mask; use model.attention=per_document")
     device_type = device_type or query.device.type
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux, dropout)
-    obstacle = _obstacle(query, value, scoring, device_type)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     chunk_size: int | None = getattr(module, CHUNK_SIZE, None)
     if chunk_size is not None or lengths is None or cu_seq_lens_q is None:
-        lengths, cu_seq_lens_q, max_length_q = _bounds(lengths, chunk_size, query.device)
-    if obstacle is not None:
-        return _per_document(module, query, key, value, lengths, scoring, obstacle), None
-    if device_type == "cuda":
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scoring), None
-    return _grouped(query, key, value, lengths, scoring), None
+        documents, cu_seqlens_D1, max_seqlen = _bounds(lengths, chunk_size, query.device)
+    else:
+        documents, cu_seqlens_D1, max_seqlen = lengths, cu_seq_lens_q, max_length_q
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        scoring = Scoring(scaling, sliding_window, softcap, sinks, dropout)
+        obstacle = _obstacle(query, value, scoring, device_type)
+        if obstacle is not None:
+            return _per_document(module, query, key, value, documents, scoring, obstacle)
+        if device_type == "cuda":
+            return _varlen(query, key, value, cu_seqlens_D1, max_seqlen, scoring)
+        return _grouped(query, key, value, documents, scoring)
+
+    if documents.exchange is not None:
+        return documents.exchange.attend(attend, query, key, value, s_aux), None
+    return attend(query, key, value, s_aux), None
 
 
 @torch.compiler.disable

@@ -104,12 +104,9 @@ class Routers:
         self._loss += loss.detach()
         return loss * self._coefficient
 
-    def take(self, *, share: float) -> tuple[dict[str, Tensor], Tensor]:
-        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's packet, once.
-
-        `share`: of what ranks with the same samples count together.
-        """
-        loss, tokens_LE = self._loss * share, self._tokens_LE * share
+    def take(self) -> tuple[dict[str, Tensor], Tensor]:
+        """(Sums, tokens by layer and expert) of this rank's micro-batches, for the step's packet, once."""
+        loss, tokens_LE = self._loss, self._tokens_LE
         self._begin()
         return {"moe/router_loss": loss} if self._coefficient else {}, tokens_LE
 

@@ -13,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer import weights
@@ -212,9 +213,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(lists[sizes.index(max(sizes))])
 
 
+def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
+    """The ranks that hold the tokens of its batches between them; None where each has all of its own."""
+    group: ProcessGroup | None = vars(model).get("sequence_group")
+    return group
+
+
 def run_plain(model: PreTrainedModel, forward: Callable[..., Any], batch: PackedBatch, **more: Any) -> Any:
     """Call a forward of the architecture's own; what runs inside knows the documents that lie in the batch."""
-    with attention.documents(DocumentLengths(batch.seqlens) if model.is_packed else None):
+    with attention.documents(DocumentLengths(batch.seqlens, sequence_group(model)) if model.is_packed else None):
         return forward(**forward_arguments(model, batch), **more)
 
 

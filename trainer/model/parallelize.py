@@ -27,6 +27,8 @@ _MAX_VARIANTS = 32
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """Apply the dtype, activation checkpointing, compilation or faster norms, and FSDP2 in place, as configured."""
+    owner: Any = model
+    owner.sequence_group = world.sequence_group
     trained = getattr(torch, config.master_dtype)
     frozen = compute_dtype(config.fsdp_config.param_dtype, world.device)
     for parameter in model.parameters():
@@ -93,7 +95,7 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     fsdp = config.fsdp_config
     unit = partial(
         fully_shard,
-        mesh=world.data_mesh,
+        mesh=world.mesh,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=compute_dtype(fsdp.param_dtype, world.device),
             reduce_dtype=getattr(torch, fsdp.reduce_dtype),

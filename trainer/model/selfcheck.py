@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from trainer.batch import PackedBatch
 from trainer.losses import Formula
 from trainer.model import rope
-from trainer.model.packed_lm import run_plain
+from trainer.model.packed_lm import run_plain, sequence_group
 
 _LENGTHS = (13, 8)
 _BEYOND = (9, 5)
@@ -94,7 +94,7 @@ def packing_error(model: PreTrainedModel, documents: list[Tensor], other: Tensor
     document beside different neighbours show a leak far below what the rounding of bf16 lets the loss show.
     """
     expected = _reference(model, documents, device)
-    ours = sum(model(batch.to(device)).loss_sum.item() for batch in _batches(model, documents))
+    ours = sum(_whole(model, model(batch.to(device)).loss_sum).item() for batch in _batches(model, documents))
     error = abs(ours - expected) / abs(expected)
     if not model.is_packed:
         return error
@@ -112,19 +112,20 @@ def training_errors(
     No gradient is kept: of each, sharded as it is, one product with a fixed random vector, as soon as it is there.
     """
     expected, ours = torch.zeros((), dtype=torch.float64, device=device), 0.0
+    num_sharing = 1 if (group := sequence_group(model)) is None else group.size()
     with _plain(model), _gradient_sketches(model, device) as expected_sketches, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is changed in place here
         for document in documents:
             with _forgotten(model):
                 logits_TV = model(input_ids=document[None].to(device), use_cache=False).logits[0]
             loss = formula(logits_TV[:-1].float(), document[1:].to(device)).sum()
-            loss.backward()
+            (loss / num_sharing).backward()  # which all of them find, and the ranks' gradients are added up
             expected += loss.detach()
     with _gradient_sketches(model, device) as sketches:
         for batch in _batches(model, documents):
             loss = model(batch.to(device)).loss_sum
             loss.backward()
-            ours += loss.item()
+            ours += _whole(model, loss.detach()).item()
     error = abs(ours - expected.item()) / abs(expected.item())
     return error, _gradient_errors(model, sketches, expected_sketches, device)
 
@@ -181,7 +182,14 @@ def _gradient_errors(
 
 
 def _batches(model: PreTrainedModel, documents: list[Tensor]) -> list[PackedBatch]:
-    return [_packed(documents)] if model.is_packed else [_packed([document]) for document in documents]
+    return [_packed(model, documents)] if model.is_packed else [_packed(model, [document]) for document in documents]
+
+
+def _whole(model: PreTrainedModel, part: Tensor) -> Tensor:
+    """The sum over the ranks that hold a batch between them. Collective."""
+    if (group := sequence_group(model)) is not None:
+        dist.all_reduce(part, group=group)
+    return part
 
 
 def _reference(model: PreTrainedModel, documents: list[Tensor], device: torch.device) -> float:
@@ -241,8 +249,14 @@ def _foresight(model: PreTrainedModel, document: Tensor, device: torch.device) -
 def _influence(model: PreTrainedModel, forms: list[list[Tensor]], tokens: slice, device: torch.device) -> float:
     """Largest relative change of the logits of `tokens` from the first of several packed forms to another."""
     plain: Any = model.original_forward
-    with _forward_replaced(model, lambda batch: run_plain(model, plain, batch).logits[0]):
-        expected_TV, *found = (model(_packed(form).to(device))[tokens].float() for form in forms)
+
+    def logits(batch: PackedBatch) -> Tensor:
+        own_TV = run_plain(model, plain, batch).logits[0]
+        behind = sum(batch.seqlens) - batch.start - len(own_TV)
+        return _whole(model, F.pad(own_TV, (0, 0, batch.start, behind)))
+
+    with _forward_replaced(model, logits):
+        expected_TV, *found = (model(_packed(model, form).to(device))[tokens].float() for form in forms)
     return max(((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found)
 
 
@@ -257,10 +271,12 @@ def _forward_replaced(model: PreTrainedModel, forward: Callable[..., Any]) -> It
         model.forward = ours
 
 
-def _packed(documents: list[Tensor]) -> PackedBatch:
-    """Documents end to end, every token but the first of each a label."""
+def _packed(model: PreTrainedModel, documents: list[Tensor]) -> PackedBatch:
+    """Documents end to end, every token but the first of each a label; of them what this rank holds."""
     seqlens = tuple(len(document) for document in documents)
     input_ids_T = torch.cat(documents)
     labels_T = torch.cat([torch.cat([document[1:], document.new_tensor([-100])]) for document in documents])
     supervised_S = (labels_T != -100).nonzero()[:, 0]
-    return PackedBatch.of(input_ids_T, labels_T, supervised_S, seqlens=seqlens, sample_ids=tuple(range(len(documents))))
+    sample_ids, group = tuple(range(len(documents))), sequence_group(model)
+    batch = PackedBatch.of(input_ids_T, labels_T, supervised_S, seqlens=seqlens, sample_ids=sample_ids)
+    return batch if group is None else batch.share(group.rank(), group.size())

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.batch import LossOutput, PackedBatch, StepBatch, document_sums
@@ -38,9 +39,12 @@ class Validation:
         self._data_s += self._lap()
 
     def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
-        """Take loss and hit of every supervised position of this rank's micro-batch (on its device)."""
+        """Take loss and hit of every supervised position of this rank's micro-batch (on its device). Collective."""
         sums_D, counts_D = document_sums(micro_batch, output.losses_S)
-        squares = [sums_D @ sums_D, sums_D @ counts_D, counts_D @ counts_D]
+        whole_2D = torch.stack([sums_D, counts_D])
+        if self._world.sequence_group is not None:  # of a document that lies on several ranks, each adds its part
+            dist.all_reduce(whole_2D, group=self._world.sequence_group)
+        squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
         assert output.hits_S is not None, "validation runs without gradients"
         self._local[: len(SUMS)] += torch.stack([sums_D.sum(), *squares, output.hits_S.sum().double()])
         if self._tokens_by:
@@ -48,7 +52,7 @@ class Validation:
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
         """Add up over ranks; whether any of them was asked to stop. Collective."""
-        local = dict(zip(self._names, (self._local / self._world.ranks_per_data_rank).unbind(), strict=True))
+        local = dict(zip(self._names, self._local.unbind(), strict=True))
         sums = reduce_packet(self._world, sums={**local, "num_stop_requests": is_stopping}).read().sums
         self._local = self._zeros()
         self._totals = [total + sums[name] for total, name in zip(self._totals, self._names, strict=True)]

@@ -52,7 +52,7 @@ MAX_RUN_MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """The most one rank may have to run in a step: its fullest micro-batch as document lengths, and how many."""
+    """The most a data rank may have to run in a step: its fullest micro-batch as document lengths, and how many."""
 
     seqlens: tuple[int, ...]
     num_micro_batches: int
@@ -109,11 +109,11 @@ def measure(job: Job, num_layers: int) -> Measured:
             parallelize.parallelize(model, job.config.model, world)
             if job.is_cuda:
                 fuse_norms(model)
+            batches = [full_batch(job.workload.seqlens).share(0, world.sequence_size)] * num_run
             with FakeTensorMode(allow_non_fake_inputs=True):
                 load.materialize(model, world.device, buffer_device=world.device)
                 routers = Routers(model, world.device, is_asked=job.config.model.router_loss == AUTO)
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
-                batches = [full_batch(job.workload.seqlens)] * num_run
                 with live, operations:
                     follow(model, optimizer, live)
                     run_step(model, routers, optimizer, batches)
@@ -238,6 +238,7 @@ def _fake_world(job: Job) -> Iterator[World]:
     dimensions = mesh_dimensions(job.num_ranks, fsdp_size=job.config.model.fsdp_config.fsdp_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)
     try:
-        yield make_world(torch.device("cpu"), dimensions)
+        size = job.config.model.ulysses_sequence_parallel_size
+        yield make_world(torch.device("cpu"), dimensions, sequence_size=size)
     finally:
         dist.destroy_process_group()

@@ -129,7 +129,8 @@ def change_series(config: Config, plan: "MemoryPlan") -> Iterator[list[Change]]:
     """
     now, max_length = plan.num_ranks, config.data.max_length
     budgets = [number * max_length for number in reversed(range(1, -(-plan.workload.num_tokens // max_length)))]
-    shorter = [f"{MAX_TOKENS}={tokens}" for tokens in budgets]
+    sharing = config.model.ulysses_sequence_parallel_size
+    shorter = [f"{MAX_TOKENS}={-(-tokens // sharing)}" for tokens in budgets]
     how, is_cuda = config.model.enable_gradient_checkpointing, config.trainer.device != "cpu"
     recompute = [] if how in (True, OFFLOAD) else [RECOMPUTE]
     both = (*recompute, *shorter[-1:])
@@ -138,7 +139,7 @@ def change_series(config: Config, plan: "MemoryPlan") -> Iterator[list[Change]]:
     yield [Change(now, (*recompute, word)) for word in shorter]
     if is_cuda and how != OFFLOAD:
         yield [Change(now, (PUT_AWAY,))]
-    divisor = max(1, config.model.fsdp_config.fsdp_size)
+    divisor = math.lcm(max(1, config.model.fsdp_config.fsdp_size), sharing)
     more = [ranks for ranks in (2**n for n in range(1, MAX_RANKS.bit_length())) if ranks > now and ranks % divisor == 0]
     yield [Change(ranks) for ranks in more]
     yield [Change(ranks, both) for ranks in more if both]

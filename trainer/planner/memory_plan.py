@@ -30,7 +30,7 @@ from trainer.planner.live_storage import (
 from trainer.planner.operations import ALL_REDUCE, GATHER, REDUCE, DeviceOperation
 from trainer.planner.roofline import repeats
 from trainer.run.inputs import resolve_source, source_at
-from trainer.runtime.distributed import compute_dtype
+from trainer.runtime.distributed import compute_dtype, require_divided
 
 SAVE_COPY = "copy of an asynchronous save"
 NAMES = (PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS, GRADIENTS, GATHERED, ACTIVATIONS, HOST_INPUTS, HEAD)
@@ -166,7 +166,11 @@ def _job(config: Config, num_ranks: int) -> Job:
     is_compiled, config = model.compile, replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = _source(config)
     is_packed = assemble.per_document_reason(config.model, source, max_length=config.data.max_length) is None
-    workload = heaviest_workload(config.data, num_ranks, is_packed=is_packed)
+    require_divided(num_ranks, model.ulysses_sequence_parallel_size)
+    assemble.require_splittable(model, source, max_length=config.data.max_length)
+    data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
+    num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
+    workload = heaviest_workload(data, num_data_ranks, is_packed=is_packed)
     return Job(config, source, num_ranks, is_cuda, is_packed, is_compiled, workload)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.config import QUICKSTART, Config
 from trainer.model import new_tokens
-from trainer.model.assemble import per_document_reason, require_parts
+from trainer.model.assemble import per_document_reason, require_parts, require_splittable
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
 from trainer.model.source import find_model
@@ -36,6 +36,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     source = resolve_source(config, progress=progress)
     # what config.json alone refuses is refused before anything is tokenised
     per_document_reason(config.model, source, max_length=config.data.max_length)
+    require_splittable(config.model, source, max_length=config.data.max_length)
     require_parts(config.model, source)
     if (whole := whole_checkpoint(source)) is not None:
         logger.info("trains the text part; %d other tensors pass through", len(whole.others))

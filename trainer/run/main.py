@@ -42,7 +42,7 @@ from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter
 from trainer.runtime import distributed, seeding
 from trainer.runtime.distributed import World
-from trainer.runtime.environment import keep_freed_memory
+from trainer.runtime.environment import keep_freed_memory, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking, metrics_file
@@ -60,11 +60,17 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         keep_freed_memory()
     if trainer.deterministic:
         seeding.use_deterministic_kernels()
-    parse_rules(trainer.guard.rules)  # what is wrong with them is known before anything slow
+    # what is wrong with these is known before anything slow
+    parse_rules(trainer.guard.rules)
+    distributed.require_divided(rank_and_size()[1], config.model.ulysses_sequence_parallel_size)
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)
     world = distributed.start(
-        device, timeout_s=trainer.dist_timeout_s, fsdp_size=config.model.fsdp_config.fsdp_size, heartbeat=heartbeat
+        device,
+        timeout_s=trainer.dist_timeout_s,
+        fsdp_size=config.model.fsdp_config.fsdp_size,
+        sequence_size=config.model.ulysses_sequence_parallel_size,
+        heartbeat=heartbeat,
     )
     # from here to the first step no longer in silence than it takes to save, and to wait for each other
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + trainer.checkpoint.save_timeout_s)
@@ -202,11 +208,17 @@ def _total_steps(config: Config, schedule: Schedule) -> int:
 
 
 def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan:
-    limits = Limits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
+    limits = Limits(config.max_micro_batch_tokens, config.data.micro_batch_size_per_gpu)
     if not model.is_packed:
         limits = replace(limits, max_samples=1)
-    is_cuda = world.device.type == "cuda"
-    return RankPlan(world.data_rank, world.num_data_ranks, limits, flops.quadratic_cost(model), pin_memory=is_cuda)
+    return RankPlan(
+        world.data_rank,
+        world.num_data_ranks,
+        limits,
+        flops.quadratic_cost(model),
+        pin_memory=world.device.type == "cuda",
+        share=(world.sequence_rank, world.sequence_size),
+    )
 
 
 def _lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:

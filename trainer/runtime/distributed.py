@@ -24,32 +24,25 @@ LATE_S = 30.0
 T = TypeVar("T")
 
 
-DATA_DIMENSIONS = ("ddp", "fsdp")
-"""Along these the ranks of the mesh train different samples: `ddp` copies the parameters, `fsdp` shards them."""
-
-
 @dataclass(frozen=True)
 class World:
     """Who this rank is. A rank is a process with its device; a data rank takes its own part of each global batch.
 
-    Ranks that differ along other dimensions of `mesh` than `DATA_DIMENSIONS` are one data rank: they read the same
-    samples, draw the same random numbers, find the same loss, and hold the same part of a checkpoint. So data, metrics
-    and checkpoints need not know what other dimensions there are.
+    A data rank is one rank, or `sequence_size` neighbours that hold the positions of its samples between them.
+    Parameters and checkpoints know nothing of that: they lie over all ranks. No two ranks find the loss of the same
+    token: what is counted is added up over all.
     """
 
     device: torch.device
     mesh: DeviceMesh
-    """All ranks, by named dimensions."""
-    data_mesh: DeviceMesh
-    """`mesh` along `DATA_DIMENSIONS`, with one rank of each data rank: what parameters are sharded over."""
+    """All ranks, as parameters lie on them: `ddp` copies them, `fsdp` shards them."""
     rank: int
     size: int
-    data_rank: int
-    num_data_ranks: int
     num_shards: int
     """Into how many parts the parameters are split."""
-    is_data_leader: bool
-    """Whether this is the first rank of its data rank: what is wanted once of each is taken from it."""
+    sequence_size: int = 1
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks of this data rank; None where it is one."""
 
     @property
     def is_main(self) -> bool:
@@ -61,9 +54,17 @@ class World:
         return self.size // self.num_shards
 
     @property
-    def ranks_per_data_rank(self) -> int:
-        """How many ranks find the same loss."""
-        return self.size // self.num_data_ranks
+    def data_rank(self) -> int:
+        return self.rank // self.sequence_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.size // self.sequence_size
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which share of the positions this rank holds."""
+        return self.rank % self.sequence_size
 
 
 def pick_device(name: str) -> torch.device:
@@ -89,7 +90,9 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def start(device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: Heartbeat) -> World:
+def start(
+    device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: Heartbeat, sequence_size: int = 1
+) -> World:
     """Join the process group, build the mesh, and see that every rank answers on its device.
 
     Collective: every rank calls it once. Raises `ConfigError`.
@@ -107,8 +110,9 @@ def start(device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: He
     heartbeat.enter("meet", limit_s=timeout_s)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
     _require_all(device, size, card=card)
-    world = make_world(device, dimensions)
-    for group in world.mesh.get_all_groups():  # else those of single dimensions have torch's own half hour
+    world = make_world(device, dimensions, sequence_size=sequence_size)
+    groups = [world.sequence_group] if world.sequence_group is not None else []
+    for group in [*world.mesh.get_all_groups(), *groups]:  # else those of single dimensions have torch's own half hour
         _set_pg_timeout(timeout, group)
     return world
 
@@ -122,24 +126,25 @@ def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
     return {"ddp": size // fsdp_size, "fsdp": fsdp_size}
 
 
-def make_world(device: torch.device, dimensions: dict[str, int]) -> World:
-    """The mesh of these dimensions over the ranks that have met. Collective."""
-    mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    rank, names = dist.get_rank(), tuple(name for name in dimensions if name in DATA_DIMENSIONS)
-    data_mesh = mesh
-    if len(names) < len(dimensions):  # on its own: a part of another mesh would take that along into checkpoints
-        groups = [mesh.get_group(name) for name in names]
-        data_mesh = DeviceMesh.from_group(groups, device.type, mesh=mesh[names].mesh, mesh_dim_names=names)
+def require_divided(size: int, sequence_size: int) -> None:
+    """Raises `ConfigError` for ranks that do not make whole data ranks."""
+    if size % sequence_size:
+        raise ConfigError(
+            f"model.ulysses_sequence_parallel_size={sequence_size} does not divide the {size} ranks of this run"
+        )
+
+
+def make_world(device: torch.device, dimensions: dict[str, int], *, sequence_size: int = 1) -> World:
+    """The mesh of these dimensions over the ranks that have met. Collective. Raises `ConfigError`."""
+    require_divided(dist.get_world_size(), sequence_size)
     return World(
         device=device,
-        mesh=mesh,
-        data_mesh=data_mesh,
-        rank=rank,
-        size=mesh.size(),
-        data_rank=data_mesh.mesh.flatten().tolist().index(rank),
-        num_data_ranks=data_mesh.size(),
+        mesh=init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)),
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
         num_shards=dimensions["fsdp"],
-        is_data_leader=not any(mesh.get_local_rank(name) for name in dimensions if name not in DATA_DIMENSIONS),
+        sequence_size=sequence_size,
+        sequence_group=dist.new_subgroups(sequence_size)[0] if sequence_size > 1 else None,
     )
 
 

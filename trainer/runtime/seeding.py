@@ -14,13 +14,12 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def seed_step(seed: int, *, step: int, data_rank: int) -> None:
+def seed_step(seed: int, *, step: int, rank: int) -> None:
     """Seed every generator for one optimizer step, from 1: dropout of step k does not depend on how the run got there.
 
-    Ranks that train the same samples draw the same numbers. The key counts the steps before this one, as the runs of
-    all earlier versions do.
+    The key counts the steps before this one, as the runs of all earlier versions do.
     """
-    value = key("step", seed, step - 1, data_rank)
+    value = key("step", seed, step - 1, rank)
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value % 2**32)

@@ -1,0 +1,160 @@
+"""Ranks that hold the tokens of a micro-batch between them train what one rank trains."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import ToySamples, build_toy_model, model_config, toy_run, write_model_config
+from toy_runs import Recipe, Result, StopsAfter, run
+
+from trainer.config import ConfigError
+from trainer.guard.evidence import EvidenceKeeper
+from trainer.loop.step import accumulate, training_step
+from trainer.losses import LOSSES
+from trainer.model import head_exchange, selfcheck
+from trainer.model.assemble import require_splittable
+from trainer.run.compose import load_config
+from trainer.runtime.distributed import World
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "tied head": ("qwen2", {}, {}),
+    "fewer key heads than ranks, own head, recomputed": (
+        "qwen2",
+        {"num_key_value_heads": 1, "tie_word_embeddings": False},
+        {"enable_gradient_checkpointing": True},
+    ),
+    "sinks, window, experts, router loss": (
+        "gpt_oss",
+        {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {},
+    ),
+    "window, transformed logits, adapters": (
+        "gemma2",
+        {"sliding_window": 5, "query_pre_attn_scalar": 16},
+        {"lora_rank": 4, "random_weights": False},
+    ),
+}
+"""(Family, what differs in config.json, what differs in the configuration)."""
+KEPT = ("train/loss", "train/grad_norm", "train/total_valid_token_count", "moe/router_loss", "moe/load_max_over_mean")
+SAMPLES = ToySamples()
+
+
+def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
+    """By variant: metrics of two steps, the second on micro-batches of one document, and the self-check's errors."""
+    found: dict[str, Any] = {}
+    for number, (name, (family, changes, settings)) in enumerate([*VARIANTS.items()][:num_variants]):
+        source = write_model_config(root / f"{number} of {world.size}-{world.rank}", family, **changes)
+        model = build_toy_model(world, source, **settings)
+        errors = selfcheck.compare(model, world.device, max_length=40, formula=LOSSES["cross_entropy"].formula)
+        rows = []
+        for limits in ({"max_tokens": 80}, {"max_samples": 1}):
+            parts = toy_run(world, model, SAMPLES, total_steps=1, **limits)
+            rows += [training_step(parts, batch).row for batch in parts.batches]
+        found[name] = {
+            "rows": [{key: row[key] for key in KEPT if key in row} for row in rows],
+            "errors": (errors.loss, *errors.gradients.values(), errors.foresight),
+        }
+    return found | {"evidence": evidence(world, root / f"evidence of {world.size}")}
+
+
+def evidence(world: World, directory: Path) -> Any:
+    """What is kept of the samples of a step, and how many bytes its forward passes exchange for how many tokens."""
+    directory.mkdir(exist_ok=True)
+    model = build_toy_model(world, write_model_config(directory / str(world.rank)))
+    parts = toy_run(world, model, SAMPLES, total_steps=1, max_tokens=80)
+    (batch,) = parts.batches
+    sent, exchange = [], head_exchange.all_to_all_single_autograd
+    record = lambda tensor, *args: sent.append(tensor.nbytes) or exchange(tensor, *args)  # noqa: E731
+    with patch.object(head_exchange, "all_to_all_single_autograd", record):
+        losses = accumulate(parts, batch).losses
+    keeper = EvidenceKeeper(directory, world=world, location=str, seed=3)
+    keeper.keep(batch, losses, signals={}, is_skipped=False, reason="")
+    if not world.is_main:
+        return None
+    kept = json.loads((directory / "evidence" / "step_1.json").read_text())
+    own, whole = (
+        sum(map(count, batch.micro_batches)) for count in (lambda m: len(m.input_ids_T), lambda m: sum(m.seqlens))
+    )
+    for sample in kept["highest_losses"]:
+        del sample["place"]
+    samples = {sample["sample_id"]: sample for sample in kept["highest_losses"] + kept["samples"]}
+    return samples, sum(sent), own, whole
+
+
+def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path: Path) -> None:
+    """Two ranks; four, of which each holds a copy of the parameters. Nothing that leaks passes the self-check."""
+    (expected,) = run_ranks(trained, 1, tmp_path, len(VARIANTS))
+    for num_ranks, fsdp_size, num_variants in ((2, -1, len(VARIANTS)), (4, 1, 2)):
+        found, *_ = run_ranks(trained, num_ranks, tmp_path, num_variants, sequence_size=2, fsdp_size=fsdp_size)
+        samples, num_bytes, own, whole = found.pop("evidence")
+        for name in found:
+            for row, plain in zip(found[name]["rows"], expected[name]["rows"], strict=True):
+                assert row == pytest.approx(plain, rel=1e-5), name
+                assert row["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-6), name
+            assert max(found[name]["errors"]) < 1e-5, name
+        for sample_id, sample in expected["evidence"][0].items():
+            assert samples[sample_id] == pytest.approx(sample, rel=1e-5)
+        # 2 layers, heads of 16 float32: 4 of queries, 2 of keys, 2 of values, then outputs of half of 4 for all tokens
+        assert num_bytes == 2 * 16 * 4 * (own * (4 + 2 + 2) + whole * 2) and expected["evidence"][1] == 0
+
+
+def interrupted(world: World, root: Path, source: Any) -> tuple[Result, Result]:
+    recipe = Recipe(total_steps=4, save_freq=2)
+    straight = run(world, root / "straight", source, recipe, max_samples=2)
+    run(world, root / "cut", source, recipe, stop=StopsAfter(2), max_samples=2)
+    return straight, run(world, root / "cut", source, recipe, max_samples=2)
+
+
+def continued(world: World, run_dir: Path, source: Any, total_steps: int) -> Result:
+    return run(world, run_dir, source, Recipe(total_steps=total_steps, save_freq=2), max_samples=2)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_goes_on_bit_equal_and_on_any_other_layout(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path / "model")
+    (straight, again), *_ = run_ranks(interrupted, 2, tmp_path, source, sequence_size=2)
+    assert again.start_step == 2 and again.losses == {step: straight.losses[step] for step in (3, 4)}
+    assert_equal(again.parameters, straight.parameters)
+    assert_equal(again.moments, straight.moments)
+    (alone,) = run_ranks(continued, 1, tmp_path / "cut", source, 6)
+    shared, *_ = run_ranks(continued, 2, tmp_path / "straight", source, 6, sequence_size=2)
+    assert_equal(alone.loaded, straight.parameters)
+    for step in (5, 6):
+        assert alone.losses[step] == pytest.approx(shared.losses[step], rel=1e-5)
+    back, *_ = run_ranks(continued, 2, tmp_path / "cut", source, 8, sequence_size=2)
+    assert sorted(back.losses) == [7, 8]
+    assert_equal(back.loaded, alone.parameters)
+    assert_equal(back.loaded_moments, alone.moments)
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "settings", "reason"),
+    [
+        (3, "qwen2", {}, "does not divide the 4 attention heads of this model; use one of \\[2, 4\\]"),
+        (2, "qwen2", {"attention": "per_document"}, "cannot be split over ranks, model.attention=per_document; use 1"),
+        (2, "qwen3_next", {}, "Qwen3NextGatedDeltaNet would have to see all tokens of a document; use 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_its_config_alone(
+    tmp_path: Path, size: int, family: str, settings: dict[str, Any], reason: str
+) -> None:
+    source = write_model_config(tmp_path, family)
+    config = model_config(ulysses_sequence_parallel_size=size, **settings)
+    with pytest.raises(ConfigError, match=reason):
+        require_splittable(config, source, max_length=40)
+    require_splittable(model_config(**settings), source, max_length=40)
+    require_splittable(model_config(ulysses_sequence_parallel_size=2), write_model_config(tmp_path), max_length=40)
+
+
+def test_ranks_together_take_documents_longer_than_one_takes() -> None:
+    words = ["data.max_token_len_per_gpu=1024", "data.max_length=2048", "model.ulysses_sequence_parallel_size="]
+    assert load_config([*words[:2], words[2] + "2"]).max_micro_batch_tokens == 2048
+    with pytest.raises(ConfigError, match=r"1024\) is below 'data.max_length' \(2048\)"):
+        load_config(words[:2])

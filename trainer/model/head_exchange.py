@@ -1,0 +1,71 @@
+"""Attention where each rank holds a share of the positions of a micro-batch: in it, all positions of a share of heads.
+
+Between the ranks of a data rank, positions and heads change places (DeepSpeed Ulysses, 2023): each layer sends queries,
+keys, values and outputs once, `(size - 1) / size` of them, and their gradients back.
+
+Shape suffixes: N heads, T positions, K head size; the ranks' shares of either differ by one position at most.
+"""
+
+from collections.abc import Callable
+from math import gcd
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from trainer.batch import share_lengths
+from trainer.config import ConfigError
+
+
+def require_divisible(num_query_heads: int, size: int) -> None:
+    """Raises `ConfigError` for heads of which the ranks cannot hold equal shares."""
+    if num_query_heads % size:
+        possible = [n for n in range(2, num_query_heads + 1) if num_query_heads % n == 0]
+        raise ConfigError(
+            f"model.ulysses_sequence_parallel_size={size} does not divide the {num_query_heads} attention heads of "
+            f"this model; use {f'one of {possible}' if possible else 1}"
+        )
+
+
+class HeadExchange:
+    """Of the packed tokens of one micro-batch, among the ranks of `group`."""
+
+    def __init__(self, group: dist.ProcessGroup, *, num_tokens: int) -> None:
+        self._group, self._size, self._rank = group, group.size(), group.rank()
+        self._lengths = share_lengths(num_tokens, self._size)
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`attention` of q, k, v [1, heads, T, K] and sinks [N], over all positions; its [1, T, N, K] of this share."""
+        require_divisible(query.shape[1], self._size)
+        if sinks is not None:
+            sinks = sinks.chunk(self._size)[self._rank]
+        key, value = self._to_heads(self._repeated(key)), self._to_heads(self._repeated(value))
+        return self._to_positions(attention(self._to_heads(query), key, value, sinks))
+
+    def _repeated(self, key: Tensor) -> Tensor:
+        """As often as every rank needs one of its own: its queries' neighbours have the same."""
+        return key.repeat_interleave(self._size // gcd(self._size, key.shape[1]), dim=1)
+
+    def _to_heads(self, heads: Tensor) -> Tensor:
+        """[1, N, own T, K] -> [1, own N, T, K]."""
+        length, head_size = heads.shape[2:]
+        sent = heads[0].transpose(0, 1).reshape(length, self._size, -1, head_size).transpose(0, 1).flatten(0, 1)
+        return self._exchanged(sent, self._lengths, [length] * self._size).transpose(0, 1)[None]
+
+    def _to_positions(self, output: Tensor) -> Tensor:
+        """[1, T, own N, K] -> [1, own T, N, K]."""
+        length = self._lengths[self._rank]
+        by_rank = self._exchanged(output[0], [length] * self._size, self._lengths)
+        return by_rank.unflatten(0, (self._size, length)).transpose(0, 1).flatten(1, 2)[None]
+
+    def _exchanged(self, sent: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
+        return all_to_all_single_autograd(sent.contiguous(), num_received, num_sent, self._group)
