@@ -200,13 +200,8 @@ def toy_run(
     optim = optim_config(name=changes.pop("optimizer_name", "adamw"), **changes.pop("optim", {}))
     if not model.is_packed:
         max_samples = 1
-    plan = RankPlan(
-        world.data_rank,
-        world.num_data_ranks,
-        Limits(max_tokens, max_samples),
-        flops.quadratic_cost(model),
-        share=(world.sequence_rank, world.sequence_size),
-    )
+    limits, share = Limits(max_tokens, max_samples), (world.sequence_rank, world.sequence_size)
+    plan = RankPlan(world.data_rank, world.num_data_ranks, limits, flops.quadratic_cost(model), share=share)
     schedule = Schedule(samples.shares, batch_size, seed=3, start=start)
     settings: dict[str, Any] = {
         "world": world,
