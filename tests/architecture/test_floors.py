@@ -46,6 +46,7 @@ STEP_FILES = (
     "trainer/runtime/seeding.py",
 )
 ALLOWED_WAITS = {
+    "trainer/batch.py:PackedBatch.share": "in a worker of the loader: the tensors lie in host memory",
     "trainer/batch.py:PackedBatch.__getstate__": "in a worker of the loader: the tensors lie in host memory",
     "trainer/monitor/packet.py:Packet.read": "the one wait of a training or a validation step",
     "trainer/runtime/seeding.py:set_rng_state": "restores a checkpoint, before the first step",
