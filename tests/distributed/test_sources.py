@@ -79,10 +79,10 @@ def adds_up(inputs: Inputs, trained: dict[int, dict[str, float]], validated: lis
     """Losses by source, each with its tokens, are the whole loss."""
     assert inputs.validation is not None and validated
     schedule = Schedule(inputs.train.shares, 8, seed=3)
-    steps = [(row, "train", inputs.train, schedule.rows(step)) for step, row in trained.items()]
+    steps = [(row, "train", inputs.train, inputs.train.of_rows(schedule.rows(step))) for step, row in trained.items()]
     steps += [(row, "val", inputs.validation, np.arange(len(inputs.validation))) for row in validated]
     for row, side, samples, ids in steps:
-        counts = np.bincount(samples.source_of(ids), weights=samples.counts(ids)[1])
+        counts = np.bincount(samples.source_of(ids), weights=samples.counts(ids)[1], minlength=len(samples.names))
         parts = [row[f"{side}/loss_by/{name}"] * count for name, count in zip(samples.names, counts, strict=True)]
         assert sum(parts) == pytest.approx(row[f"{side}/loss"] * counts.sum(), rel=1e-12)
 
