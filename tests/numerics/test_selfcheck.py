@@ -57,7 +57,7 @@ def _fault(name: str) -> AbstractContextManager[Any]:
     if name == "logits":
         return patch.object(packed_lm, "_is_head_all", lambda model: True)
     if name == "norm":
-        return patch.object(norm, "_forward", lambda self, hidden: 1.2 * rms_norm(hidden, self.weight, 1e-6))
+        return patch.object(norm, "forward", lambda self, hidden: 1.2 * rms_norm(hidden, self.weight, 1e-6))
     if name in ("longest neighbour", "longest before"):
         return patch.object(rope, "follow_documents", lambda model, is_packed: None)
     return nullcontext()
