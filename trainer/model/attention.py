@@ -6,6 +6,7 @@ Shape suffixes: N query heads, T packed tokens, K head size; transformers passes
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,10 @@ def register(device_type: str | None = None) -> None:
     AttentionInterface.register(PACKED, attend)
 
 
+Bounds = tuple[DocumentLengths, Tensor, int]
+"""Documents, their cumulative lengths on the device, the longest."""
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -151,24 +156,41 @@ def packed_attention(
     else:
         documents, cu_seqlens_D1, max_seqlen = lengths, cu_seq_lens_q, max_length_q
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        scoring = Scoring(scaling, sliding_window, softcap, sinks, dropout)
-        obstacle = _obstacle(query, value, scoring, device_type)
-        if obstacle is not None:
-            return _per_document(module, query, key, value, documents, scoring, obstacle)
-        if device_type == "cuda":
-            return _varlen(query, key, value, cu_seqlens_D1, max_seqlen, scoring)
-        return _grouped(query, key, value, documents, scoring)
-
+    bounds = documents, cu_seqlens_D1, max_seqlen
+    scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)
     if documents.exchange is not None:
-        return documents.exchange.attend(attend, query, key, value, s_aux), None
-    return attend(query, key, value, s_aux), None
+        return _exchanged(module, query, key, value, bounds, scoring, device_type), None
+    return _attend(module, query, key, value, bounds, scoring, device_type), None
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, device_type: str
+) -> Tensor:
+    documents, cu_seqlens_D1, max_seqlen = bounds
+    obstacle = _obstacle(query, value, scoring, device_type)
+    if obstacle is not None:
+        return _per_document(module, query, key, value, documents, scoring, obstacle)
+    if device_type == "cuda":
+        return _varlen(query, key, value, cu_seqlens_D1, max_seqlen, scoring)
+    return _grouped(query, key, value, documents, scoring)
 
 
 @torch.compiler.disable
-def _bounds(
-    lengths: DocumentLengths | None, chunk_size: int | None, device: torch.device
-) -> tuple[DocumentLengths, Tensor, int]:
+def _exchanged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, device_type: str
+) -> Tensor:
+    """All positions of this rank's share of heads, the output of this rank's share of positions."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        return _attend(module, query, key, value, bounds, replace(scoring, sinks=sinks), device_type)
+
+    exchange = bounds[0].exchange
+    assert exchange is not None
+    return exchange.attend(attend, query, key, value, scoring.sinks)
+
+
+@torch.compiler.disable
+def _bounds(lengths: DocumentLengths | None, chunk_size: int | None, device: torch.device) -> Bounds:
     """For layers that are not handed any, and for chunks, which are documents by themselves."""
     if lengths is None and (lengths := _running) is None:
         raise ConfigError("packed attention needs document bounds; use model.attention=per_document")
