@@ -39,8 +39,8 @@ def test_the_command_line_wins_over_a_recipe(name: str) -> None:
 
 def test_the_mixture_names_its_sources() -> None:
     code, math = sources_of(load_config(["experiment=mixture"]).data, "train_files")
-    assert (code.name, code.repeat, code.prompt_key, code.messages_key) == ("code", 1.0, None, "messages")
-    assert (math.name, math.repeat, math.prompt_key, math.response_key) == ("math", 2.5, "question", "answer")
+    assert (code.name, code.repeat, code.keys.prompt_key, code.keys.messages_key) == ("code", 1.0, None, "messages")
+    assert (math.name, math.repeat, math.keys.prompt_key, math.keys.response_key) == ("math", 2.5, "question", "answer")
 
 
 def test_run_directories_of_recipes_differ() -> None:

@@ -1,5 +1,6 @@
 """Results on held-out samples: the best step, overfitting, and which of the existing checkpoints to take."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +99,9 @@ def judge_validations(val_losses: Floats, train_losses: Floats, limits: Mapping[
 
 
 def relative_noise(losses: Floats) -> float:
-    """Noise of a validation curve over its level; 0 with fewer than five points."""
-    return curve_noise(losses) / float(np.median(losses))
+    """Noise of a validation curve over its level; 0 with fewer than five points, infinite at level 0."""
+    noise, level = curve_noise(losses), float(np.median(losses))
+    return noise / level if level else math.inf if noise else 0.0
 
 
 def generalisation(run: AnalysedRun) -> Generalisation | None:
