@@ -2,6 +2,8 @@
 
 import itertools
 import multiprocessing
+import subprocess
+import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -250,3 +253,28 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **settings: moved.append(settings) or tensor)
     batch.to(torch.device(device))
     assert moved == [{"non_blocking": True}] * 6
+
+
+_KILLED = """
+import multiprocessing, sys, time
+from trainer.data.loader import _prepare_worker
+
+def work():
+    _prepare_worker(0)
+    print(multiprocessing.current_process().pid, flush=True)
+    time.sleep(600)  # as one that waits for room in its pipe
+
+multiprocessing.get_context("fork").Process(target=work).start()
+time.sleep(600)
+"""
+
+
+def test_a_worker_ends_with_the_process_that_is_killed() -> None:
+    """Whatever it waits for: one that was writing a large batch stayed for good."""
+    with subprocess.Popen([sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        assert worker.is_running()
+        process.kill()
+        gone, left = psutil.wait_procs([worker], timeout=30)
+    assert gone and not left

@@ -4,6 +4,7 @@ The position of a run is one integer, the step; torchdata's own state is stored 
 """
 
 import dataclasses
+import os
 import signal
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, deal_facts, length_facts, split_batch
 from trainer.data.samples import Samples
+from trainer.errors import EXIT_RESUMABLE
 from trainer.progress import Position
+from trainer.runtime.processes import die_with_parent
 from trainer.runtime.signals import STOP_SIGNALS
 
 DATA_EVENT = "data"
@@ -118,8 +121,11 @@ class _WorkerContext(context.ForkContext):
     Process = _Worker
 
 
-def _ignore_signals(worker_id: int) -> None:
-    """Stop signals are the training process's business; workers live until it no longer needs them."""
+def _prepare_worker(worker_id: int) -> None:
+    """Stop signals are the training process's business; workers live until it no longer needs them, and no longer: one
+    that waits for room in its pipe would never see that the process is gone.
+    """
+    die_with_parent(os.getppid(), code=EXIT_RESUMABLE)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -157,7 +163,7 @@ class TrainLoader:
             batch_size=None,
             num_workers=self._num_workers,
             pin_memory=self.plan.pin_memory,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_prepare_worker,
             multiprocessing_context=_WorkerContext() if self._num_workers else None,
         )
         batches = iter(self._loader)
