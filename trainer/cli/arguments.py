@@ -4,10 +4,12 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
+from trainer.runtime.atomic_files import atomic_write
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -36,3 +38,12 @@ def answer(command: Callable[[], int], codes: Codes | None = None, *, interrupte
     except tuple(known) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return next(code for kind, code in known.items() if isinstance(error, kind))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Whole or not at all. Raises `CannotWriteError`."""
+    try:
+        atomic_write(path, text)
+    except OSError as error:
+        raise CannotWriteError(f"cannot write {path}: {error}; choose another place") from error
+    print(f"wrote {path}")

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, answer
+from trainer.cli.arguments import Parser, answer, write_file
 from trainer.config import Config, ConfigError
 from trainer.data_tools.frameworks import FRAMEWORKS
-from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, CannotWriteError, DataError
+from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
 from trainer.run.compose import load_config
-from trainer.runtime.atomic_files import atomic_write
 
 EXIT_DIFFERENT = 1
 DEFAULT_NUM_EACH = 3
@@ -66,7 +65,7 @@ def _preview(parser: Parser, argv: list[str]) -> int:
         num_samples += len(data.validation)
     title = f"{len(picked)} of {num_samples:,} samples, random ones by trainer.seed={config.trainer.seed}"
     if arguments.html:
-        _write(arguments.html, as_page(title, picked, data.tokenizer, has_ids=arguments.ids))
+        write_file(arguments.html, as_page(title, picked, data.tokenizer, has_ids=arguments.ids))
         return EXIT_DONE
     for block in (title, *as_text(picked, data.tokenizer, has_ids=arguments.ids)):
         print(block)
@@ -127,14 +126,6 @@ def _ledger(parser: Parser, argv: list[str]) -> int:
     tree = ledger(arguments.run_dir, has_rows=arguments.json)
     print(json.dumps(tree, indent=1) if arguments.json else "\n".join(as_lines(tree)))
     return EXIT_DONE
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        atomic_write(path, text)
-    except OSError as error:
-        raise CannotWriteError(f"cannot write {path}: {error}; choose another place") from error
-    print(f"wrote {path}")
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {

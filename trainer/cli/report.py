@@ -12,16 +12,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainer.cli.arguments import Parser
+from trainer.cli.arguments import Parser, write_file
 from trainer.cli.report_options import add_options, answer, load, load_log
 from trainer.config import ConfigError
-from trainer.errors import EXIT_DONE, CannotWriteError
+from trainer.errors import EXIT_DONE
 from trainer.report.around import around
 from trainer.report.as_json import as_json
 from trainer.report.page import as_page
 from trainer.report.run_log import RunLog
 from trainer.report.terminal import print_report, print_section
-from trainer.runtime.atomic_files import atomic_write
 
 OURS = "fsdp-sft"
 
@@ -55,10 +54,10 @@ def _report(arguments: argparse.Namespace) -> bool:
         print_report(console, report)
         console.print()
     if arguments.html:
-        _write(arguments.html, as_page(runs, refresh_s=refresh_s))
+        write_file(arguments.html, as_page(runs, refresh_s=refresh_s))
     if arguments.json:
         trees = [as_json(report) for report, _ in runs]
-        _write(arguments.json, json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False) + "\n")
+        write_file(arguments.json, json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False) + "\n")
     return bool(refresh_s)
 
 
@@ -87,14 +86,6 @@ def _seconds(text: str) -> int:
     if not (number := text.removesuffix("s")).isdecimal() or int(number) == 0:
         raise argparse.ArgumentTypeError(f"must be whole seconds, such as 30s, got '{text}'")
     return int(number)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        atomic_write(path, text)
-    except OSError as error:
-        raise CannotWriteError(f"cannot write {path}: {error}; choose another place") from error
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

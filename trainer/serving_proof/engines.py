@@ -16,6 +16,7 @@ import transformers
 
 from trainer.config import ConfigError
 from trainer.serving_proof import vllm_engine
+from trainer.weights import whole_model
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 PEFT_CONFIG = "adapter_config.json"
@@ -61,10 +62,9 @@ def in_transformers(
 ) -> np.ndarray:
     """Sums as transformers' own class computes them, one document after the other; `has_adapter` false: its base."""
     path, adapter, _ = adapter_of(export)
-    auto: Any = transformers.AutoModelForCausalLM
-    if getattr(transformers.AutoConfig.from_pretrained(path), "vision_config", None) is not None:
-        auto = transformers.AutoModelForMultimodalLM
-    model: Any = auto.from_pretrained(path, dtype=dtype)
+    whole = whole_model(transformers.AutoConfig.from_pretrained(path))
+    loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
+    model: Any = loader.from_pretrained(path, dtype=dtype)
     if adapter is not None and has_adapter:
         from peft import PeftModel
 
