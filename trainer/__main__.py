@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from trainer.cli.__main__ import listing
 from trainer.config import Config, ConfigError, parse_duration_s
 from trainer.errors import EXIT_USAGE
-from trainer.run.compose import CONF_DIR, USAGE, load_config
+from trainer.run.compose import CONF_DIR, USAGE, load_config, with_words
 
 
 def main(argv: list[str]) -> int:
@@ -50,6 +50,10 @@ def _run(config: Config) -> int:
         with uncollected():
             from trainer.run.main import run
 
+        if config.automatic:  # there is no launcher, which does this once for all its ranks
+            from trainer.planner.choose import automatic
+
+            config = with_words(config, automatic(config, rank_and_size()[1]))
         return run(config, stop, heartbeat)
     except Exception as error:
         code, message = explain(error, stop)

@@ -9,13 +9,16 @@ import torch
 from ranks import run_ranks
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import ToySamples, build_toy_model, model_config, write_model_config
+from toy import ToySamples, build_toy_model, full_parameters, model_config, optim_config, write_model_config
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
 from trainer.model import parallelize as sharding
+from trainer.model.experts import Routers
 from trainer.model.parallelize import parallelize
+from trainer.optim import OPTIMIZERS
+from trainer.planner.fake_step import run_step
 
 SAMPLES = ToySamples()
 SHAPES = [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9], [], [10, 11, 12, 13, 14], [1], [2, 3, 4, 5, 6, 7, 8], [9, 11]]
@@ -94,6 +97,29 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, how: boo
     )
     assert recomputed[0] == plain[0]
     assert worst(recomputed, plain) == 0.0
+
+
+def two_steps(world: Any, source: Any, **changes: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """(gathers of each step, parameters afterwards), of two steps of three micro-batches."""
+    model = build_toy_model(world, source, **changes)
+    routers = Routers(model, world.device, is_asked=True)
+    optimizer = OPTIMIZERS["adamw"](model, optim_config())
+    gathers = []
+    for step in range(2):
+        batches = [pack(ToySamples(), [6 * step + 2 * n, 6 * step + 2 * n + 1]) for n in range(3)]
+        with Calls(torch.ops.c10d._allgather_base_.default) as calls:
+            run_step(model, routers, optimizer, batches)
+        gathers.append(calls.count)
+    return gathers, full_parameters(model)
+
+
+def test_what_stays_gathered_is_gathered_once_a_step(tmp_path: Path) -> None:
+    """Two layers and the rest; freed ones again in each forward and backward pass. Bit-equal."""
+    source = write_model_config(tmp_path)
+    kept, freed = (run_ranks(two_steps, 2, source, reshard_after_forward=reshard)[0] for reshard in (False, True))
+    assert kept[0] == [3, 3]
+    assert freed[0] == [3 * (2 + 2 + 1)] * 2
+    assert all(torch.equal(kept[1][name], freed[1][name]) for name in freed[1])
 
 
 class Calls(TorchDispatchMode):

@@ -302,7 +302,7 @@ def test_the_change_it_names_makes_it_fit(
 ) -> None:
     write_model_config(tmp_path, **WIDE)
     words = [f"model.partial_pretrain={tmp_path}", *words]
-    needed_gib = forecast.forecaster(words, 1.0)(change).needed_gib
+    needed_gib = forecast.forecaster(load_config(words), 1.0)(change).needed_gib
     limit = ["--memory-gib", str(needed_gib + 1e-6)]
     code, lines, _ = run(capsys, str(num_ranks), *words, *limit)
     assert code == 1

@@ -6,7 +6,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
 
 REFUSED = {
     "data": "the new samples are trained from the same place of the epoch on: some may come twice, some not at all",
@@ -31,8 +31,10 @@ FIXED = {
 
 WARNED = (
     "data.max_length",
+    MAX_TOKENS,
     "data.truncation",
     "model.attention",
+    RECOMPUTE,
     "model.loss",
     "model.master_dtype",
     "model.fsdp_config.param_dtype",

@@ -24,7 +24,7 @@ from trainer.planner.forecast import (
     smallest_change,
 )
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, find_card, local_card, predict
-from trainer.run.compose import load_config
+from trainer.run.compose import load_config, with_words
 
 if TYPE_CHECKING:
     from trainer.planner.disk import DiskPlan
@@ -51,8 +51,17 @@ def _plan(argv: list[str]) -> int:
     memory_gib = options.memory_gib or (
         card.memory_gib if options.card and card else default_memory_gib(config, num_ranks)
     )
-    forecast = forecaster(asked.overrides, memory_gib)
-    found = forecast(Change(num_ranks))
+    forecast = forecaster(config, memory_gib)
+    if config.automatic:
+        from trainer.planner.choose import best, candidate_lines, search
+
+        rates = card or CARDS[DEFAULT_CARD] if is_cuda else None
+        tried = search(config, num_ranks, rates, forecast)
+        print("\n".join(candidate_lines(tried, rates)))
+        config, found = with_words(config, best(tried).change.overrides), best(tried).forecast
+        forecast = forecaster(config, memory_gib)
+    else:
+        found = forecast(Change(num_ranks))
     from trainer.planner.disk import plan_disk
 
     print("\n".join([*table(found, config), *disk_lines(plan_disk(config, found.plan), config)]))

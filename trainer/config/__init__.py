@@ -10,7 +10,9 @@ from trainer.config.parse import known_keys, parse_config, problem_with_key
 from trainer.config.schema import (
     AUTO,
     DTYPES,
+    MAX_TOKENS,
     OFFLOAD,
+    RECOMPUTE,
     RESUME_ALLOW,
     SELECTIVE,
     CheckpointConfig,
@@ -25,8 +27,10 @@ from trainer.config.schema import (
 __all__ = [
     "AUTO",
     "DTYPES",
+    "MAX_TOKENS",
     "OFFLOAD",
     "QUICKSTART",
+    "RECOMPUTE",
     "RESUME_ALLOW",
     "SELECTIVE",
     "CheckpointConfig",

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config.keys import ConfigError, at_least, at_most, key, matches, not_empty, not_negative, one_of, within
 
-QUICKSTART = "quickstart"
+QUICKSTART, AUTO = "quickstart", "auto"
 NAME = r"\w[\w.-]*"
 _COUNT_OR_NULL = at_least(1, means="null")
 _COUNT_OR_ALL = at_least(1, special=-1, means="-1 (all)")
@@ -60,8 +60,11 @@ class DataConfig:
     micro_batch_size_per_gpu: int | None = key(
         None, "at most this many samples per forward pass; null = no limit", _COUNT_OR_NULL
     )
-    max_token_len_per_gpu: int | None = key(
-        8192, "at most this many tokens per forward pass; null = no limit", _COUNT_OR_NULL
+    max_token_len_per_gpu: int | str | None = key(
+        8192,
+        "at most this many tokens per forward pass; null = no limit; auto = what is predicted to be fastest of what "
+        "fits (docs/memory.md)",
+        at_least(1, special=AUTO, means="auto, null"),
     )
     max_length: int = key(2048, "longest sample in tokens", at_least(1))
     truncation: str = key(

@@ -65,10 +65,15 @@ def one_of(*allowed: str) -> Check:
     return wrong
 
 
-def at_least(least: float, *, special: int | None = None, means: str = "") -> Check:
+def at_least(least: float, *, special: int | str | None = None, means: str = "") -> Check:
     """The `special` value has a meaning of its own; `means` names it, and null where that is a value."""
     allowed = f"{means} or at least {least}" if means else f"at least {least}"
-    return lambda value: "" if value >= least or value == special else f"must be {allowed}, got {value}"
+
+    def wrong(value: Any) -> str:
+        is_right = value == special or (not isinstance(value, str) and value >= least)
+        return "" if is_right else f"must be {allowed}, got {value}"
+
+    return wrong
 
 
 def at_most(most: float, why: str) -> Check:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from trainer.config.contradictions import contradictions
 from trainer.config.data import sources_of
 from trainer.config.foreign import find_foreign
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
-from trainer.config.schema import Config, contradictions
+from trainer.config.schema import Config
 
 MIN_ALIKE, SAME_GROUP = 0.7, 0.1
 """How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in another, by so much more."""

@@ -4,11 +4,10 @@
 Values that are names of parts (`model.loss`, `trainer.logger`) are checked against the dictionaries of these parts.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.data import QUICKSTART, DataConfig, column_problem
+from trainer.config.data import AUTO, QUICKSTART, DataConfig
 from trainer.config.keys import (
     at_least,
     at_most,
@@ -23,11 +22,12 @@ from trainer.config.keys import (
     within,
 )
 
+MAX_TOKENS, RECOMPUTE = "data.max_token_len_per_gpu", "model.enable_gradient_checkpointing"
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = ("data", "data_growth", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts")
-AUTO, SELECTIVE, OFFLOAD = "auto", "selective", "offload"
+SELECTIVE, OFFLOAD = "selective", "offload"
 YEAR_S = 365 * 24 * 3600
-_LOADED = ("model", "optimizer", "extra")
+LOADED = ("model", "optimizer", "extra")
 _RATIO = within("[0, 1]")
 _TIMEOUT = (at_least(1), at_most(YEAR_S, "a year"))
 _COUNT_OR_NULL = at_least(1, means="null")
@@ -84,8 +84,9 @@ class ModelConfig:
     enable_gradient_checkpointing: bool | str = key(
         False,
         "recompute activations in the backward pass: less memory, slower; selective = all but matrix products and "
-        "attention: in between; offload = true, and what layers start from waits in host memory",
-        one_of("true", "false", SELECTIVE, OFFLOAD),
+        "attention: in between; offload = true, and what layers start from waits in host memory; auto = what is "
+        "predicted to be fastest of what fits (docs/memory.md)",
+        one_of("true", "false", SELECTIVE, OFFLOAD, AUTO),
     )
     compile: bool = key(False, "torch.compile each decoder layer")
     loss: str = key(
@@ -194,14 +195,14 @@ class CheckpointConfig:
     """What a checkpoint holds and how it is written."""
 
     save_contents: list[str] = key(
-        [*_LOADED, "hf_model"],
+        [*LOADED, "hf_model"],
         "model, optimizer and extra always; hf_model = weights in huggingface/",
-        one_of(*_LOADED, "hf_model"),
+        one_of(*LOADED, "hf_model"),
     )
     load_contents: list[str] = key(
-        [*_LOADED],
+        [*LOADED],
         "what a resume takes over of model, optimizer, extra; [model] = only the weights, from step 1",
-        one_of(*_LOADED),
+        one_of(*LOADED),
     )
     export_dtype: str = key(
         "bfloat16", "dtype of the weights in huggingface/: float32 | bfloat16 | float16", one_of(*DTYPES)
@@ -299,50 +300,11 @@ class Config:
     def max_micro_batch_tokens(self) -> int | None:
         """Of all the ranks that hold a micro-batch between them."""
         limit = self.data.max_token_len_per_gpu
+        assert not isinstance(limit, str), "what is automatic is chosen before it is asked for"
         return None if limit is None else limit * self.model.ulysses_sequence_parallel_size
 
-
-def contradictions(config: Config) -> Iterator[str]:
-    """What is wrong between keys that are each right, with a fix."""
-    data, model, trainer, checkpoint = config.data, config.model, config.trainer, config.trainer.checkpoint
-    if config.max_micro_batch_tokens is not None and config.max_micro_batch_tokens < data.max_length:
-        size = model.ulysses_sequence_parallel_size
-        together = f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
-        yield (
-            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}){together} is below 'data.max_length' "
-            f"({data.max_length}): a single sample would not fit; raise the first or lower the second"
-        )
-    if problem := column_problem(data, "data."):
-        yield problem
-    if model.compile and model.enable_gradient_checkpointing == SELECTIVE:
-        yield (
-            "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' exclude each other: compiled "
-            "layers already compute again what is cheap; use false or true"
-        )
-    if model.has_adapters and model.freeze:
-        yield "'model.freeze' goes with full fine-tuning: LoRA freezes the whole model; remove one of the two"
-    if model.has_adapters and model.new_tokens:
-        yield "'model.new_tokens' goes with full fine-tuning: LoRA would leave the rows of new tokens untrained"
-    if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
-        yield (
-            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, which its checkpoints do "
-            "not hold: name a model in 'model.partial_pretrain', without 'model.random_weights'"
-        )
-    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
-        yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"
-    if trainer.hang_timeout_s >= trainer.dist_timeout_s:
-        yield (
-            f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below 'trainer.dist_timeout_s' "
-            f"({trainer.dist_timeout_s}): the hang must be found before a collective gives up"
-        )
-    if "model" not in checkpoint.load_contents:
-        yield "'trainer.checkpoint.load_contents' must contain 'model'"
-    elif "extra" not in checkpoint.load_contents and trainer.resume_mode != "resume_path":
-        yield (
-            "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with resume_mode=resume_path"
-        )
-    if not set(_LOADED) <= set(checkpoint.save_contents):
-        yield (
-            "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without them a run cannot "
-            "resume"
-        )
+    @property
+    def automatic(self) -> list[str]:
+        """Keys whose values are chosen before the first rank starts (`trainer.planner.choose`)."""
+        values = {MAX_TOKENS: self.data.max_token_len_per_gpu, RECOMPUTE: self.model.enable_gradient_checkpointing}
+        return [name for name, value in values.items() if value == AUTO]

@@ -15,6 +15,7 @@ from trainer.errors import EXIT_RESUMABLE, CannotWriteError, DataError
 from trainer.launch.ranks import (
     NodeLayout,
     choose_num_ranks,
+    chosen_words,
     count_gpus,
     node_layout,
     parse_arguments,
@@ -46,6 +47,9 @@ def main(argv: list[str]) -> int:
         layout = node_layout(os.environ)
         num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
+        overrides = arguments.overrides
+        if config.automatic:
+            overrides += chosen_words(num_ranks * layout.num_nodes, overrides)
     except (ConfigError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
@@ -60,7 +64,7 @@ def main(argv: list[str]) -> int:
         run_dir = Path(config.trainer.default_local_dir)
         watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
         timeout_s = config.trainer.dist_timeout_s
-        command = agent_command(num_ranks, layout, arguments.overrides, timeout_s=timeout_s)
+        command = agent_command(num_ranks, layout, overrides, timeout_s=timeout_s)
         code = supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
     if code == EXIT_RESUMABLE:
         print("resume with the same command", flush=True)

@@ -97,6 +97,18 @@ def count_gpus() -> int:
     return int(number)
 
 
+def chosen_words(num_ranks: int, overrides: Sequence[str]) -> list[str]:
+    """What `auto` stands for among so many ranks on all machines: in a process of its own, which needs torch.
+
+    Raises `ConfigError` where nothing fits.
+    """
+    command = [sys.executable, "-m", "trainer.planner.choose", str(num_ranks), *overrides]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ConfigError("the automatic settings could not be chosen: the reason stands above")
+    return done.stdout.split()
+
+
 def warn_of_few_cores(num_ranks: int, *, num_gpus: int, num_cores: int) -> None:
     """On a GPU machine a rank with its loader and saves needs some cores; SLURM gives one a task unless asked."""
     if num_gpus and num_cores < CORES_PER_GPU_RANK * num_ranks:

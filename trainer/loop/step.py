@@ -94,8 +94,7 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
     by_source = torch.zeros(len(batch.loss_tokens_by), dtype=torch.float64, device=device)
     sums = LossSums(loss_sum, num_nonfinite, by_source, [])
     for index, micro_batch in enumerate(batch.micro_batches):
-        if run.world.num_replicas > 1:
-            parallelize.add_up_replicas(run.model, is_last=index == len(batch.micro_batches) - 1)
+        parallelize.prepare_backward(run.model, is_last=index == len(batch.micro_batches) - 1)
         inputs = micro_batch.to(device)
         clock.mark("shard")
         output: LossOutput = run.model(inputs)

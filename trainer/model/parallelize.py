@@ -106,6 +106,8 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     reshard = fsdp.reshard_after_forward
     if reshard == AUTO:
         reshard = _is_worth_freeing(model, compute_dtype(fsdp.param_dtype, world.device), world)
+    owner: Any = model
+    owner.frees_gathered = bool(reshard)
     for layer in decoder_layers(model):
         unit(layer, reshard_after_forward=bool(reshard))
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -144,12 +146,17 @@ def _sum_gradients(module: nn.Module) -> None:
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def add_up_replicas(model: nn.Module, *, is_last: bool) -> None:
-    """Whether replicas of the shards add their gradients behind the coming backward pass: once a step is enough, behind
-    its last. Until then each keeps its own sum, in the dtype of reductions, of the same parameters each time.
+def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
+    """What once a step is enough for is done behind its last backward pass.
+
+    Replicas of the shards add their gradients: until then each keeps its own sum, in the dtype of reductions, of the
+    same parameters each time. Parameters that stay gathered between forward and backward pass anyway stay so for the
+    next micro-batch too: the fullest moment of a step has them all.
     """
+    owner: Any = model
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(is_last or not _FILLS_UNUSED)
+    model.set_reshard_after_backward(is_last or owner.frees_gathered)
 
 
 def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:

@@ -197,7 +197,7 @@ def run_step(
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()
     for number, batch in enumerate(batches, start=1):
-        parallelize.add_up_replicas(model, is_last=number == len(batches))
+        parallelize.prepare_backward(model, is_last=number == len(batches))
         loss_sum: Tensor = model(batch).loss_sum
         (loss_sum / len(batches) + routers.add(batch, batch.num_tokens)).backward()
         del loss_sum

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from trainer.config import OFFLOAD, Config, ConfigError
-from trainer.run.compose import load_config
+from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config, ConfigError
+from trainer.run.compose import with_words
 
 if TYPE_CHECKING:
     from trainer.planner.memory_plan import MemoryPlan
@@ -30,8 +30,7 @@ MAX_RANKS_PER_MACHINE = 8
 CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
 """A process that has imported torch and transformers; what gloo, the C library and kernels take besides (measured for
 small models: benchmarks/results/memory_plan.json)."""
-MAX_TOKENS, RECOMPUTE = "data.max_token_len_per_gpu", "model.enable_gradient_checkpointing=true"
-PUT_AWAY = f"model.enable_gradient_checkpointing={OFFLOAD}"
+RECOMPUTED, PUT_AWAY = f"{RECOMPUTE}=true", f"{RECOMPUTE}={OFFLOAD}"
 STATE_ON_HOST = "model.fsdp_config.cpu_offload=true"
 
 
@@ -85,17 +84,16 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
     return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else DEFAULT_GPU_GIB
 
 
-def forecaster(overrides: list[str], memory_gib: float) -> Callable[[Change], Forecast]:
-    """A function that plans the command with a change; each is planned once. Raises `ConfigError`."""
+def forecaster(config: Config, memory_gib: float) -> Callable[[Change], Forecast]:
+    """A function that plans the configuration with a change; each is planned once. Raises `ConfigError`."""
     from trainer.planner.memory_plan import plan_memory
 
     @cache
     def forecast(change: Change) -> Forecast:
         words = " ".join([f"{change.num_ranks} ranks", *change.overrides])
         print(f"planning {words} ...", file=sys.stderr, flush=True)
-        config = load_config([*overrides, *change.overrides])
         try:
-            plan = plan_memory(config, change.num_ranks)
+            plan = plan_memory(with_words(config, change.overrides), change.num_ranks)
         except ConfigError:
             raise
         except Exception as error:  # whatever a model's own code does with tensors that have no memory
@@ -132,7 +130,7 @@ def change_series(config: Config, plan: "MemoryPlan") -> Iterator[list[Change]]:
     sharing = config.model.ulysses_sequence_parallel_size
     shorter = [f"{MAX_TOKENS}={-(-tokens // sharing)}" for tokens in budgets]
     how, is_cuda = config.model.enable_gradient_checkpointing, config.trainer.device != "cpu"
-    recompute = [] if how in (True, OFFLOAD) else [RECOMPUTE]
+    recompute = [] if how in (True, OFFLOAD) else [RECOMPUTED]
     both = (*recompute, *shorter[-1:])
     yield [Change(now, (word,)) for word in shorter]
     yield [Change(now, (word,)) for word in recompute]

@@ -97,7 +97,7 @@ CARDS = {
     card.name: card
     for card in (
         _card("A100", 312, 271.2, 195, 19.5, 2039, 300, 25, 80),
-        _card("H100", 989, 794.5, 346, 67, 3350, 450, 50, 80),
+        _card("H100", 989, 794.5, 346, 67, 3350, 450, 50, 79.11),
         _card("H200", 989, 794.5, 346, 67, 4800, 450, 50, 141 * 1e9 / 2**30),
         _card("B200", 2250, 1745, 787, 75, 7700, 900, 50, 180 * 1e9 / 2**30),
     )
@@ -105,7 +105,8 @@ CARDS = {
 """SXM cards on boards of eight. Data sheets: NVIDIA's of A100 80 GB, H100, H200 and DGX B200 (dense; links in one
 direction; one network adapter a card, of 200 Gb/s with an A100, else 400). Products: the largest rates that others
 measured (github.com/stas00/ml-engineering, compute/accelerator). Attention is FlashAttention 2's: 50 to 73 % of an A100
-(arXiv 2307.08691; here 62.5 %) and 35 % of an H100 (arXiv 2407.08608), taken for those after it too.
+(arXiv 2307.08691; here 62.5 %) and 35 % of an H100 (arXiv 2407.08608), taken for those after it too. An H100's
+memory is what torch finds of its 80 GB (github.com/vllm-project/vllm/issues/27508).
 """
 
 

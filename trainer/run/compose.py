@@ -1,6 +1,6 @@
 """The words of a command line as a checked configuration: defaults, recipe, overrides. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ def load_config(words: list[str]) -> Config:
     if problems := [problem for word in words if (problem := _problem_with(word))]:
         raise ConfigError("\n".join(problems))
     return parse_config(_compose(words), PARTS)
+
+
+def with_words(config: Config, words: Iterable[str]) -> Config:
+    """The same configuration with further `key=value`. Raises `ConfigError` as `load_config`."""
+    merged = OmegaConf.merge(OmegaConf.create(config.resolved), OmegaConf.from_dotlist(list(words)))
+    return parse_config(OmegaConf.to_container(merged), PARTS)  # type: ignore[arg-type]  # a mapping, as what it is of
 
 
 def _compose(words: list[str]) -> dict[str, Any]:

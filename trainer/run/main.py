@@ -19,7 +19,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.checkpoint.state import State
-from trainer.config import AUTO, Config
+from trainer.config import AUTO, MAX_TOKENS, RECOMPUTE, Config
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import DATA_EVENT, RankPlan, TrainLoader, ValidationBatches
@@ -71,6 +71,8 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         fsdp_size=config.model.fsdp_config.fsdp_size,
         sequence_size=config.model.ulysses_sequence_parallel_size,
         heartbeat=heartbeat,
+        settings=f"{MAX_TOKENS}={config.data.max_token_len_per_gpu} "
+        f"{RECOMPUTE}={config.model.enable_gradient_checkpointing}",
     )
     # from here to the first step no longer in silence than it takes to save, and to wait for each other
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + trainer.checkpoint.save_timeout_s)

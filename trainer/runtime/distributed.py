@@ -91,10 +91,17 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def start(
-    device: torch.device, *, timeout_s: int, fsdp_size: int, heartbeat: Heartbeat, sequence_size: int = 1
+    device: torch.device,
+    *,
+    timeout_s: int,
+    fsdp_size: int,
+    heartbeat: Heartbeat,
+    sequence_size: int = 1,
+    settings: str = "",
 ) -> World:
     """Join the process group, build the mesh, and see that every rank answers on its device.
 
+    `settings`: what must be the same on every rank, as `key=value`.
     Collective: every rank calls it once. Raises `ConfigError`.
     """
     rank, size = rank_and_size()
@@ -109,7 +116,7 @@ def start(
     timeout = timedelta(seconds=timeout_s + LATE_S)
     heartbeat.enter("meet", limit_s=timeout_s)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
-    _require_all(device, size, card=card)
+    _require_all(device, size, card=card, settings=settings)
     world = make_world(device, dimensions, sequence_size=sequence_size)
     groups = [world.sequence_group] if world.sequence_group is not None else []
     for group in [*world.mesh.get_all_groups(), *groups]:  # else those of single dimensions have torch's own half hour
@@ -148,14 +155,22 @@ def make_world(device: torch.device, dimensions: dict[str, int], *, sequence_siz
     )
 
 
-def _require_all(device: torch.device, size: int, *, card: str | None) -> None:
-    """A first sum over all ranks on the device; no two of them may share a card. Raises `ConfigError`. Collective."""
-    if card is not None:
-        cards: list[Any] = [None] * size
-        dist.all_gather_object(cards, (socket.gethostname(), card))
-        (host, shared), count = Counter(cards).most_common(1)[0]
-        if count > 1:
-            raise ConfigError(f"{count} ranks use the same card of {host}, {shared}: start at most one rank a card")
+def _require_all(device: torch.device, size: int, *, card: str | None, settings: str = "") -> None:
+    """A first sum over all ranks on the device; no two of them may share a card, all have the same settings.
+
+    Raises `ConfigError`. Collective.
+    """
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (socket.gethostname(), card, settings))
+    (host, shared, _), count = Counter(found).most_common(1)[0]
+    if shared is not None and count > 1:
+        raise ConfigError(f"{count} ranks use the same card of {host}, {shared}: start at most one rank a card")
+    if len({own for *_, own in found}) > 1:
+        different = "\n".join(sorted({f"  {host}: {own}" for host, _, own in found}))
+        raise ConfigError(
+            f"the machines do not train alike:\n{different}\ngive each the same command; what is auto is chosen by "
+            f"each machine for its own memory: write the values that are to hold on all"
+        )
     total = torch.ones((), device=device)
     dist.all_reduce(total)
     if int(total) != size:
