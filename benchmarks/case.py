@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
 from trainer.data.order import Share, rows_at
-from trainer.data.sample_writer import PrepareOptions
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.token_cache import prepare
 

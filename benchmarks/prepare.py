@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import RowKeys
-from trainer.data.sample_writer import PrepareOptions
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import TokenDataset, open_dataset
 from trainer.data.token_cache import prepare
 

@@ -9,8 +9,8 @@ from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import RowKeys
 from trainer.data.chat import tokenizer_digest
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.rows import Row
-from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.shapes import Item, RowParser
 from trainer.data.token_cache import prepare

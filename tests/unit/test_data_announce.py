@@ -13,7 +13,7 @@ from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan
 from trainer.data.order import Share
-from trainer.data.sample_writer import PrepareOptions
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import Samples
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

@@ -173,9 +173,9 @@ def test_end_token_that_swallows_the_newline_behind_it() -> None:
 def test_end_token_ids_are_those_seen() -> None:
     tokenizer = make_tokenizer(fixtures.LLAMA3)
     encoder = ChatEncoder(tokenizer, template_kwargs={})
-    assert encoder.end_token_ids == []
+    assert encoder.seen.end_token_ids == set()
     list(encoder.encode([chat("one", "two")]))
-    assert encoder.end_token_ids == [tokenizer.convert_tokens_to_ids("<|eot_id|>")]
+    assert encoder.seen.end_token_ids == {tokenizer.convert_tokens_to_ids("<|eot_id|>")}
 
 
 def test_template_that_never_ends_a_turn() -> None:

@@ -13,7 +13,7 @@ from prepared import run, write_rows
 
 from trainer.cli.data import main
 from trainer.config import RowKeys
-from trainer.data.sample_writer import PrepareOptions
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import Samples
 from trainer.data.tokens import Encoded
 from trainer.data_tools.compare import compare

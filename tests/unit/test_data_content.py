@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import Conversation
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.rows import Row, UnusableError
-from trainer.data.sample_writer import PrepareOptions
 from trainer.data.template import ChatTemplate
 from trainer.errors import DataError
 
@@ -83,7 +83,7 @@ def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(template: str
     assert isinstance(plain, Encoded) and isinstance(flagged, Encoded)
     assert np.array_equal(plain.input_ids, flagged.input_ids)
     assert tokenizer.decode(flagged.input_ids[flagged.loss_mask]) == "two<|im_end|>"
-    assert not encoder.unread_keys
+    assert not encoder.seen.unread_keys
 
 
 def test_flags_of_sharegpt_turns() -> None:
@@ -328,13 +328,13 @@ def test_text_that_is_rewritten_is_not_taken_for_left_out(template: str) -> None
 def test_reasoning_that_is_left_out_is_counted(template: str, turn: dict[str, Any], count: int) -> None:
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
     result, encoder = encode(make_tokenizer(template), USER, {**ONE, **turn}, USER, {**TWO, **turn} | {**weight})
-    assert isinstance(result, Encoded) and encoder.counts["num_without_reasoning"] == count
+    assert isinstance(result, Encoded) and encoder.seen.counts["num_without_reasoning"] == count
 
 
 def test_keys_of_messages_that_nothing_reads_are_counted() -> None:
     messages = [{**USER, "name": "Ann", "id": 1}, {**ONE, "id": 2}]
     _, encoder = encode(make_tokenizer(fixtures.CHATML + "{# name #}"), *messages)
-    assert encoder.unread_keys == {"id": 2}
+    assert encoder.seen.unread_keys == {"id": 2}
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "json text"])

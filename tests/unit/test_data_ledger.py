@@ -13,7 +13,7 @@ from trainer.checkpoint import rollback
 from trainer.cli import data
 from trainer.config import ConfigError
 from trainer.data.loader import DATA_EVENT
-from trainer.data_tools.ledger import as_lines, ledger
+from trainer.data_tools.ledger import _by_row, as_lines, ledger
 from trainer.tracking import Tracking
 
 
@@ -133,3 +133,12 @@ def test_a_directory_without_the_records_is_refused(tmp_path: Path, capsys: pyte
     with pytest.raises(ConfigError, match="has no record of what was trained"):
         ledger(tmp_path, has_rows=False)
     assert data.main(["ledger", str(tmp_path)]) == 2 and "give the directory of a run" in capsys.readouterr().err
+
+
+def test_rows_of_a_cache_that_another_version_wrote_have_no_places(tmp_path: Path) -> None:
+    """Its summary lacks what today's has; this ended in a traceback."""
+    for name in ("tokens.bin", "rows.bin"):
+        (tmp_path / name).write_bytes(bytes(28))
+    (tmp_path / "summary.json").write_text('{"num_rows": 1}')
+    source = {"directory": str(tmp_path), "files": ["rows.jsonl"]}
+    assert _by_row(source, np.ones(1, dtype=int)) is None

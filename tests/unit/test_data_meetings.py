@@ -18,7 +18,7 @@ from trainer.config import RowKeys
 from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan
-from trainer.data.sample_writer import PrepareOptions
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import TokenDataset
 from trainer.data.token_rows import vocabulary_digest
 from trainer.errors import DataError

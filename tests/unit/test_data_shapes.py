@@ -64,7 +64,7 @@ def test_special_tokens_in_a_text_are_refused_or_taken_as_asked() -> None:
     ((sample,),) = encoder.encode([RowParser(TEXT, with_bos()).parse(Row(Path("a"), 1, row))])
     specials = set(with_bos().convert_tokens_to_ids(["<s>", "<|im_start|>"]))
     assert [token for token in sample.input_ids.tolist() if token in specials] == [sample.input_ids[0]]
-    assert encoder.end_token_ids == [with_bos().eos_token_id]
+    assert encoder.seen.end_token_ids == {with_bos().eos_token_id}
 
 
 @pytest.mark.parametrize(

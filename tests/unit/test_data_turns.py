@@ -20,8 +20,8 @@ from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder, Encoded
 from trainer.data.conversation import Conversation
 from trainer.data.preview import preview
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.rows import Row, UnusableError
-from trainer.data.sample_writer import PrepareOptions
 from trainer.data.samples import Samples
 from trainer.errors import DataError
 
@@ -124,13 +124,13 @@ def test_what_a_server_makes_the_model_generate_is_supervised(name: str, turns: 
         found = [stretch for sample in samples for stretch in shown(sample, tokenizer)]
         assert found == expected
         num_apart += len(samples) > 1
-    assert encoder.counts["num_unlike_prompt"] == 0
+    assert encoder.seen.counts["num_unlike_prompt"] == 0
     if family.together and turns != "apart":
-        assert encoder.counts["num_apart"] == num_apart == 0
+        assert encoder.seen.counts["num_apart"] == num_apart == 0
     elif train_on == "all":
         assert num_apart > 0
     stops = {tokenizer.convert_tokens_to_ids(stop) for stop in family.stops}
-    assert set(encoder.end_token_ids) <= stops
+    assert set(encoder.seen.end_token_ids) <= stops
 
 
 # --- by hand
@@ -177,7 +177,10 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told() -> None:
     assert "message 2 (assistant) is not rendered as its generation prompt begins; change data.apply" in refused
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
     encoder = ChatEncoder(fixtures.make_tokenizer(opens), template_kwargs={})
-    assert list(encoder.encode([Conversation([ASK, ONE, ASK, TWO], None)])) and encoder.counts["num_unlike_prompt"] == 2
+    assert (
+        list(encoder.encode([Conversation([ASK, ONE, ASK, TWO], None)]))
+        and encoder.seen.counts["num_unlike_prompt"] == 2
+    )
 
 
 def test_forged_tokens_stay_text_in_turns_apart() -> None:

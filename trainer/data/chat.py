@@ -6,7 +6,7 @@ the tokens that start inside.
 
 import hashlib
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cached_property
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.content import REASONING_KEYS, StructuralTokens, num_left_out
 from trainer.data.conversation import Conversation, Message
 from trainer.data.plain_text import Continuation, TextEncoder
-from trainer.data.rows import UnusableError
+from trainer.data.rows import Seen, UnusableError
 from trainer.data.shapes import Item
 from trainer.data.spans import Renderings
 from trainer.data.template import ChatTemplate, Tools
@@ -51,10 +51,11 @@ class ChatEncoder:
         special_in_content: str = "error",
         turns: str = AUTO,
         train_on: str = "all",
+        seen: Seen | None = None,
     ) -> None:
         """`special_in_content`: a token of the template's turns inside a text is an `error`, plain `text`, or a token
         like any other (`parse`). `turns`: as `TurnDivider` takes it. `train_on`: `all` assistant turns, or the `last`
-        one, are supervised, as far as their flags allow.
+        one, are supervised, as far as their flags allow. `seen`: what is added to.
         """
         if not tokenizer.is_fast:
             name = type(tokenizer).__name__
@@ -62,20 +63,11 @@ class ChatEncoder:
         self.tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self._special_in_content, self._train_on = special_in_content, train_on
         self._templates: dict[str, tuple[ChatTemplate, StructuralTokens]] = {}
-        self.counts = Counter[str]()
-        """`num_*` of `Summary` that are seen here, so far."""
-        self._turns = TurnDivider(tokenizer, turns, self.counts)
+        self.seen = Seen() if seen is None else seen
+        self._turns = TurnDivider(tokenizer, turns, self.seen.counts)
         self._finders = {frozenset[str](): TokenFinder(tokenizer)}
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         self._special_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._end_token_ids: set[int] = set()
-        self.unread_keys: Counter[str] = Counter()
-        """Keys of messages that neither the template nor this package reads, with the number of messages."""
-
-    @property
-    def end_token_ids(self) -> list[int]:
-        """Ids seen closing an assistant turn or a text so far: what generation must stop at."""
-        return sorted(self._end_token_ids)
 
     def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
         """In order: the samples of each item, or the reason why it has none.
@@ -143,7 +135,7 @@ class ChatEncoder:
         parts = self._turns.divide(renderings, [index for index in asked if index not in conversation.untrained])
         for part in parts:
             num_lost = num_left_out(template, part.messages, tools, part.marked, part.turns)
-            self.counts["num_without_reasoning"] += num_lost
+            self.seen.counts["num_without_reasoning"] += num_lost
         self._count_unread(messages, template)
         return [structural.exchange(part.marked) if is_hidden else part.marked for part in parts]
 
@@ -159,7 +151,7 @@ class ChatEncoder:
     def _count_unread(self, messages: list[Message], template: ChatTemplate) -> None:
         for message in messages:
             if not READ_KEYS.issuperset(message):
-                self.unread_keys.update(message.keys() - READ_KEYS - template.words)
+                self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
 
     def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[list[Encoded] | UnusableError]:
         located = {aliased: iter(tokens()) for aliased, tokens in waiting.items()}
@@ -178,12 +170,12 @@ class ChatEncoder:
 
     def _taken_over(self, sample: Encoded) -> Encoded:
         is_last = sample.loss_mask & ~np.append(sample.loss_mask[1:], False)
-        self._end_token_ids |= self._special_ids.intersection(sample.input_ids[is_last].tolist())
+        self.seen.end_token_ids |= self._special_ids.intersection(sample.input_ids[is_last].tolist())
         return sample
 
     def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
         if item.prompt is not None:
-            self._end_token_ids.add(self._texts.end_id)
+            self.seen.end_token_ids.add(self._texts.end_id)
             return self._texts.encoded(item, input_ids, bounds, self._finder(item.aliased))
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
@@ -193,7 +185,7 @@ class ChatEncoder:
                     "chat template: the end-of-turn text is not a single token; add it to the tokenizer as special"
                 )
             loss_mask[first:last] = True
-            self._end_token_ids.add(end_id)
+            self.seen.end_token_ids.add(end_id)
         return Encoded(input_ids, loss_mask)
 
 

@@ -1,7 +1,8 @@
 """Rows of data files, good and bad."""
 
 import json
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,30 @@ class Row:
     """Names of columns that the file has besides those in `record`."""
     problem: UnusableError | None = None
     """Why it cannot be read."""
+
+
+@dataclass
+class Seen:
+    """What was met in rows on their way to samples."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """`num_*` of `Summary`."""
+    rows_by_shape: Counter[str] = field(default_factory=Counter)
+    """By what rows were taken for."""
+    unread_keys: Counter[str] = field(default_factory=Counter)
+    """Keys of messages that neither the template nor this package reads, with the number of messages."""
+    end_token_ids: set[int] = field(default_factory=set)
+    """That close an assistant turn or a text: what generation must stop at."""
+
+    def add(self, other: "Seen") -> None:
+        self.counts.update(other.counts)
+        self.rows_by_shape.update(other.rows_by_shape)
+        self.unread_keys.update(other.unread_keys)
+        self.end_token_ids.update(other.end_token_ids)
+
+    def clear(self) -> None:
+        for part in (self.counts, self.rows_by_shape, self.unread_keys, self.end_token_ids):
+            part.clear()
 
 
 def location(file: Path, line: int) -> str:

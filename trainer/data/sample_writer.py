@@ -5,20 +5,18 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trainer.config import RowKeys
-from trainer.data.chat import ChatEncoder
 from trainer.data.conversation import columns_of
 from trainer.data.readers import iter_rows
-from trainer.data.rows import Row, UnusableError, excerpt, location
-from trainer.data.shapes import RowParser
+from trainer.data.row_encoder import PrepareOptions, RowEncoder
+from trainer.data.rows import Row, Seen, UnusableError, excerpt, location
 from trainer.data.tokens import Encoded
 
 SAMPLES_PER_WRITE = 256  # to write and hash a sample alone costs more than to make it
@@ -32,25 +30,6 @@ ROW = np.dtype([("file", "<i4"), ("line", "<i8"), ("num_tokens", "<i4"), ("num_l
 NUM_REASONS = 20  # told; the file has all
 NUM_PLACES = 3
 NUM_HOPELESS = 1000  # bad rows, and not a good one
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """The part of `data.*` that decides which samples come out of a file."""
-
-    keys: RowKeys
-    max_length: int
-    truncation: str = "error"
-    on_bad_row: str = "error"
-    max_bad_fraction: float = 0.01
-    max_samples: int = -1
-    """Only the first so many rows of all files together, unusable ones included; -1 = all."""
-    special_in_content: str = "error"
-    turns: str = "auto"
-    train_on: str = "all"
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    new_tokens: Mapping[str, int] = field(default_factory=dict)
-    """That the tokenizer got since rows of tokens may have been made, with their ids."""
 
 
 @dataclass(frozen=True)
@@ -235,17 +214,17 @@ class SampleWriter:
         self._counts["num_rows"] += 1
         self.bad_rows.add(row, reason)
 
-    def summary(self, encoder: ChatEncoder, rows_by_shape: Counter[str]) -> Summary:
-        counts = self._counts + encoder.counts
+    def summary(self, seen: Seen) -> Summary:
+        counts = self._counts + seen.counts
         counts["num_bad_rows"] = self.bad_rows.total
         counted = {field.name: counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
         return Summary(
             **counted,
             turns=self.options.turns,
             bad_rows_by_kind=dict(self.bad_rows.by_kind.most_common()),
-            rows_by_shape=dict(rows_by_shape),
-            unread_keys=dict(encoder.unread_keys.most_common()),
-            end_token_ids=encoder.end_token_ids,
+            rows_by_shape=dict(seen.rows_by_shape),
+            unread_keys=dict(seen.unread_keys.most_common()),
+            end_token_ids=sorted(seen.end_token_ids),
             fingerprint=self._digest.hexdigest(),
         )
 
@@ -260,36 +239,32 @@ def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
 
 
 def write_samples(
-    writer: SampleWriter, encoder: ChatEncoder, files: list[Path], progress: Callable[[], None] = lambda: None
-) -> Counter[str]:
+    writer: SampleWriter, encoder: RowEncoder, files: list[Path], progress: Callable[[], None] = lambda: None
+) -> None:
     """Every row of `files`, in order, into `writer`, a bounded number of rows at a time; `progress` after each.
 
-    Returns the number of rows by what they were taken for. Where one bad row is enough, none is read behind a first one
-    that is bad.
+    Where one bad row is enough, none is read behind a first one that is bad.
     """
     options = writer.options
     keys, limit, is_strict = options.keys, options.max_samples, options.on_bad_row == "error"
     if is_strict and _add_bad_first_row(writer, encoder, files if limit < 0 else files[:1]):
-        return Counter()
-    parser = RowParser(keys, encoder.tokenizer, options.new_tokens)
+        return
     rows, ahead = itertools.tee(itertools.islice(_located_rows(files, keys), limit if limit >= 0 else None))
-    parsed = (parser.parse(row) for _, row in ahead)
-    for num_rows, ((file_index, row), result) in enumerate(zip(rows, encoder.encode(parsed), strict=True), start=1):
-        writer.add(row, file_index, result)
-        progress()
-        if is_strict and writer.bad_rows.total == num_rows == NUM_HOPELESS:
-            writer.bad_rows.is_cut = True
-            break
-    return parser.num_by_shape
+    with closing(encoder.encode(row for _, row in ahead)) as encoded:
+        for num_rows, ((file_index, row), result) in enumerate(zip(rows, encoded, strict=True), start=1):
+            writer.add(row, file_index, result)
+            progress()
+            if is_strict and writer.bad_rows.total == num_rows == NUM_HOPELESS:
+                writer.bad_rows.is_cut = True
+                break
 
 
-def _add_bad_first_row(writer: SampleWriter, encoder: ChatEncoder, files: list[Path]) -> bool:
+def _add_bad_first_row(writer: SampleWriter, encoder: RowEncoder, files: list[Path]) -> bool:
     """Whether there is a file whose first row is none; a .json file, whose rows are read at once, is not looked at."""
-    options = writer.options
-    parser = RowParser(options.keys, encoder.tokenizer, options.new_tokens)
+    keys = writer.options.keys
     for file_index, path in enumerate(files):
-        row = next(iter_rows(path, columns_of(options.keys)), None) if path.suffix != ".json" else None
-        if row is not None and isinstance(problem := parser.parse(row), UnusableError):
+        row = next(iter_rows(path, columns_of(keys)), None) if path.suffix != ".json" else None
+        if row is not None and isinstance(problem := encoder.check(row), UnusableError):
             writer.add(row, file_index, problem)
             writer.bad_rows.is_cut = True
             return True

@@ -33,12 +33,17 @@ class RowParser:
     """Takes rows apart by `keys`, and by what their columns are called."""
 
     def __init__(
-        self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, new_tokens: Mapping[str, int] | None = None
+        self,
+        keys: RowKeys,
+        tokenizer: PreTrainedTokenizerBase,
+        new_tokens: Mapping[str, int] | None = None,
+        num_by_shape: Counter[str] | None = None,
     ) -> None:
-        """`new_tokens`: what the vocabulary got since rows of tokens may have been made."""
+        """`new_tokens`: what the vocabulary got since rows of tokens may have been made. `num_by_shape`: what rows are
+        counted in, by what they are taken for.
+        """
         self._keys, self._token_rows = keys, TokenRows(tokenizer, keys.vocabulary_digest, new_tokens or {})
-        self.num_by_shape: Counter[str] = Counter()
-        """Rows by what they were taken for."""
+        self._num_by_shape = Counter[str]() if num_by_shape is None else num_by_shape
 
     def parse(self, row: Row) -> Item:
         if row.problem is not None:
@@ -47,7 +52,7 @@ class RowParser:
             shape, item = self._recognised(row)
         except UnusableError as error:
             return error
-        self.num_by_shape[shape] += 1
+        self._num_by_shape[shape] += 1
         return item
 
     def _recognised(self, row: Row) -> tuple[str, Item]:

@@ -21,8 +21,8 @@ from pathlib import Path
 import tokenizers
 import transformers
 
-from trainer.data.chat import ChatEncoder
-from trainer.data.sample_writer import BAD_ROWS, BadRows, PrepareOptions, SampleWriter, Summary, write_samples
+from trainer.data.row_encoder import PrepareOptions, RowEncoder
+from trainer.data.sample_writer import BAD_ROWS, BadRows, SampleWriter, Summary, write_samples
 from trainer.data.samples import TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.atomic_files import publish
@@ -129,16 +129,10 @@ def _fill(
     progress: Callable[[], None],
     staging: Path,
 ) -> None:
-    encoder = ChatEncoder(
-        tokenizer,
-        template_kwargs=options.template_kwargs,
-        special_in_content=options.special_in_content,
-        turns=options.turns,
-        train_on=options.train_on,
-    )
+    encoder = RowEncoder(tokenizer, options)
     with SampleWriter(staging, options) as writer:
-        rows_by_shape = write_samples(writer, encoder, files, progress)
-    summary = writer.summary(encoder, rows_by_shape)
+        write_samples(writer, encoder, files, progress)
+    summary = writer.summary(encoder.seen)
     _check_usable(summary, writer.bad_rows, options, staging)
     (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
 

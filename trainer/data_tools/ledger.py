@@ -208,11 +208,11 @@ def _of_source(source: Mapping[str, Any], counts: np.ndarray, *, has_rows: bool)
 
 
 def _by_row(source: Mapping[str, Any], counts: np.ndarray) -> dict[str, int] | None:
-    """`file:line` of each row; None where the prepared tokens are gone."""
-    directory = Path(source["directory"])
-    if not directory.is_dir():
+    """`file:line` of each row; None where the prepared tokens are gone, or written by another version."""
+    try:
+        dataset = open_dataset(Path(source["directory"]), tuple(map(Path, source["files"])))
+    except (OSError, ValueError, TypeError):  # no file, a file cut short, and fields that a summary has or lacks
         return None
-    dataset = open_dataset(directory, tuple(map(Path, source["files"])))
     draw = Draw(source["val_ratio"], source["seed"], tuple(source["sizes"]), source["order"])
     rows = np.asarray(AllBut(draw.sizes[-1], draw.rows()))
     firsts = rows if dataset.bounds is None else dataset.bounds[rows]

@@ -15,7 +15,7 @@ from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
 from trainer.data.chat import tokenizer_digest
 from trainer.data.files import resolve_files
 from trainer.data.growth import Division, TrainingData
-from trainer.data.sample_writer import PrepareOptions
+from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
