@@ -1,0 +1,276 @@
+"""Faults put into healthy logs by a seed, and whether the report finds them: which finding, from which step, how soon told.
+
+    python benchmarks/report_faults.py     # all families, faults and seeds, with the rates
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from report_families import FAMILIES, Curves, Family
+
+from trainer.report.analyse import analyse
+from trainer.report.readers import read_run
+from trainer.report.result import Finding
+
+Generator = np.random.Generator
+LEAST_ONSET, ONSET_SHARE = 10, 0.02
+"""An onset is right within so many steps, this share of the run, or one logged point of its metric."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`put` changes curves from the point `at` on; `expected` are the findings that name it, any of them."""
+
+    name: str
+    needs: tuple[str, ...]
+    expected: tuple[str, ...]
+    put: Callable[[Curves, int, Generator], None]
+    kinds: tuple[str, ...] = ("sft",)
+    places: tuple[float, float] = (0.3, 0.75)
+    """Where in the run it may begin."""
+    has_onset: bool = True
+    least_points: int = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    family: str
+    fault: str
+    seed: int
+    verdict: str
+    is_found: bool
+    is_first: bool
+    """Whether the finding that is shown first names it."""
+    distance: int | None
+    """Steps between the onset told and the true one; None where it was not found or has none."""
+    tolerance: int
+    told: tuple[str, ...]
+    """What was told besides, warn or worse."""
+
+    @property
+    def is_placed(self) -> bool:
+        return self.distance is not None and abs(self.distance) <= self.tolerance
+
+
+def _since(curves: Curves, at: int) -> np.ndarray:
+    """Points since `at`, as a share of those that are left; 0 before."""
+    index = np.arange(len(curves.steps))
+    return np.asarray((index - at).clip(0) / max(len(index) - 1 - at, 1))
+
+
+def _diverge(curves: Curves, at: int, rng: Generator) -> None:
+    since, height = _since(curves, at), rng.uniform(0.8, 2.5)
+    forms = (height * since, np.expm1(np.log1p(height) * np.minimum(2 * since, 1)), height * (since > 0))
+    curves.columns["loss"] *= 1 + forms[rng.integers(3)]
+
+
+def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
+    """In the first points: a rate far too high."""
+    width, top = rng.integers(2, 15), rng.uniform(1.6, 3.5) * curves.columns["loss"][:5].mean()
+    up = ((np.arange(len(curves.steps)) - at) / width).clip(0, 1)
+    loss = curves.columns["loss"]
+    noise = loss / np.convolve(np.pad(loss, 5, mode="edge"), np.ones(11) / 11, mode="valid")
+    after = np.linspace(top, rng.uniform(0.8, 1.0) * top, len(loss)) * noise
+    curves.columns["loss"] = loss * (1 - up) + after * up
+    curves.columns["lr"] *= 2e-3 / curves.columns["lr"].max()
+
+
+def _during(role: str, low: float, high: float, points: tuple[int, int]) -> Callable[[Curves, int, Generator], None]:
+    """The metric is so many times as high for some points."""
+
+    def put(curves: Curves, at: int, rng: Generator) -> None:
+        curves.columns[role][at : at + rng.integers(*points)] *= np.exp(rng.uniform(np.log(low), np.log(high)))
+
+    return put
+
+
+def _nan(curves: Curves, at: int, rng: Generator) -> None:
+    for role in {"loss", "grad"} & curves.columns.keys():
+        curves.columns[role][at : at + rng.integers(1, 6)] = np.nan
+
+
+def _spike(curves: Curves, at: int, rng: Generator) -> None:
+    num_points, height = rng.integers(1, 4), rng.uniform(2.5, 8)
+    curves.columns["loss"][at : at + num_points] *= height
+    if "grad" in curves.columns:
+        curves.columns["grad"][at : at + num_points] *= height**2
+
+
+def _slow_down(curves: Curves, at: int, rng: Generator) -> None:
+    factor = rng.uniform(1.8, 3)
+    for role, power in (("time", 1), ("tokens_per_s", -1)):
+        if role in curves.columns:
+            curves.columns[role][at:] *= factor**power
+
+
+def _stall(curves: Curves, at: int, rng: Generator) -> None:
+    later = np.arange(at, len(curves.steps))
+    places = np.union1d([at], rng.choice(later, max(2, len(later) // 50), replace=False))
+    saves = np.searchsorted(curves.steps, curves.evals)  # steps that may take longer are not judged
+    places = np.setdiff1d(places, [*saves, *(saves + 1)])
+    curves.columns["time"][places] *= rng.uniform(8, 15)
+
+
+def _leak(curves: Curves, at: int, rng: Generator) -> None:
+    growth = rng.uniform(0.15, 0.6) * curves.columns["rss"][0]
+    curves.columns["rss"] += growth * _since(curves, at)
+
+
+def _overfit(curves: Curves, at: int, rng: Generator) -> None:
+    turn = curves.steps[at]
+    after = ((curves.evals - turn) / (curves.evals[-1] - turn)).clip(0, 1)
+    base = np.interp(np.minimum(curves.evals, turn), curves.evals, curves.columns["val_loss"])
+    noise = 1 + rng.normal(0, 0.003, len(after))
+    curves.columns["val_loss"] = (base + rng.uniform(0.3, 0.8) * after) * noise
+    curves.columns["loss"] *= 1 - rng.uniform(0.3, 0.6) * _since(curves, at)
+
+
+def _memorise(curves: Curves, at: int, rng: Generator) -> None:
+    """The loss falls at each new epoch until the samples are known by heart."""
+    epoch = (4 * _since(curves, at) + (np.arange(len(curves.steps)) >= at)).astype(int)
+    curves.columns["loss"] *= rng.uniform(0.25, 0.45) ** epoch
+    if "val_loss" in curves.columns:
+        curves.columns["val_loss"] *= 1 + 0.15 * np.interp(curves.evals, curves.steps, epoch)
+
+
+def _stick(curves: Curves, at: int, rng: Generator) -> None:
+    loss = curves.columns["loss"]
+    curves.columns["loss"] = rng.uniform(1.8, 2.9) * np.exp(rng.normal(0, 0.04, len(loss)))
+
+
+def _zero_losses(curves: Curves, at: int, rng: Generator) -> None:
+    curves.columns["loss"][at : at + rng.integers(12, 200)] = 0.0
+
+
+def _vanish(curves: Curves, at: int, rng: Generator) -> None:
+    curves.columns["grad"][at:] *= 10 ** rng.uniform(-5, -3)
+    curves.columns["loss"][at:] = np.median(curves.columns["loss"][at - 20 : at]) * np.exp(
+        rng.normal(0, 0.04, len(curves.steps) - at)
+    )
+
+
+def _raise_rate(curves: Curves, at: int, rng: Generator) -> None:
+    curves.columns["lr"][at : at + rng.integers(20, len(curves.steps))] *= rng.uniform(4, 12)
+
+
+def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
+    """A result falls back to where it began, or below, within a short time."""
+
+    def put(curves: Curves, at: int, rng: Generator) -> None:
+        values, places = curves.columns[role], curves.at(role)
+        start = int(np.searchsorted(places, curves.steps[at]))
+        since = (np.arange(len(values)) - start).clip(0) / max(1.0, rng.uniform(0.01, 0.1) * len(values))
+        reached = np.median(values[max(start - 20, 0) : start + 1])
+        fall = (reached - np.median(values[: max(3, len(values) // 20)])) * rng.uniform(0.9, 1.2)
+        curves.columns[role] = np.where(np.arange(len(values)) < start, values, reached + values - _smooth(values))
+        curves.columns[role] -= fall * np.minimum(since, 1)
+
+    return put
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    width = max(3, len(values) // 20)
+    padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
+    return np.asarray(np.convolve(padded, np.ones(width) / width, mode="valid"))
+
+
+def _decay_entropy(curves: Curves, at: int, rng: Generator) -> None:
+    curves.columns["entropy"] *= np.exp(-np.log(rng.uniform(12, 50)) * np.minimum(_since(curves, at) * 2, 1))
+
+
+def _run_away(curves: Curves, at: int, rng: Generator) -> None:
+    kl = curves.columns["kl"]
+    top = rng.uniform(12, 40) / np.median(kl[at : at + 20])
+    curves.columns["kl"] = kl * top ** np.minimum(_since(curves, at) * rng.uniform(1, 4), 1)
+
+
+def _hit_cap(curves: Curves, at: int, rng: Generator) -> None:
+    n = len(curves.steps) - at
+    for role, values in (("clipped_ratio", rng.uniform(0.35, 0.9, n)), ("max_length", np.full(n, 1024.0))):
+        if role in curves.columns:
+            curves.columns[role][at:] = values
+    curves.columns["mean_length"][at:] *= rng.uniform(1.5, 2.2)
+
+
+def _shift_length(curves: Curves, at: int, rng: Generator) -> None:
+    factor = rng.uniform(1.5, 2) if rng.random() < 0.5 else rng.uniform(0.4, 0.6)
+    for role in ("mean_length", "max_length", "min_length"):
+        if role in curves.columns:
+            curves.columns[role][at:] *= factor
+
+
+def _scatter(curves: Curves, at: int, rng: Generator) -> None:
+    curves.columns["reward_std"][at:] *= rng.uniform(3, 5)
+
+
+def _equal_rewards(curves: Curves, at: int, rng: Generator) -> None:
+    for role in {"adv_std", "reward_std"} & curves.columns.keys():
+        curves.columns[role][:] = np.abs(rng.normal(0, 1e-3, len(curves.steps)))
+
+
+RL, CONTROLLED = ("grpo",), ("controller",)
+FAULTS = (
+    Fault("divergence", ("loss",), ("loss_diverging",), _diverge),
+    Fault("rate too high from the start", ("loss", "lr"), ("loss_diverging",), _blow_up, places=(0.01, 0.04)),
+    Fault("loss not a number", ("loss",), ("loss_nonfinite",), _nan, kinds=("sft", "grpo")),
+    Fault("spike", ("loss",), ("loss_spike", "grad_high:explosion"), _spike),
+    Fault("throughput halves", ("time",), ("time_growth:slowdown",), _slow_down, kinds=("sft", "grpo")),
+    Fault("stalls", ("time",), ("time_high:stalls",), _stall, kinds=("sft", "grpo")),
+    Fault("leak", ("rss",), ("memory:leak",), _leak, kinds=("sft", "grpo"), places=(0.0, 0.3), has_onset=False,
+          least_points=600),
+    Fault("overfitting", ("val_loss",), ("overfit", "val_rising"), _overfit),
+    Fault("known by heart", ("loss",), ("loss_final", "overfit"), _memorise, places=(0.2, 0.3), has_onset=False),
+    Fault("stuck loss", ("loss",), ("loss_not_falling", "not_learning"), _stick, places=(0.0, 0.0)),
+    Fault("zero loss", ("loss",), ("loss_zero",), _zero_losses, kinds=("sft", "controller")),
+    Fault("gradient explosion", ("grad",), ("grad_high",), _during("grad", 40, 500, (1, 12)), kinds=("sft", "grpo")),
+    Fault("gradient vanishes", ("grad",), ("grad_vanish",), _vanish),
+    Fault("rate raised", ("lr",), ("lr_schedule:raised", "lr_schedule:jumps"), _raise_rate, kinds=("sft", "grpo")),
+    Fault("reward collapse", ("reward",), ("reward_trend",), _collapse("reward"), kinds=("grpo", "controller")),
+    Fault("accuracy collapse", ("accuracy",), ("accuracy:collapse",), _collapse("accuracy"), kinds=CONTROLLED),
+    Fault("held-out collapse", ("val_reward",), ("val_results",), _collapse("val_reward"), kinds=("grpo", "controller")),
+    Fault("entropy collapse", ("entropy",), ("entropy_collapse",), _decay_entropy, kinds=RL),
+    Fault("KL runs away", ("kl",), ("kl",), _run_away, kinds=RL, places=(0.3, 0.6)),
+    Fault("length cap", ("mean_length", "max_length"), ("clipped_ratio", "length_shift"), _hit_cap, kinds=RL),
+    Fault("lengths shift", ("mean_length",), ("length_shift",), _shift_length, kinds=RL),
+    Fault("rewards scatter", ("reward_std",), ("reward_std",), _scatter, kinds=RL),
+    Fault("equal rewards", ("adv_std",), ("adv_shape:std",), _equal_rewards, kinds=RL, has_onset=False),
+)
+HEALTHY = "none"
+
+
+def faults_of(family: Family) -> tuple[Fault, ...]:
+    return tuple(
+        fault for fault in FAULTS if family.kind in fault.kinds and family.keys.keys() >= set(fault.needs)
+    )
+
+
+def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
+    """A healthy log, with the fault put in, written, read and judged; equal seeds give equal logs."""
+    rng = np.random.default_rng([seed, FAMILIES.index(family), FAULTS.index(fault) if fault else len(FAULTS)])
+    curves, onset = family.healthy(rng, least_points=fault.least_points if fault else 300), 0
+    if fault is not None:
+        at = int(rng.uniform(*fault.places) * len(curves.steps))
+        onset = int(curves.steps[at])
+        fault.put(curves, at, rng)
+    with tempfile.TemporaryDirectory() as name:
+        report = analyse(read_run(family.save(Path(name) / "run", curves)))
+    serious = [finding for finding in report.findings if finding.level in ("warn", "fail")]
+    named = [finding for finding in serious if fault and _names(finding, fault)]
+    steps = [finding.steps[0] for finding in named if finding.steps is not None]
+    is_found = bool(named)
+    distance = min((step - onset for step in steps), key=abs, default=None) if fault and fault.has_onset else None
+    points = curves.at(fault.needs[0]) if fault else curves.steps
+    tolerance = max(LEAST_ONSET, round(ONSET_SHARE * int(curves.steps[-1])), int(np.median(np.diff(points))))
+    others = tuple(finding.id for finding in serious if finding not in named)
+    is_first = bool(report.top) and report.top[0] in named
+    name = fault.name if fault else HEALTHY
+    return Outcome(family.name, name, seed, report.verdict, is_found, is_first, distance, tolerance, others)
+
+
+def _names(finding: Finding, fault: Fault) -> bool:
+    return any(finding.id == expected or finding.id.startswith(f"{expected}:") or (
+        expected == "memory:leak" and finding.id.startswith("memory:leak")
+    ) for expected in fault.expected)
