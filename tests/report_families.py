@@ -76,7 +76,9 @@ def _course(rng: Generator, x: Floats, shape: str) -> Floats:
     falls = {
         "exponential": lambda: np.exp(-x / rng.uniform(0.05, 0.25)),
         "power": lambda: (1 + 40 * x) ** -rng.uniform(0.5, 0.9),
-        "stairs": lambda: (0.6 * np.exp(-x / 0.06) + 0.4) * np.array([1.0, 0.8, 0.68])[np.minimum(3 * x, 2).astype(int)],
+        "stairs": lambda: (
+            (0.6 * np.exp(-x / 0.06) + 0.4) * np.array([1.0, 0.8, 0.68])[np.minimum(3 * x, 2).astype(int)]
+        ),
         "sigmoid": lambda: 1 / (1 + np.exp((x - rng.uniform(0.1, 0.25)) / 0.05)),
     }
     return np.asarray(floor + (start - floor) * falls[shape]())
@@ -155,8 +157,12 @@ def write_histories(directory: Path, curves: Mapping[str, Series]) -> Path:
 
 SHAPED: Mapping[str, Callable[..., Columns]] = {"sft": _sft, "grpo": _grpo}
 OURS = {
-    **{"loss": "train/loss", "grad": "train/grad_norm", "lr": "train/lr", "val_loss": "val/loss"},
-    **{"epoch": "progress/epoch", "time": "train/time(s)"},
+    "loss": "train/loss",
+    "grad": "train/grad_norm",
+    "lr": "train/lr",
+    "val_loss": "val/loss",
+    "epoch": "progress/epoch",
+    "time": "train/time(s)",
 }
 """What writers of `log_formats` rename to their trainer's keys."""
 TRAINERS = {role: OURS[role] for role in ("loss", "grad", "lr", "val_loss", "epoch")}
@@ -164,33 +170,62 @@ OWN = {**OURS, "tokens_per_s": "throughput/train/tokens_per_s", "rss": "memory/c
 LENGTHS = {f"{name}_length": f"completions/{name}_length" for name in ("mean", "max", "min")}
 SWIFT = {
     **{role: OURS[role] for role in ("loss", "grad", "lr", "epoch")},
-    **{"kl": "kl", "reward": "reward", "reward_std": "reward_std", "correct": "rewards/Accuracy/mean"},
+    "kl": "kl",
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "correct": "rewards/Accuracy/mean",
     **LENGTHS,
     "clipped_ratio": "completions/clipped_ratio",
 }
 ROLL = {
-    **{"loss": "train/loss", "grad": "train/grad_norm", "lr": "train/lr", "kl": "actor/kl_loss"},
-    **{"reward": "critic/score/mean", "entropy": "critic/entropy/mean", "tokens_per_s": "system/tps"},
-    **{"mean_length": "tokens/response_length/mean", "max_length": "tokens/response_length/max"},
-    **{"min_length": "tokens/response_length/min", "val_reward": "val/score/mean"},
+    "loss": "train/loss",
+    "grad": "train/grad_norm",
+    "lr": "train/lr",
+    "kl": "actor/kl_loss",
+    "reward": "critic/score/mean",
+    "entropy": "critic/entropy/mean",
+    "tokens_per_s": "system/tps",
+    "mean_length": "tokens/response_length/mean",
+    "max_length": "tokens/response_length/max",
+    "min_length": "tokens/response_length/min",
+    "val_reward": "val/score/mean",
 }
 VERL_RL = {
-    **{"loss": "actor/pg_loss", "grad": "actor/grad_norm", "lr": "actor/lr", "kl": "actor/kl_loss"},
-    **{"reward": "critic/rewards/mean", "entropy": "actor/entropy", "mean_length": "response_length/mean"},
-    **{"max_length": "response_length/max", "min_length": "response_length/min"},
-    **{"clipped_ratio": "response_length/clip_ratio", "time": "timing_s/step", "tokens_per_s": "perf/throughput"},
-    **{"val_reward": "val-core/openai/gsm8k/reward/mean@1", "rss": "perf/cpu_memory_used_gb"},
+    "loss": "actor/pg_loss",
+    "grad": "actor/grad_norm",
+    "lr": "actor/lr",
+    "kl": "actor/kl_loss",
+    "reward": "critic/rewards/mean",
+    "entropy": "actor/entropy",
+    "mean_length": "response_length/mean",
+    "max_length": "response_length/max",
+    "min_length": "response_length/min",
+    "clipped_ratio": "response_length/clip_ratio",
+    "time": "timing_s/step",
+    "tokens_per_s": "perf/throughput",
+    "val_reward": "val-core/openai/gsm8k/reward/mean@1",
+    "rss": "perf/cpu_memory_used_gb",
 }
 JAX = {
-    **{"loss": "train/loss", "entropy": "train/entropy", "reward": "train/reward_total_mean"},
-    **{"reward_std": "train/reward_total_std", "correct": "train/reward_correct_mean", "adv_std": "train/adv_std"},
-    **{"mean_length": "train/seq_completion_len_mean", "max_length": "train/seq_completion_len_max"},
-    **{"time": "time/train/step_s", "tokens_per_s": "throughput/train/valid_tokens_per_s"},
+    "loss": "train/loss",
+    "entropy": "train/entropy",
+    "reward": "train/reward_total_mean",
+    "reward_std": "train/reward_total_std",
+    "correct": "train/reward_correct_mean",
+    "adv_std": "train/adv_std",
+    "mean_length": "train/seq_completion_len_mean",
+    "max_length": "train/seq_completion_len_max",
+    "time": "time/train/step_s",
+    "tokens_per_s": "throughput/train/valid_tokens_per_s",
     "val_reward": "eval/reward_total_mean",
 }
 PPO = {
-    **{"loss": "loss/policy_avg", "kl": "objective/kl", "reward": "objective/rlhf_reward", "lr": "lr"},
-    **{"entropy": "policy/entropy_avg", "epoch": "epoch"},
+    "loss": "loss/policy_avg",
+    "kl": "objective/kl",
+    "reward": "objective/rlhf_reward",
+    "lr": "lr",
+    "entropy": "policy/entropy_avg",
+    "epoch": "epoch",
 }
 HISTORY = ("loss", "reward_mean", "reward_std", "accuracy_mean", "accuracy_std", "latency_mean", "latency_std")
 CONTROLLER = {
@@ -205,13 +240,13 @@ TUNED = (
     Family("llama-factory", "sft", TRAINERS, formats.write_llama_factory, log_every=5),
     Family("ms-swift grpo", "grpo", SWIFT, formats.write_swift, log_every=5, config={"max_completion_length": 1024}),
     Family("roll ppo", "grpo", ROLL, formats.write_roll),
+    Family("verl grpo console", "grpo", VERL_RL, formats.write_verl_console),
     Family("controller csv", "controller", CONTROLLER, write_histories),
 )
 HELD_OUT = (
     Family("trl sft", "sft", {**TRAINERS, "entropy": "entropy"}, formats.write_transformers, "power", 10, (0.03, 0.1)),
     Family("axolotl tensorboard", "sft", TRAINERS, formats.write_tensorboard, "stairs", 1, (0.03, 0.1)),
     Family("torchtune jsonl", "sft", OWN, formats.write_jsonl, "sigmoid", 1, (0.02, 0.08)),
-    Family("verl grpo console", "grpo", VERL_RL, formats.write_verl_console, "straight"),
     Family("mllm-jax", "grpo", JAX, formats.write_jsonl, "straight"),
     Family("trl ppo", "grpo", PPO, formats.write_transformers, "straight", 5),
 )

@@ -1,6 +1,6 @@
-"""Faults put into healthy logs by a seed, and whether the report finds them: which finding, from which step, how soon told.
+"""Faults put into healthy logs by a seed, and whether the report finds them: which finding, and from which step.
 
-    python benchmarks/report_faults.py     # all families, faults and seeds, with the rates
+python benchmarks/report_faults.py     # all families, faults and seeds, with the rates
 """
 
 import tempfile
@@ -13,7 +13,6 @@ from report_families import FAMILIES, Curves, Family
 
 from trainer.report.analyse import analyse
 from trainer.report.readers import read_run
-from trainer.report.result import Finding
 
 Generator = np.random.Generator
 LEAST_ONSET, ONSET_SHARE = 10, 0.02
@@ -22,7 +21,7 @@ LEAST_ONSET, ONSET_SHARE = 10, 0.02
 
 @dataclass(frozen=True)
 class Fault:
-    """`put` changes curves from the point `at` on; `expected` are the findings that name it, any of them."""
+    """`put` changes curves from the point `at` on; `expected` are what the ids of findings that name it begin with."""
 
     name: str
     needs: tuple[str, ...]
@@ -45,13 +44,15 @@ class Outcome:
     is_first: bool
     """Whether the finding that is shown first names it."""
     distance: int | None
-    """Steps between the onset told and the true one; None where it was not found or has none."""
+    """Steps from the true onset to the one told; None where it was not found."""
+    has_onset: bool
     tolerance: int
     told: tuple[str, ...]
     """What was told besides, warn or worse."""
 
     @property
     def is_placed(self) -> bool:
+        """Told of the finding that comes first."""
         return self.distance is not None and abs(self.distance) <= self.tolerance
 
 
@@ -163,8 +164,9 @@ def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
         values, places = curves.columns[role], curves.at(role)
         start = int(np.searchsorted(places, curves.steps[at]))
         since = (np.arange(len(values)) - start).clip(0) / max(1.0, rng.uniform(0.01, 0.1) * len(values))
-        reached = np.median(values[max(start - 20, 0) : start + 1])
-        fall = (reached - np.median(values[: max(3, len(values) // 20)])) * rng.uniform(0.9, 1.2)
+        reached = np.median(values[max(start - max(3, len(values) // 40), 0) : start + 1])
+        start_level = float(np.median(values[: max(3, len(values) // 20)]))
+        fall = rng.uniform(0.9, 1.2) * max(reached - start_level, 0.25)
         curves.columns[role] = np.where(np.arange(len(values)) < start, values, reached + values - _smooth(values))
         curves.columns[role] -= fall * np.minimum(since, 1)
 
@@ -219,8 +221,16 @@ FAULTS = (
     Fault("spike", ("loss",), ("loss_spike", "grad_high:explosion"), _spike),
     Fault("throughput halves", ("time",), ("time_growth:slowdown",), _slow_down, kinds=("sft", "grpo")),
     Fault("stalls", ("time",), ("time_high:stalls",), _stall, kinds=("sft", "grpo")),
-    Fault("leak", ("rss",), ("memory:leak",), _leak, kinds=("sft", "grpo"), places=(0.0, 0.3), has_onset=False,
-          least_points=600),
+    Fault(
+        "leak",
+        ("rss",),
+        ("memory:leak",),
+        _leak,
+        kinds=("sft", "grpo"),
+        places=(0.0, 0.3),
+        has_onset=False,
+        least_points=600,
+    ),
     Fault("overfitting", ("val_loss",), ("overfit", "val_rising"), _overfit),
     Fault("known by heart", ("loss",), ("loss_final", "overfit"), _memorise, places=(0.2, 0.3), has_onset=False),
     Fault("stuck loss", ("loss",), ("loss_not_falling", "not_learning"), _stick, places=(0.0, 0.0)),
@@ -230,21 +240,21 @@ FAULTS = (
     Fault("rate raised", ("lr",), ("lr_schedule:raised", "lr_schedule:jumps"), _raise_rate, kinds=("sft", "grpo")),
     Fault("reward collapse", ("reward",), ("reward_trend",), _collapse("reward"), kinds=("grpo", "controller")),
     Fault("accuracy collapse", ("accuracy",), ("accuracy:collapse",), _collapse("accuracy"), kinds=CONTROLLED),
-    Fault("held-out collapse", ("val_reward",), ("val_results",), _collapse("val_reward"), kinds=("grpo", "controller")),
+    Fault(
+        "held-out collapse", ("val_reward",), ("val_results",), _collapse("val_reward"), kinds=("grpo", "controller")
+    ),
     Fault("entropy collapse", ("entropy",), ("entropy_collapse",), _decay_entropy, kinds=RL),
     Fault("KL runs away", ("kl",), ("kl",), _run_away, kinds=RL, places=(0.3, 0.6)),
     Fault("length cap", ("mean_length", "max_length"), ("clipped_ratio", "length_shift"), _hit_cap, kinds=RL),
     Fault("lengths shift", ("mean_length",), ("length_shift",), _shift_length, kinds=RL),
-    Fault("rewards scatter", ("reward_std",), ("reward_std",), _scatter, kinds=RL),
+    Fault("rewards scatter", ("reward_std",), ("reward_trend:scatter",), _scatter, kinds=RL),
     Fault("equal rewards", ("adv_std",), ("adv_shape:std",), _equal_rewards, kinds=RL, has_onset=False),
 )
 HEALTHY = "none"
 
 
 def faults_of(family: Family) -> tuple[Fault, ...]:
-    return tuple(
-        fault for fault in FAULTS if family.kind in fault.kinds and family.keys.keys() >= set(fault.needs)
-    )
+    return tuple(fault for fault in FAULTS if family.kind in fault.kinds and family.keys.keys() >= set(fault.needs))
 
 
 def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
@@ -258,19 +268,19 @@ def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         report = analyse(read_run(family.save(Path(name) / "run", curves)))
     serious = [finding for finding in report.findings if finding.level in ("warn", "fail")]
-    named = [finding for finding in serious if fault and _names(finding, fault)]
-    steps = [finding.steps[0] for finding in named if finding.steps is not None]
-    is_found = bool(named)
-    distance = min((step - onset for step in steps), key=abs, default=None) if fault and fault.has_onset else None
+    named = [finding for finding in serious if fault and finding.id.startswith(fault.expected)]
     points = curves.at(fault.needs[0]) if fault else curves.steps
     tolerance = max(LEAST_ONSET, round(ONSET_SHARE * int(curves.steps[-1])), int(np.median(np.diff(points))))
-    others = tuple(finding.id for finding in serious if finding not in named)
-    is_first = bool(report.top) and report.top[0] in named
-    name = fault.name if fault else HEALTHY
-    return Outcome(family.name, name, seed, report.verdict, is_found, is_first, distance, tolerance, others)
-
-
-def _names(finding: Finding, fault: Fault) -> bool:
-    return any(finding.id == expected or finding.id.startswith(f"{expected}:") or (
-        expected == "memory:leak" and finding.id.startswith("memory:leak")
-    ) for expected in fault.expected)
+    steps = named[0].steps if named else None
+    return Outcome(
+        family=family.name,
+        fault=fault.name if fault else HEALTHY,
+        seed=seed,
+        verdict=report.verdict,
+        is_found=bool(named),
+        is_first=bool(report.top) and report.top[0] in named,
+        has_onset=fault is not None and fault.has_onset,
+        distance=steps[0] - onset if steps else None,
+        tolerance=tolerance,
+        told=tuple(finding.id for finding in serious if finding not in named),
+    )

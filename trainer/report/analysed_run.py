@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.metrics.words import pattern
 from trainer.report.result import Anomaly
 from trainer.report.run_log import RunLog, Series
 from trainer.report.statistics import Slope, epoch_means, finite, slope
@@ -35,8 +36,13 @@ class AnalysedRun:
     external: Mapping[int, float] | None = None
 
     def key(self, role: str) -> str | None:
-        """The key under which this log has a role."""
-        return next((key for key in ROLES[role] if key in self.log.series), None)
+        """The key under which this log has a role; of several devices that of the highest value."""
+        series = self.log.series
+        if (found := next((key for key in ROLES[role] if key in series), None)) is not None:
+            return found
+        patterns = [pattern(key) for key in ROLES[role] if "<" in key]
+        several = [key for key in series if any(one.fullmatch(key) for one in patterns)]
+        return max(several, key=lambda key: np.nanmax(series[key].values, initial=-np.inf), default=None)
 
     def find(self, role: str) -> Series | None:
         """The finite points of a role; None where the log has none."""

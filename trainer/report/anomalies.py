@@ -109,7 +109,8 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
     if group in ("loss", "gradient") and is_log:
         levels = _judge_rises_that_stay(z, levels, values, floor=floor)
     flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
-    moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else flagged
+    least = limits["onset_z"]  # what moves along need not stand out by itself
+    moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else np.flatnonzero(np.abs(z) > least)
     z, up = z.astype(np.float32), usual.up.astype(np.float32)  # half the memory: a log has many witnesses
     return Witness(key, group, series, is_log, z, usual.centre, up, levels, flagged, moved)
 

@@ -18,9 +18,13 @@ from trainer.report.run_log import Series
 
 CERTAIN_WARMUP = 0.9
 """Frameworks differ by a step or two in where a warm-up ends."""
+RESTART = 0.01
+"""A warm restart goes back to the highest rate so far, but for a step's decay."""
 MIN_OVERLAPS = 2
 """One anomaly at a high rate is chance."""
 MIN_RATES = 20
+NUM_PARTS = 3
+"""Parts of a run with a usual norm of their own: one that vanishes early is no level to hold the others against."""
 MIN_FIRST = 8
 
 
@@ -48,13 +52,19 @@ def high_gradients(run: AnalysedRun) -> Iterator[Measure]:
     if run.profile == "sft":
         is_high = series.values > limits["grad_unstable"]
         yield from stretch(series, is_high, "sustained", limits["grad_unstable_points"], "highest")
-    if (median := float(np.median(series.values))) > 0:
-        yield from beyond(series, series.values > limits["grad_explosion"] * median, "explosion", usual=median)
+    if (usual := float(np.median(series.values))) > 0:
+        is_far = series.values > limits["grad_explosion"] * _highest_median(series)
+        yield from beyond(series, is_far, "explosion", usual=usual)
+
+
+def _highest_median(series: Series) -> float:
+    """Of the run's parts."""
+    return max(float(np.median(part)) for part in np.array_split(series.values, NUM_PARTS) if len(part))
 
 
 def vanishing_gradients(run: AnalysedRun) -> Iterator[Measure]:
     series, limits = run.get("grad"), run.limits
-    limit = max(limits["grad_vanished"], limits["grad_vanished_share"] * float(np.median(series.values)))
+    limit = max(limits["grad_vanished"], limits["grad_vanished_share"] * _highest_median(series))
     for measure in stretch(series, series.values < limit, "main", limits["grad_vanished_points"], "median"):
         yield replace(measure, limit=limit)
 
@@ -117,12 +127,14 @@ def _warmup(run: AnalysedRun, rates: Series) -> Iterator[Measure]:
 
 
 def _jump(run: AnalysedRun, series: Series, peak: float) -> int | None:
-    """The first step at which the rate moves further than a schedule does; restarts that were asked for are none."""
+    """The first step after the warm-up at which the rate moves further than a schedule does; restarts are none."""
     if "restart" in str(remedies.value(run, "schedule")) or peak <= 0:
         return None
-    start = int(np.argmax(series.values >= peak * (1 - 1e-6)))
-    moves = np.diff(series.values[start:]) / peak
-    jumps = np.flatnonzero((moves > run.limits["lr_jump_up"]) | (moves < -run.limits["lr_jump_down"]))
+    moves = np.diff(series.values) / peak
+    start = int(np.argmax(moves < 0))
+    restarts = np.isclose(series.values[1:], np.maximum.accumulate(series.values)[:-1], rtol=RESTART)
+    is_up = (moves > run.limits["lr_jump_up"]) & ~restarts
+    jumps = np.flatnonzero((is_up | (moves < -run.limits["lr_jump_down"]))[start:])
     return int(series.steps[start + 1 + jumps[0]]) if len(jumps) else None
 
 

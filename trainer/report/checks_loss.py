@@ -13,7 +13,7 @@ from trainer.report.formatting import listed, number
 from trainer.report.measure import Measure, first_part, going_wrong
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
-from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise, slope
+from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise, onset, slope
 from trainer.report.trends import phases
 
 MAX_WINDOWS = 20_000
@@ -79,9 +79,9 @@ def diverging(run: AnalysedRun) -> Iterator[Measure]:
     if (rise := _early_rise(run, series)) is not None:
         yield rise
     elif (episode := _divergence(run, series)) is not None:
-        start, stop, ratio = episode
+        calm, start, stop, ratio = episode
         steps = steps_of(series, start, stop)
-        good = remedies.checkpoint(run, steps[0])
+        good = remedies.checkpoint(run, int(series.steps[calm]))
         words = {"onset": steps[0], "last": steps[1], "checkpoint": good}
         yield Measure("passed" if stop < len(series) else "main", ratio, steps, words)
     if run.profile == "controller" or (run.find("epoch") is not None and len(run.epochs("loss")) != NUM_BINS):
@@ -96,17 +96,17 @@ def _early_rise(run: AnalysedRun, series: Series) -> Measure | None:
     levels = _rolling_median(values[:NUM_EARLY], NUM_LEVEL, 1)
     best = float(levels.min())
     chance = NUM_SIGMA * 1.25 * noise(series) / math.sqrt(NUM_LEVEL)
-    onset = int(np.flatnonzero(levels <= best + chance / NUM_SIGMA)[-1]) + NUM_LEVEL - 1
-    later = _rolling_median(values[onset:], NUM_RECENT, max(1, len(series) // MAX_WINDOWS))
+    first = int(np.flatnonzero(levels <= best + chance / NUM_SIGMA)[-1]) + NUM_LEVEL - 1
+    later = _rolling_median(values[first:], NUM_RECENT, max(1, len(series) // MAX_WINDOWS))
     least = max(run.limits["diverging_ratio"] * best, best + max(run.limits["diverging_rise"], chance))
     if later.min() <= least:
         return None
-    words = {"onset": int(series.steps[onset]), "before": best, "after": later.max()}
-    return Measure("early", float(later.max() / best), steps_of(series, onset, len(series)), words)
+    words = {"onset": int(series.steps[first]), "before": best, "after": later.max()}
+    return Measure("early", float(later.max() / best), steps_of(series, first, len(series)), words)
 
 
-def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, float] | None:
-    """(onset, end, ratio) of the longest stretch in which the recent median lies far above the best one so far."""
+def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, int, float] | None:
+    """(surely before it, onset, end, ratio) of the longest stretch in which the recent median lies far above the best one so far."""
     if len(series) < 128 or np.median(series.values) <= 0:
         return None
     stride = max(1, len(series) // MAX_WINDOWS)
@@ -121,10 +121,11 @@ def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, float] | No
     if (stop - start) * stride < run.limits["diverging_points"]:
         return None
     ratio = float((recent[start:stop] / best_before[start:stop]).max())
-    # the last window at the best level: a rise is certain only long after it has begun
+    # a rise is certain only long after it has begun: it is looked for from the last window at the best level on
     at_best = np.flatnonzero(recent[: start + 1] <= best_before[start] + chance / NUM_SIGMA)
-    onset = int(ends[at_best[-1] if len(at_best) else start]) - 32
-    return onset, len(series) if stop == len(recent) else int(ends[stop - 1]), ratio
+    low, certain = int(ends[at_best[-1] if len(at_best) else start]) - 32, int(ends[start])
+    first = onset(series.values, max(0, low - 64), min(2 * certain - low, len(series)))
+    return min(low, first), first, len(series) if stop == len(recent) else int(ends[stop - 1]), ratio
 
 
 def _rolling_median(values: Floats, width: int, stride: int) -> Floats:

@@ -10,15 +10,19 @@ import numpy as np
 from trainer.report import remedies
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.causes import moved_along, story
+from trainer.report.collapse import collapse
 from trainer.report.formatting import listed, number, span
 from trainer.report.generalisation import RESULTS
 from trainer.report.measure import Measure, beyond, collapsed, going_wrong, stretch
 from trainer.report.result import Anomaly, Mover
-from trainer.report.statistics import bins, longest_run, slope
+from trainer.report.run_log import Series
+from trainer.report.statistics import bins, longest_run, onset, slope
 from trainer.report.vocabulary import meaning
 
 CAP_SHARE = 0.97
 """A longest answer within 3 % of the cap has reached it."""
+MIN_HITS = 3
+"""Answers that reach the cap by chance are fewer."""
 MIN_RISE = 1e-9
 NUM_SMOOTH = 3
 """Points whose median stands for the present length of a generating policy."""
@@ -56,29 +60,55 @@ def left_reference(run: AnalysedRun) -> Iterator[Measure]:
     """Far from the reference, with the intervals in which the policy left it."""
     series, name = run.get("kl"), run.name("kl")
     for measure in beyond(series, series.values > run.limits["kl_fault"]):
+        above = int(np.searchsorted(series.steps, (measure.steps or (0, 0))[0]))
+        left = int(series.steps[_onset_of_factor(series, above + 1)])
         bursts = [a for a in run.anomalies if any(m.metric == name for m in a.movers)]
         told = (story(run.anomalies), *(f"{span(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
         words = {**measure.words, "times": max(1, len(bursts))}
-        yield replace(measure, words=words, evidence=tuple(filter(None, told)))
+        yield replace(
+            measure, steps=(left, (measure.steps or (0, left))[1]), words=words, evidence=tuple(filter(None, told))
+        )
+
+
+def _onset_of_factor(series: Series, stop: int) -> int:
+    """Where, before the point `stop`, a metric began to move by factors."""
+    values = series.values[:stop]
+    return onset(np.log(values) if values.min(initial=1.0) > 0 else values, 0, stop)
 
 
 def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
-    """Answers cut off at the length limit, and the longest that reach it again and again."""
-    series, cap, lengths = run.get("clipped_ratio"), remedies.value(run, "completion"), run.find("max_length")
-    yield from beyond(series, series.values > run.limits["clipped_ratio"])
-    if lengths is not None and isinstance(cap, int | float):
-        share = float((lengths.values >= CAP_SHARE * cap).mean())
-        yield Measure("cap", share, words={"cap": float(cap)}, is_fault=share > run.limits["cap_share"])
+    """Answers cut off at the length limit, and the longest that reach it; a limit not told is a length met often."""
+    ratios, lengths, cap = run.find("clipped_ratio"), run.find("max_length"), remedies.value(run, "completion")
+    if ratios is None and lengths is None:
+        raise NotJudged("the log has neither lengths nor shares of answers that were cut off")
+    if ratios is not None:
+        yield from beyond(ratios, ratios.values > run.limits["clipped_ratio"])
+    if lengths is None:
+        return
+    if not isinstance(cap, int | float):
+        cap = lengths.values.max()
+        if np.count_nonzero(lengths.values == cap) < MIN_HITS:
+            return
+    hits = beyond(lengths, lengths.values >= CAP_SHARE * cap)
+    for measure in hits:
+        share = measure.words["count"] / len(lengths)  # type: ignore[operator]
+        row = "cap" if share > run.limits["cap_share"] else "cap_at_times"
+        words = {**measure.words, "cap": float(cap)}
+        yield replace(measure, row=row, value=share, words=words, is_fault=measure.words["count"] >= MIN_HITS)  # type: ignore[operator]
 
 
 def entropy(run: AnalysedRun) -> Iterator[Measure]:
-    points = bins(run.get("entropy"))
+    series = run.get("entropy")
+    points = bins(series)
     if len(points) < 8:
         raise NotJudged(f"{len(points)} points of entropy")
     first, last = float(points.values[:3].mean()), float(points.values[-1])
     start, stop = longest_run(points.values < run.limits["entropy_share"] * first)
     if stop == len(points) and stop > start and first > 0:
-        yield Measure(value=last / first, steps=steps_of(points, start, stop), words={"end_level": last})
+        low = int(np.searchsorted(series.steps, points.steps[start])) + 1
+        left = int(series.steps[_onset_of_factor(series, low)])
+        words = {"end_level": last, "onset": left}
+        yield Measure(value=last / first, steps=(left, int(series.steps[-1])), words=words)
 
 
 def reward_drops(run: AnalysedRun) -> Iterator[Measure]:
@@ -129,6 +159,11 @@ def rewards(run: AnalysedRun) -> Iterator[Measure]:
         raise NotJudged(f"{len(means)} epochs of reward, {MIN_EPOCHS} are needed")
     yield from going_wrong(run, "reward", "falling", good=1)
     yield from collapsed(run, "reward", "collapse")
+    if (spreads := run.find("reward_std")) is not None:
+        rise = collapse(Series(spreads.steps, -spreads.values), run.limits)
+        if rise is not None and rise.after < run.limits["reward_scatter"] * rise.before:
+            words = {"before": -rise.before, "after": -rise.after, "at": rise.steps[0]}
+            yield Measure("scatter", rise.after / rise.before, rise.steps, words, metric=run.name("reward_std"))
     trend, highest = slope(means), float(means.values.max())
     is_rising = trend.is_rising(run.limits["trend_p"])
     yield Measure("flat", trend.p_value, steps_of(means, 0, len(means)), {"level": trend.level}, is_fault=not is_rising)

@@ -64,10 +64,10 @@ def _slowdown(run: AnalysedRun) -> Measure | None:
 
 
 def slow_steps(run: AnalysedRun) -> Iterator[Measure]:
-    """The usual step, and single ones that took far longer, but for those at regular distances."""
+    """The usual step, but where answers are generated; and far longer ones, unless they come at regular distances."""
     times, limits = _times(run), run.limits
     median = float(np.median(times.values))
-    yield Measure(value=median, is_fault=median > limits["time_high"])
+    yield Measure(value=median, is_fault=run.profile == "sft" and median > limits["time_high"])
     is_slow = times.values > limits["time_spike"] * median
     if _period(times.steps[is_slow]) is None:
         yield from beyond(times, is_slow, "stalls", usual=median)

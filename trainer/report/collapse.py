@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.report.run_log import Series
-from trainer.report.statistics import noise
+from trainer.report.statistics import noise, onset
 
 NUM_WINDOWS = 20
 """A long series is looked at in windows of a twentieth of it."""
@@ -43,5 +43,7 @@ def collapse(points: Series, limits: Mapping[str, float], *, least_width: int = 
     least = max(by_noise, limits["collapse_share"] * float(np.ptp(medians)))
     if best - last <= least:
         return None
-    onset = starts[int(np.flatnonzero(medians >= best - by_noise / 2)[-1])] + width // 2
-    return Collapse((int(points.steps[onset]), int(points.steps[-1])), best, last, least)
+    peak = int(np.flatnonzero(medians >= best - by_noise / 2)[-1])
+    fallen = peak + int(np.argmax(medians[peak:] <= (best + last) / 2))
+    at = onset(points.values, max(0, starts[peak] - width), starts[fallen] + width, is_level=True) - 1
+    return Collapse((int(points.steps[at]), int(points.steps[-1])), best, last, least)

@@ -11,6 +11,8 @@ from trainer.report.statistics import Floats, bins
 
 TOLERANCE = 0.01
 """A schedule is recognised when no point is further from it than this share of the peak."""
+MIN_DIGITS = 8
+"""A schedule in fewer different rates goes in steps."""
 MAX_STRETCH = 8
 """A run that was stopped early is compared with cosines up to this many times as long."""
 
@@ -56,22 +58,27 @@ def _schedule(series: Series, start: int, total_steps: int) -> str:
         return "unknown"
     if np.all(np.abs(y - y[0]) <= TOLERANCE):
         return "constant"
+    digits = np.unique(series.values[start:]) / peak  # a console prints few: what lies between two numbers is not told
+    tolerance = max(TOLERANCE, 0.51 * float(np.diff(digits).min())) if len(digits) >= MIN_DIGITS else TOLERANCE
     for first in (0, 1):  # the decay may begin a point after the peak: the first step after warm-up has it too
         later, rates = x[first:] - x[first], y[first:]
-        if _falls_as(-later, rates):
+        if _falls_as(-later, rates, tolerance):
             return "linear"
         lengths = (total_steps - tail.steps[first], *later[-1] * np.geomspace(1, MAX_STRETCH, 60))
-        if any(_falls_as(np.cos(np.pi * later / max(n, later[-1], 1)), rates) for n in (*lengths, lengths[0] + 1)):
+        if any(
+            _falls_as(np.cos(np.pi * later / max(n, later[-1], 1)), rates, tolerance)
+            for n in (*lengths, lengths[0] + 1)
+        ):
             return "cosine"
     if _is_wsd(x, y):
         return "wsd"
     return "step" if _is_steps(series.values[start:] / peak) else "unknown"
 
 
-def _falls_as(shape: Floats, y: Floats) -> bool:
+def _falls_as(shape: Floats, y: Floats, tolerance: float) -> bool:
     """Whether rates follow a falling shape down to any floor, over the planned steps or a part of them."""
     factor, floor = np.polyfit(shape, y, 1)
-    return bool(np.abs(floor + factor * shape - y).max() <= TOLERANCE and y[-1] < y[0])
+    return bool(np.abs(floor + factor * shape - y).max() <= tolerance and y[-1] < y[0])
 
 
 def _is_wsd(x: Floats, y: Floats) -> bool:

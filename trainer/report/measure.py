@@ -42,7 +42,7 @@ def beyond(series: Series, mask: NDArray[np.bool_], row: str = "main", *, usual:
     if steps := series.steps[mask].tolist():
         peak = series.values[mask].max()
         at = steps[int(np.argmax(series.values[mask]))]
-        words = {"count": len(steps), "all": steps, "peak": peak, "at": at, "usual": usual}
+        words = {"count": len(steps), "first": steps[0], "all": steps, "peak": peak, "at": at, "usual": usual}
         yield Measure(row, float(peak / usual), (steps[0], steps[-1]), words)
 
 
@@ -94,6 +94,7 @@ STATISTICS: Mapping[str, Callable[[Series], float]] = {
     "late_mean": _late_mean,
     "sum": lambda series: float(series.values.sum()),
     "highest": lambda series: float(series.values.max()),
+    "peak_ratio": lambda series: float(series.values.max() / max(np.median(series.values), 1.0)),
     "first": lambda series: float(series.values[0]),
     "last": lambda series: float(series.values[-1]),
     "start": lambda series: float(np.median(series.values[:NUM_ENDS])),

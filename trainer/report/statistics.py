@@ -12,6 +12,8 @@ from trainer.report.run_log import Series
 
 Floats = NDArray[np.float64]
 NUM_BINS = 50
+MAX_PLACES = 400
+"""Of an onset: a longer stretch is looked at in means of so many parts."""
 
 
 def finite(series: Series) -> Series:
@@ -102,6 +104,22 @@ def slope(series: Series) -> Slope:
 def noise(series: Series) -> float:
     """Spread of a series around its own slow course, from differences of neighbours: a standard deviation."""
     return float(spread(np.diff(series.values))) / math.sqrt(2) if len(series) >= 3 else 0.0
+
+
+def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
+    """Where in [first, last) values leave their straight course, or their level: the best of steps and bends."""
+    stride = max(1, (last - first) // MAX_PLACES)
+    edges = np.arange(first, last, stride)
+    points = np.add.reduceat(values[:last], edges) / np.diff(np.append(edges, last))
+    x = np.arange(len(points))
+    if len(x) < 6:
+        return first
+    since = x[:, None] - x[None, 2:-1]
+    candidates = np.stack([since >= 0, np.maximum(since + 1, 0)]).astype(np.float64)
+    line, _ = np.linalg.qr(np.vander(x, 1 if is_level else 2))
+    apart, left = candidates - line @ (line.T @ candidates), points - line @ (line.T @ points)
+    gains = (left @ apart) ** 2 / (apart**2).sum(axis=1)
+    return int(edges[2 + np.argmax(gains.max(axis=0))])
 
 
 def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:

@@ -9,13 +9,20 @@ from trainer.report.result import Throughput
 from trainer.report.run_log import Series
 from trainer.report.statistics import finite, slope
 
-PHASES = ("data", "h2d", "shard", "forward", "backward", "optimizer", "update", "rollout", "reward", "logging", "guard")
+PHASES = (
+    *("data", "h2d", "shard", "forward", "backward", "optimizer", "update", "rollout", "reward", "logging", "guard"),
+    *("advantages", "adv", "ref_log_probs_values_reward", "old_log_probs_values"),
+    *("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor"),
+)
+NAMES = ("time/train/{}_s", "time/{}", "timing_s/{}")
+"""Of a phase: ours and MLLM-JAX's, ROLL's, verl's."""
 NUM_COMPILE = 3
 MIN_LEAK_STEPS = 500
 """What memory grows by in 1000 steps cannot be told from fewer: start-up still fills buffers and caches."""
 _ADVICE = {
     "data": "the loader is the bottleneck",
     "rollout": "generation is the bottleneck",
+    "gen": "generation is the bottleneck",
     "reward": "computing rewards is the bottleneck",
     "h2d": "moving data to the device is the bottleneck",
     "shard": "moving data to the device is the bottleneck",
@@ -32,11 +39,13 @@ def ordinary_steps(run: AnalysedRun) -> Series:
 
 def throughput(run: AnalysedRun) -> Throughput | None:
     """None where the log has no step times."""
-    if run.find("time") is None:
+    phases = _phases(run)
+    if run.find("time") is None and not phases:
         return None
-    times = ordinary_steps(run)
-    step_s = float(np.median(times.values))
-    shares = _shares(run, step_s)
+    parts_s = sum(phases.values())
+    times = ordinary_steps(run) if run.find("time") else Series(np.zeros(1, np.int64), np.array([parts_s]))
+    step_s, whole_s = float(np.median(times.values)), max(float(np.mean(times.values)), parts_s)
+    shares = {phase: mean_s / whole_s for phase, mean_s in phases.items()} if whole_s > 0 else {}
     return Throughput(
         step_s=step_s,
         shares=shares,
@@ -49,19 +58,18 @@ def throughput(run: AnalysedRun) -> Throughput | None:
     )
 
 
-def _shares(run: AnalysedRun, step_s: float) -> dict[str, float]:
-    """Phase -> share of the mean step; `update` and `shard` only where their parts are not logged."""
+def _phases(run: AnalysedRun) -> dict[str, float]:
+    """Phase -> its mean seconds; `update` and `shard` only where their parts are not logged."""
     found: dict[str, float] = {}
     for phase in PHASES:
-        series = run.log.series.get(f"time/train/{phase}_s")
-        if series is None or not len(clean := finite(series)) or step_s <= 0:
+        series = next((run.log.series[key] for name in NAMES if (key := name.format(phase)) in run.log.series), None)
+        if series is None or not len(clean := finite(series)):
             continue
         if (phase == "update" and "forward" in found) or (phase == "shard" and "h2d" in found):
             continue
         # means, unlike medians, add up to the whole
         found[phase] = float(np.mean(clean.values[NUM_COMPILE:] if len(clean) > NUM_COMPILE else clean.values))
-    whole = max(float(np.mean(ordinary_steps(run).values)), sum(found.values()))
-    return {phase: mean_s / whole for phase, mean_s in found.items()}
+    return found
 
 
 def _sentence(shares: dict[str, float]) -> str:

@@ -7,16 +7,22 @@ from trainer.metrics.words import split_reducer
 NAMES: dict[str, tuple[str, ...]] = {
     "train/loss": (
         *("loss", "train_loss", "training_loss", "actor/total_loss", "actor/sft_loss", "sft_train/loss"),
-        *("loss_metrics/global_avg_loss", "lm loss"),
+        *("loss_metrics/global_avg_loss", "lm loss", "loss/policy_avg"),
     ),
     "train/loss_max_rank": ("loss_metrics/global_max_loss",),
     "train/lr": ("learning_rate", "train/learning_rate", "lr", "actor/lr", "sft_train/lr", "learning-rate"),
     "train/grad_norm": (
         *("grad_norm", "gradient_norm", "train_grad_norm", "sft_train/grad_norm", "actor/grad_norm", "grad-norm"),
     ),
-    "train/entropy": ("entropy",),
+    "train/entropy": ("entropy", "policy/entropy_avg"),
+    "kl": ("objective/kl",),
+    "reward": ("objective/rlhf_reward",),
+    "tokens/response_length/mean": ("response_length/mean",),
+    "tokens/response_length/max": ("response_length/max",),
+    "tokens/response_length/min": ("response_length/min",),
+    "completions/clipped_ratio": ("response_length/clip_ratio",),
     "train/token_accuracy": ("token_acc", "mean_token_accuracy", "train/mean_token_accuracy"),
-    "train/time(s)": ("train/time_s", "train/time_s_", "time_metrics/end_to_end(s)"),
+    "train/time(s)": ("train/time_s", "train/time_s_", "time_metrics/end_to_end(s)", "timing_s/step"),
     "val/loss": ("val_loss", "valid_loss", "validation_loss", "lm loss validation"),
     "val/token_accuracy": ("val/token_acc", "val/mean_token_accuracy"),
     "progress/epoch": ("epoch", "train/epoch"),
@@ -24,10 +30,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "progress/elapsed_s": ("elapsed_time",),
     "progress/eta_s": ("remaining_time",),
     "progress/tokens": ("total_tokens", "num_tokens", "train/num_tokens"),
-    "memory/max_allocated_gib": ("memory/max_active(GiB)",),
-    "memory/max_reserved_gib": ("memory(GiB)", "memory/max_reserved(GiB)"),
+    "memory/max_allocated_gib": ("memory/max_active(GiB)", "perf/max_memory_allocated_gb"),
+    "memory/max_reserved_gib": ("memory(GiB)", "memory/max_reserved(GiB)", "perf/max_memory_reserved_gb"),
+    "memory/cpu/rss_gib": ("perf/cpu_memory_used_gb",),
     "time/train/data_s": ("time_metrics/data_loading(s)",),
-    "throughput/train/tokens_per_s_per_gpu": ("throughput(tps)",),
+    "throughput/train/tokens_per_s_per_gpu": ("throughput(tps)", "perf/throughput"),
 }
 """Our key <- names in transformers, TRL, ms-swift, LLaMA-Factory, Lightning, verl, ROLL, torchtitan, Megatron."""
 ALIASES: dict[str, tuple[str, float]] = {name: (key, 1.0) for key, names in NAMES.items() for name in names} | {

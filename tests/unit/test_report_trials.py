@@ -1,0 +1,36 @@
+"""Faults put into logs of many trainers are found, from the step on where they were put; healthy logs are left alone.
+
+A sample: `python benchmarks/report_faults.py` measures the rates.
+"""
+
+from report_families import FAMILIES
+from report_trials import Outcome, faults_of, trial
+
+SEED = 3
+EVERY = 2
+"""Of the pairs of family and fault one in so many."""
+SLOW_TO_WRITE = ("axolotl tensorboard",)
+KNOWN_MISSES = 2
+
+
+def sample() -> list[Outcome]:
+    families = [family for family in FAMILIES if family.name not in SLOW_TO_WRITE]
+    pairs = [(family, fault) for family in families for fault in faults_of(family)]
+    return [trial(family, fault, SEED) for family, fault in pairs[::EVERY]]
+
+
+def test_faults_of_many_trainers_are_found_and_placed() -> None:
+    outcomes = sample()
+    assert len(outcomes) > 40 and len({outcome.fault for outcome in outcomes}) >= 20
+    missed = [(one.family, one.fault, one.verdict, one.told) for one in outcomes if not one.is_found]
+    displaced = [
+        (one.family, one.fault, one.distance, one.tolerance)
+        for one in outcomes
+        if one.is_found and one.has_onset and not one.is_placed
+    ]
+    assert len(missed) + len(displaced) <= KNOWN_MISSES, (missed, displaced)
+
+
+def test_healthy_logs_of_many_trainers_are_left_alone() -> None:
+    healthy = [trial(family, None, SEED) for family in FAMILIES if family.name not in SLOW_TO_WRITE]
+    assert {one.family: one.told for one in healthy if one.verdict != "OK"} == {}
