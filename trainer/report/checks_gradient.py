@@ -18,8 +18,6 @@ from trainer.report.run_log import Series
 
 CERTAIN_WARMUP = 0.9
 """Frameworks differ by a step or two in where a warm-up ends."""
-RESTART = 0.01
-"""A warm restart goes back to the highest rate so far, but for a step's decay."""
 MIN_OVERLAPS = 2
 """One anomaly at a high rate is chance."""
 MIN_RATES = 20
@@ -127,15 +125,13 @@ def _warmup(run: AnalysedRun, rates: Series) -> Iterator[Measure]:
 
 
 def _jump(run: AnalysedRun, series: Series, peak: float) -> int | None:
-    """The first step after the warm-up at which the rate moves further than a schedule does; restarts are none."""
+    """The first step after the warm-up at which the rate moves further than a schedule does, unless it restarts."""
     if "restart" in str(remedies.value(run, "schedule")) or peak <= 0:
         return None
     moves = np.diff(series.values) / peak
-    start = int(np.argmax(moves < 0))
-    restarts = np.isclose(series.values[1:], np.maximum.accumulate(series.values)[:-1], rtol=RESTART)
-    is_up = (moves > run.limits["lr_jump_up"]) & ~restarts
-    jumps = np.flatnonzero((is_up | (moves < -run.limits["lr_jump_down"]))[start:])
-    return int(series.steps[start + 1 + jumps[0]]) if len(jumps) else None
+    is_jump = (moves > run.limits["lr_jump_up"]) | (moves < -run.limits["lr_jump_down"])
+    jumps = np.flatnonzero(is_jump & np.logical_or.accumulate(moves < 0))
+    return int(series.steps[1 + jumps[0]]) if len(jumps) else None
 
 
 def unstable_at_high_rate(run: AnalysedRun) -> Iterator[Measure]:

@@ -106,7 +106,7 @@ def _early_rise(run: AnalysedRun, series: Series) -> Measure | None:
 
 
 def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, int, float] | None:
-    """(surely before it, onset, end, ratio) of the longest stretch in which the recent median lies far above the best one so far."""
+    """(surely before it, onset, end, ratio) of the longest stretch with the recent median far above the best one."""
     if len(series) < 128 or np.median(series.values) <= 0:
         return None
     stride = max(1, len(series) // MAX_WINDOWS)

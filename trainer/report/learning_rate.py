@@ -59,7 +59,7 @@ def _schedule(series: Series, start: int, total_steps: int) -> str:
     if np.all(np.abs(y - y[0]) <= TOLERANCE):
         return "constant"
     digits = np.unique(series.values[start:]) / peak  # a console prints few: what lies between two numbers is not told
-    tolerance = max(TOLERANCE, 0.51 * float(np.diff(digits).min())) if len(digits) >= MIN_DIGITS else TOLERANCE
+    tolerance = max(TOLERANCE, 0.75 * float(np.diff(digits).min())) if len(digits) >= MIN_DIGITS else TOLERANCE
     for first in (0, 1):  # the decay may begin a point after the peak: the first step after warm-up has it too
         later, rates = x[first:] - x[first], y[first:]
         if _falls_as(-later, rates, tolerance):
