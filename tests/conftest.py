@@ -13,6 +13,7 @@ import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="true")
 sys.path.insert(0, str(Path(__file__).parent))
+import sweeps
 from left_running import MARK, describe, left_running
 
 os.environ[MARK] = str(os.getpid())
@@ -20,6 +21,19 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what tests start would inherit t
 
 ENDED_WITHIN_S = 10.0
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run every point of the long sweeps, not a fixed sample")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sweeps.is_full = config.getoption("--full")
+
+
+def pytest_report_header() -> str:
+    sample = f"a sample drawn by seed {sweeps.SEED} (all: --full)"
+    return f"long sweeps: {'all' if sweeps.is_full else sample}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

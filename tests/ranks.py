@@ -59,6 +59,11 @@ def run_ranks(
     return results
 
 
+def each(world: Any, function: Callable[..., Any], source: Any, variants: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
+    """{variant: what `function(world, source, **variant)` gives}: for `run_ranks`, where ranks need not start anew."""
+    return {name: function(world, source, **changes) for name, changes in variants.items()}
+
+
 def _receive(receiver: Connection, rank: int, timeout_s: float) -> Any:
     assert receiver.poll(timeout_s), f"rank {rank} gave no result within {timeout_s} s"
     try:

@@ -112,12 +112,12 @@ def test_gradients_and_losses_do_not_depend_on_ranks_or_micro_batches(source: An
     Later the few elements that were rounded to the other neighbour show.
     """
     kinds = [STATES, LOW]
-    expected = run_ranks(train, 1, source, kinds)[0]
-    for world_size, max_samples in ((1, 1), (2, 1), (4, 2)):
-        variants = [kind | {"max_samples": max_samples} for kind in kinds]
-        for (losses, norms, _), (own_losses, own_norms, _) in zip(
-            expected, run_ranks(train, world_size, source, variants)[0], strict=True
-        ):
+    one_by_one, by_two = ([kind | {"max_samples": number} for kind in kinds] for number in (1, 2))
+    alone = run_ranks(train, 1, source, [*kinds, *one_by_one])[0]
+    expected = alone[: len(kinds)]
+    several = (run_ranks(train, size, source, variants)[0] for size, variants in ((2, one_by_one), (4, by_two)))
+    for found in (alone[len(kinds) :], *several):
+        for (losses, norms, _), (own_losses, own_norms, _) in zip(expected, found, strict=True):
             assert losses[-1] < losses[0]
             assert own_losses[0] == pytest.approx(losses[0], rel=1e-6)
             assert own_norms[0] == pytest.approx(norms[0], rel=1e-6)

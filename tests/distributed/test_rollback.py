@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from trainer.runtime.distributed import World
 BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
 TARGET_STEP = 180
 """The newest checkpoint of those every 20 steps that is 16 steps older."""
+BEGUN = 200
+"""Most runs go on from here, where the clean one stood: what is looked at comes later."""
 PASSED_OVER = range(BAD_STEP - 8, BAD_STEP + 9)
 USUAL_TOKENS = 8
 """All samples draw from these; a poisoned one from the rest, which the model has learned never to expect."""
@@ -79,7 +82,7 @@ class Outcome:
 
 def train(world: World, run_dir: Path, source: Any, fault: str, on_severe: str, kill_at: str = "") -> Outcome:
     """`fault`: none, batch (poisoned samples), or rank (rank 1's gradient a thousand times too large, once)."""
-    guard, num_calls = WatchedGuard(on_severe), [0]
+    guard, num_calls = WatchedGuard(on_severe), [layout.read_pointer(run_dir).step or 0]
 
     def gradient_sum(parameters: Any) -> Any:
         num_calls[0] += 1
@@ -119,13 +122,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory, source: Any) -> Outcome:
-    return only(run_ranks(train, 1, tmp_path_factory.mktemp("clean"), source, "none", "rollback", timeout_s=240))
+def clean_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("clean")
+
+
+@pytest.fixture(scope="module")
+def clean(clean_dir: Path, source: Any) -> Outcome:
+    return only(run_ranks(train, 1, clean_dir, source, "none", "rollback", timeout_s=240))
+
+
+@pytest.fixture
+def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
+    """A run directory that holds what the clean run had after step `BEGUN`."""
+    later = [layout.step_dir_name(step) for step in range(BEGUN + 1, NUM_STEPS + 1)]
+    run_dir = Path(shutil.copytree(clean_dir, tmp_path / "run", ignore=shutil.ignore_patterns(*later)))
+    (run_dir / layout.POINTER).write_text(str(BEGUN))
+    return run_dir
 
 
 @pytest.fixture(scope="module")
 def rolled_back(tmp_path_factory: pytest.TempPathFactory, source: Any) -> tuple[Path, Outcome]:
-    """A run on one rank that met the poisoned batch."""
+    """A run on one rank, from its first step on, that met the poisoned batch."""
     run_dir = tmp_path_factory.mktemp("rolled_back")
     return run_dir, only(run_ranks(train, 1, run_dir, source, "batch", "rollback", timeout_s=240))
 
@@ -139,8 +156,9 @@ def only(outcomes: list[Any]) -> Outcome:
 
 def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
     assert found.exit_code == clean.exit_code == EXIT_DONE
-    assert found.steps[:BAD_STEP] == tuple(range(1, BAD_STEP + 1)), "found at once, by all ranks"
-    again = found.steps[BAD_STEP:]
+    num_until = BAD_STEP + 1 - found.steps[0]
+    assert found.steps[:num_until] == tuple(range(found.steps[0], BAD_STEP + 1)), "found at once, by all ranks"
+    again = found.steps[num_until:]
     assert again == tuple(step for step in range(TARGET_STEP + 1, NUM_STEPS + 1) if step not in PASSED_OVER)
     assert found.last_loss == pytest.approx(clean.last_loss, rel=0.02)
     assert (found.num_lost_steps, clean.num_lost_steps) == (BAD_STEP - TARGET_STEP, 0)
@@ -157,12 +175,10 @@ def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back: tuple[Path, 
 
 
 @pytest.mark.parametrize("fault", ["batch", "rank"])
-def test_two_ranks_undo_it_together_wherever_it_came_from(
-    source: Any, tmp_path: Path, clean: Outcome, fault: str
-) -> None:
-    run_dir = tmp_path / "run"
-    found = only(run_ranks(train, 2, run_dir, source, fault, "rollback", timeout_s=240))
-    require_undone(run_dir, found, clean)
+def test_two_ranks_undo_it_together_wherever_it_came_from(source: Any, begun: Path, clean: Outcome, fault: str) -> None:
+    found = only(run_ranks(train, 2, begun, source, fault, "rollback", timeout_s=240))
+    assert found.steps[0] == BEGUN + 1
+    require_undone(begun, found, clean)
 
 
 @pytest.mark.covers("S2.41:C")
@@ -177,26 +193,25 @@ def test_the_evidence_names_the_poisoned_samples(rolled_back: tuple[Path, Outcom
     assert len(evidence["rows_before"]) == 32 and evidence["rows_before"][-1]["progress/step"] == BAD_STEP - 1
 
 
-def test_a_severe_update_can_be_left_out_by_the_device(source: Any, tmp_path: Path) -> None:
-    found = only(run_ranks(train, 2, tmp_path / "run", source, "rank", "skip", timeout_s=240))
-    assert found.exit_code == EXIT_DONE and found.skipped == 1 and found.steps == tuple(range(1, NUM_STEPS + 1))
+def test_a_severe_update_can_be_left_out_by_the_device(source: Any, begun: Path) -> None:
+    found = only(run_ranks(train, 2, begun, source, "rank", "skip", timeout_s=240))
+    assert found.exit_code == EXIT_DONE and found.skipped == 1 and found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
 
 
-def test_a_severe_step_can_stop_the_run(source: Any, tmp_path: Path) -> None:
-    found = only(run_ranks(train, 2, tmp_path / "run", source, "batch", "stop", timeout_s=240))
+def test_a_severe_step_can_stop_the_run(source: Any, begun: Path) -> None:
+    found = only(run_ranks(train, 2, begun, source, "batch", "stop", timeout_s=240))
     assert found.exit_code == EXIT_DIVERGED and found.steps[-1] == BAD_STEP
 
 
 @pytest.mark.parametrize("kill_at", [f"/{rollback.FILE}", "/.corrupt_global_step_200"])
 def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
-    source: Any, tmp_path: Path, rolled_back: tuple[Path, Outcome], kill_at: str
+    source: Any, begun: Path, rolled_back: tuple[Path, Outcome], kill_at: str
 ) -> None:
     """Before its first word is on the disk the rollback is decided again; after it the next start carries it out."""
-    run_dir = tmp_path / "run"
     with pytest.raises(AssertionError, match="died without a result"):
-        run_ranks(train, 1, run_dir, source, "batch", "rollback", kill_at, timeout_s=240)
-    assert bool(rollback.read(run_dir).entries) == ("corrupt" in kill_at)
-    resumed = only(run_ranks(train, 1, run_dir, source, "batch", "rollback", timeout_s=240))
+        run_ranks(train, 1, begun, source, "batch", "rollback", kill_at, timeout_s=240)
+    assert bool(rollback.read(begun).entries) == ("corrupt" in kill_at)
+    resumed = only(run_ranks(train, 1, begun, source, "batch", "rollback", timeout_s=240))
     assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss, "bit for bit"
     assert set(resumed.steps[-40:]).isdisjoint(PASSED_OVER) and resumed.steps[-1] == NUM_STEPS
-    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"]
+    assert [path.name for path in begun.glob(".corrupt*")] == [".corrupt_global_step_200.0"]

@@ -14,6 +14,7 @@ import pytest
 from faults.failpoints import ERRORS, Failure, Matrix, Outcome, Outcomes, Scene, failing_saves
 from faults.save_points import Point, Survey, Watch, thinned
 from ranks import _receive, started_ranks
+from sweeps import some
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import Recipe, checkpoint_manager, save_now
 
@@ -25,6 +26,7 @@ from trainer.runtime.distributed import World
 
 SAVE_TIMEOUT_S = 2
 SHORT_GRACE_S = 1.0
+NUM_FAILING = 40
 PATIENCE_S = 30.0
 
 
@@ -38,13 +40,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(scene: Scene, tmp_path: Path, mode: str) -> None:
-    """Every operation fails once, half of them in each mode; every second save is a good one.
+    """Half of a sample of the operations fails in each mode (of all with `pytest --full`); every second save is good.
 
     `python tests/faults/failpoints.py` lets all of them fail in both modes and for both reasons.
     """
     points = [p for p in thinned(Matrix(scene, tmp_path / "seen", async_save=mode == "async").points) if p.can_fail]
     assert len(points) > 80 and {point.rank for point in points} == {0, 1}
-    half = points[mode == "async" :: 2]
+    half = some(points, NUM_FAILING)[mode == "async" :: 2]
     failures = [Failure(point, ERRORS[number % 2]) for number, point in enumerate(half)]
     found = failing_saves(failures, tmp_path / "run", scene.source, async_save=mode == "async")
     assert not found, "\n".join(found)

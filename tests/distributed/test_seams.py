@@ -49,25 +49,27 @@ class HeavyBall(Optimizer):
         return local(self.state[parameter]["momentum_buffer"]) * group["lr"]
 
 
-def train(world: Any, run_dir: Path, source: Any, choice: dict[str, str], num_steps: int = 99) -> Result:
+def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
+    """A run of each choice, in a directory of its own."""
     LOSSES["smoothed"], OPTIMIZERS["heavy_ball"] = Loss(smoothed), HeavyBall
-    return run(world, run_dir, source, Recipe(total_steps=4, save_freq=-1), stop=StopsAfter(num_steps), **choice)
+    recipe = Recipe(total_steps=4, save_freq=-1)
+    return [
+        run(world, root / str(number), source, recipe, stop=StopsAfter(num_steps), **choice)
+        for number, choice in enumerate(CHOICES)
+    ]
 
 
 def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path: Path) -> None:
     source = write_model_config(tmp_path)
-    seen = set()
-    for number, choice in enumerate(CHOICES):
-        straight = run_ranks(train, 2, tmp_path / f"straight{number}", source, choice)[0]
-        parted = tmp_path / f"parted{number}"
-        assert run_ranks(train, 2, parted, source, choice, 2)[0].exit_code == EXIT_RESUMABLE
-        resumed = run_ranks(train, 2, parted, source, choice)[0]
+    whole = run_ranks(train, 2, tmp_path / "straight", source)[0]
+    stopped, again = (run_ranks(train, 2, tmp_path / "parted", source, *steps)[0] for steps in ((2,), ()))
+    assert [result.exit_code for result in stopped] == [EXIT_RESUMABLE] * len(CHOICES)
+    for straight, resumed in zip(whole, again, strict=True):
         assert resumed.start_step == 2 and len(straight.losses) == 4
         assert resumed.losses == {step: straight.losses[step] for step in (3, 4)}
         for ours, theirs in ((resumed.parameters, straight.parameters), (resumed.moments, straight.moments)):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        seen.add(straight.losses[4])
-    assert len(seen) == len(CHOICES)
+    assert len({straight.losses[4] for straight in whole}) == len(CHOICES)
 
 
 class WeightAverage:

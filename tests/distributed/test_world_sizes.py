@@ -1,4 +1,7 @@
-"""Files of W ranks load on V ranks, all pairs: parameters and moments bit-equal, uneven and empty shards included."""
+"""Files of W ranks load on V ranks: parameters and moments bit-equal, uneven and empty shards included.
+
+All pairs of few numbers of ranks; of many with `pytest --full`.
+"""
 
 import shutil
 from pathlib import Path
@@ -7,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from sweeps import short_or_full
 from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
 from toy_runs import Recipe, Result, checkpoint_manager, moments_of, run
 
 from trainer.checkpoint import layout
 
-WORLD_SIZES = (1, 2, 3, 4, 6, 8)
-HYBRID = ((4, 2), (8, 4), (6, 3))
+WORLD_SIZES = short_or_full((1, 3, 4), full=(1, 2, 3, 4, 6, 8))
+HYBRID = short_or_full(((4, 2),), full=((4, 2), (8, 4), (6, 3)))
 """(ranks, fsdp_size): several copies of the parameters."""
 MIB = 2**20
 
@@ -61,7 +65,7 @@ def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
 
 
-@pytest.mark.parametrize(("world_size", "fsdp_size"), [*((size, -1) for size in WORLD_SIZES), HYBRID[0]])
+@pytest.mark.parametrize(("world_size", "fsdp_size"), [*((size, -1) for size in WORLD_SIZES), *HYBRID])
 def test_every_checkpoint_loads_bit_equal(
     saved: dict[str, tuple[Path, Result]], source: Any, world_size: int, fsdp_size: int
 ) -> None:
@@ -72,7 +76,7 @@ def test_every_checkpoint_loads_bit_equal(
         assert differing(moments, truth.moments) == [], f"saved on {name}"
 
 
-@pytest.mark.parametrize("first", (1, 2, 4, 8))
+@pytest.mark.parametrize("first", short_or_full((4,), full=(1, 2, 4, 8)))
 def test_the_same_samples_follow_on_any_number_of_ranks(
     saved: dict[str, tuple[Path, Result]], source: Any, first: int, tmp_path: Path
 ) -> None:

@@ -13,9 +13,9 @@ from runs import SMALL, command, curve, environment, processes_of, wait_for_step
 
 
 @contextmanager
-def started(cwd: Path, redirection: str, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def started(cwd: Path, redirection: str, num_ranks: int, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """In a process group of its own, gone at the end of the block."""
-    words = ["bash", "-c", f'exec "$@" {redirection}', "bash", *command(2, *SMALL, *overrides)]
+    words = ["bash", "-c", f'exec "$@" {redirection}', "bash", *command(num_ranks, *SMALL, *overrides)]
     streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     env = environment(TMPDIR=str(cwd / "tmp"))
     with subprocess.Popen(words, cwd=cwd, env=env, text=True, start_new_session=True, **streams) as process:
@@ -36,7 +36,7 @@ def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd: Path, cache: 
     """`run_sft.sh | head -5` and a stop signal, the same command into a full device, the same with closed streams."""
     run_dir = cwd / "checkpoints" / "e2e" / "quickstart"
     before = sorted((cwd / "tmp").iterdir())
-    with started(cwd, "", cache) as headed:
+    with started(cwd, "", 2, cache) as headed:
         assert headed.stdout is not None and headed.stderr is not None
         assert all(headed.stdout.readline() for _ in range(5))
         headed.stdout.close()
@@ -48,13 +48,13 @@ def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd: Path, cache: 
             == "stdout can no longer be written (Broken pipe): nothing is shown there from now on\n"
         )
     assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"
-    with started(cwd, ">/dev/full", cache) as full:
+    with started(cwd, ">/dev/full", 1, cache) as full:
         _, stderr = full.communicate(timeout=120)
         assert full.returncode == 0, stderr
         assert (
             stderr == "stdout can no longer be written (No space left on device): nothing is shown there from now on\n"
         )
-    with started(cwd, ">&- 2>&-", cache) as closed:
+    with started(cwd, ">&- 2>&-", 1, cache) as closed:
         assert closed.wait(timeout=120) == 0
     assert list(curve(run_dir, "train/loss")) == list(range(1, 13))
     assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"

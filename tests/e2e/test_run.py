@@ -14,6 +14,7 @@ import torch.distributed.tensor  # for weights_only loading of shards
 import whole_runs
 from runs import REPOSITORY, SMALL, command, curve, environment, processes_of, run, started, wait_for_step
 from safetensors.torch import load_file
+from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.planner.disk import plan_disk
@@ -69,7 +70,7 @@ def test_first_run_says_what_it_does(straight: tuple[Path, str]) -> None:
 def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> None:
     run_dir, _ = straight
     before = snapshot(run_dir)
-    again = run(run_dir.parent.parent.parent, 2, cache, *SMALL)
+    again = run(run_dir.parent.parent.parent, 1, cache, *SMALL)
     assert again.returncode == 0 and "already complete" in again.stdout
     assert snapshot(run_dir) == before
 
@@ -118,12 +119,15 @@ def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.covers("S3.27", "S3.29")
 def test_kill_9_then_the_same_command(straight: tuple[Path, str], killed: Path, cache: str, tmp_path: Path) -> None:
-    """Killed three times at random moments, and continued: every attempt equals the uninterrupted run, bit by bit."""
+    """Killed and continued, every attempt equals the uninterrupted run, bit by bit.
+
+    With `pytest --full` killed twice more, at random moments; those of test_kills.py are without the launcher.
+    """
     seed = 0
     chance = random.Random(seed)
     run_dir = run_dir_of(tmp_path)
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    for step in sorted(chance.sample(range(5, 12), 2)):
+    for step in sorted(chance.sample(range(5, 12), short_or_full(0, full=2))):
         delay_s = chance.uniform(0.0, 0.5)
         print(f"seed {seed}: kill {delay_s:.2f} s after step {step}")
         kill_after(step, tmp_path, cache, *SMALL, delay_s=delay_s)
@@ -141,6 +145,11 @@ def test_kill_9_then_the_same_command(straight: tuple[Path, str], killed: Path, 
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+def forked(run_dir: Path, num_ranks: int, *words: str) -> tuple[int | None, str]:
+    """(exit code, output) of a start whose launcher is not what is looked at."""
+    return whole_runs.run(num_ranks, *words, f"trainer.default_local_dir={run_dir}", log=run_dir.parent / "log")
+
+
 @pytest.mark.covers("S3.29", "S3.30", "S3.31")
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_continue_on_other_ranks(
@@ -148,8 +157,8 @@ def test_continue_on_other_ranks(
 ) -> None:
     run_dir = run_dir_of(tmp_path)
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    again = run(tmp_path, num_ranks, cache, *SMALL)
-    assert again.returncode == 0 and "Found checkpoint" in again.stdout, again.stdout
+    code, output = forked(run_dir, num_ranks, cache, *SMALL)
+    assert code == 0 and "Found checkpoint" in output, output
     expected = curve(straight[0], "train/loss")
     for step, loss in curve(run_dir, "train/loss").items():
         assert loss == pytest.approx(expected[step], rel=1e-6)
@@ -159,10 +168,10 @@ def test_continue_on_other_ranks(
 
 @pytest.mark.covers("S3.16", "S3.26")
 def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str, tmp_path: Path) -> None:
-    """One run stopped by each signal in turn, and by SIGTERM to one rank alone, then left in peace."""
+    """One run stopped by a signal, and by SIGTERM to one rank alone, then left in peace."""
     words = (cache, *SMALL, "trainer.save_freq=-1")
     run_dir, saved = run_dir_of(tmp_path), 0
-    for number in (signal.SIGINT, signal.SIGUSR1, None):
+    for number in short_or_full((signal.SIGINT, None), full=(signal.SIGINT, signal.SIGUSR1, None)):
         with started(tmp_path, 2, *words) as process:
             wait_for_step(run_dir, saved + 1, process)
             at = max(curve(run_dir, "train/loss"))
@@ -176,8 +185,8 @@ def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str,
         assert processes_of(tmp_path) == []
         saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
         assert at <= saved <= at + 2
-    again = run(tmp_path, 2, *words)
-    assert again.returncode == 0, again.stdout
+    code, output = forked(run_dir, 2, *words)
+    assert code == 0, output
     assert curve(run_dir, "train/loss") == curve(straight[0], "train/loss")
 
 
@@ -212,12 +221,12 @@ def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
         b'{"messages": \n\xff\xfe\n'
     )
-    failed = run(tmp_path, 2, cache, *SMALL, f"data.train_files={tmp_path}/rows.jsonl")
-    assert failed.returncode == 65, failed.stdout
+    code, output = forked(tmp_path / "run", 2, cache, *SMALL, f"data.train_files={tmp_path}/rows.jsonl")
+    assert code == 65, output
     for text in ("rows.jsonl:2: ", "rows.jsonl:3: ", "data.on_bad_row=skip"):
-        assert text in failed.stdout
-    assert failed.stdout.count("rows.jsonl:2: ") == 1, "every rank repeats the list"
-    assert "Traceback" not in failed.stdout
+        assert text in output
+    assert output.count("rows.jsonl:2: ") == 1, "every rank repeats the list"
+    assert "Traceback" not in output
 
 
 def test_mistyped_key_is_2(tmp_path: Path) -> None:
@@ -230,7 +239,8 @@ def test_mistyped_key_is_2(tmp_path: Path) -> None:
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
 def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "gsm"
-    code, output = whole_runs.run(
+    code, output = forked(
+        run_dir,
         2,
         cache,
         f"data.train_files={GSM8K}/train.jsonl",
@@ -243,8 +253,6 @@ def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:
         "trainer.total_training_steps=12",
         "trainer.save_freq=4",
         "trainer.max_ckpt_to_keep=2",
-        f"trainer.default_local_dir={run_dir}",
-        log=tmp_path / "log",
     )
     assert code == 0, output
     assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_12", "global_step_8"]
@@ -271,8 +279,7 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache: str, tmp_path: P
     (tmp_path / "val.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
     run_dir = tmp_path / "run"
     changes = ("trainer.total_training_steps=4", "trainer.checkpoint.export_dtype=float32", "trainer.save_freq=-1")
-    files = (f"data.val_files={tmp_path}/val.jsonl", f"trainer.default_local_dir={run_dir}")
-    code, output = whole_runs.run(2, cache, *SMALL, *changes, *files, log=tmp_path / "log")
+    code, output = forked(run_dir, 2, cache, *SMALL, *changes, f"data.val_files={tmp_path}/val.jsonl")
     assert code == 0, output
     export = run_dir / "global_step_4" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)

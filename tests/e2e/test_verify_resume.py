@@ -12,7 +12,8 @@ EQUAL = "verdict: interrupted equals uninterrupted, bit for bit"
 
 
 def test_the_quickstart_killed_once_equals_itself(cache: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trainer.cli.verify_resume", "2", "--steps=6", "--kills=1", "--seed=1"]
+    """On one rank: what several leave is compared by tests/faults/test_kills.py."""
+    command = [sys.executable, "-m", "trainer.cli.verify_resume", "1", "--steps=6", "--kills=1", "--seed=1"]
     env = environment(PYTHONPATH=str(REPOSITORY), TMPDIR=str(tmp_path))
     done = subprocess.run(
         [*command, cache, *RECIPE], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import whole_runs
 from exports import export_model
 from family_trials import save_model
 from peft import PeftModel
 from ranks import run_ranks
-from runs import run
+from sweeps import short_or_full
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from toy import VOCAB, model_config
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter with vLLM"),
 ]
 QUESTION = "Write a Python function multiply_by_31(x) that returns x times 31."
-FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text")
+FAMILIES = short_or_full(("llama", "qwen3_moe"), full=("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text"))
 WHOLE = "gemma3"
 """A checkpoint of text and images."""
 HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
@@ -88,11 +89,14 @@ def write_whole(path: Path) -> None:
     (path / "preprocessor_config.json").write_text(json.dumps(images))
 
 
-def run_quickstart(root: Path, cache: str) -> Path:
-    """A short training made the tokens of its answers certain."""
-    trained = run(root, 2, cache, "trainer.total_training_steps=70", "trainer.save_freq=-1", timeout_s=600)
-    assert trained.returncode == 0, trained.stdout
-    return root / "checkpoints" / "sft" / "quickstart" / "global_step_70"
+def trained(run_dir: Path, steps: int, *words: str) -> Path:
+    """The checkpoint of a run on two ranks."""
+    words = (*words, f"trainer.total_training_steps={steps}", "trainer.save_freq=-1")
+    code, output = whole_runs.run(
+        2, *words, f"trainer.default_local_dir={run_dir}", log=run_dir.with_suffix(".log"), timeout_s=500
+    )
+    assert code == 0, output
+    return run_dir / f"global_step_{steps}"
 
 
 def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
@@ -100,11 +104,9 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
     base = Path(shutil.copytree(MODEL_DIR, root / "base"))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.float32).save_pretrained(base)
-    words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005", "trainer.total_training_steps=8"]
-    words += ["trainer.checkpoint.export_lora=both", "trainer.checkpoint.export_dtype=float32", "trainer.save_freq=-1"]
-    trained = run(root, 2, cache, *words, "model.fsdp_config.param_dtype=float32", timeout_s=600)
-    assert trained.returncode == 0, trained.stdout
-    return base, root / "checkpoints" / "sft" / "quickstart" / "global_step_8"
+    words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005"]
+    words += ["trainer.checkpoint.export_lora=both", "trainer.checkpoint.export_dtype=float32"]
+    return base, trained(root / "run", 8, cache, *words, "model.fsdp_config.param_dtype=float32")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,8 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
     base, checkpoint = run_adapter(root / "adapter", cache)
     ids = random_ids(VOCAB)
     return {
-        "quickstart": {"model": run_quickstart(root, cache) / "huggingface", "question": QUESTION},
+        # so many steps make the tokens of its answers certain
+        "quickstart": {"model": trained(root / "run", 70, cache) / "huggingface", "question": QUESTION},
         "adapter": {"model": base, "adapter": checkpoint / "huggingface" / "lora_adapter", "ids": random_ids(500)},
         "merged": {"model": checkpoint / "huggingface", "ids": random_ids(500)},
         **{name: {"model": root / f"{name}-export", "ids": ids} for name in (*FAMILIES, WHOLE)},

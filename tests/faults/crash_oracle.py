@@ -182,8 +182,8 @@ class Explorer:
         self.outcomes: dict[Tree, Outcome] = {}
         self._is_whole, self._max_combinations, self._seed = is_whole, max_combinations, seed
 
-    def explore(self, log: Sequence[Operation], start: Tree, root: Path, promise: Promise) -> Report:
-        """Cut `log` before each operation and after the last.
+    def explore(self, log: Sequence[Operation], start: Tree, root: Path, promise: Promise, *, first: int = 0) -> Report:
+        """Cut `log` before each operation from number `first` on and after the last.
 
         `root`: the directory it was recorded in, which held `start`; `promise`: what held before the first operation.
         """
@@ -192,7 +192,7 @@ class Explorer:
         for cut in range(len(log) + 1):
             if len(report.faults) >= ENOUGH_FAULTS:
                 break
-            if is_changed:
+            if is_changed and cut >= first:
                 place = f"{cut}: {log[cut].kind} {log[cut].path}" if cut < len(log) else "was the end"
                 self._judge(disk, promise, report, chance, place, torn_before=self.outcome(start).torn)
             if cut < len(log):

@@ -17,12 +17,13 @@ import pytest
 import test_checkpoint_rotation as rotation
 from checkpoint_fakes import save
 from fake_run import FakeRun
+from sweeps import short_or_full
 
 from trainer.checkpoint import choice, layout
 from trainer.checkpoint.lock import RunLock
 from trainer.config import ConfigError
 
-NUM_HISTORIES = int(os.environ.get("CHECKPOINT_HISTORIES", "100"))
+NUM_HISTORIES = short_or_full(20, full=100)
 TIME_ZONES = ("UTC", "Pacific/Kiritimati", "America/Los_Angeles", "XXX+23")
 FIRST_S, LAST_S = 0, 4 * 10**9
 """1970 to 2096."""

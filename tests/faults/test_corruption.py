@@ -12,6 +12,7 @@ import pytest
 from checkpoint_fakes import save
 from fake_run import FakeRun
 from ranks import run_ranks
+from sweeps import short_or_full
 from toy import write_model_config
 from toy_runs import Recipe, run
 
@@ -19,9 +20,9 @@ from trainer.checkpoint import choice, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 
 OLD, NEW = 2, 4
-NUM_FLIPS = 300
+NUM_FLIPS = short_or_full(60, full=300)
 """In each file."""
-NUM_OTHERS = 6
+NUM_OTHERS = short_or_full(2, full=6)
 """Of each other kind of damage in each file."""
 
 
@@ -171,7 +172,7 @@ def test_every_change_of_bytes_in_every_file_is_found(real: Path, capsys: pytest
                 num_found += 1
     with capsys.disabled():
         print(f"\n{num_found} damaged files: all found")
-    assert num_found >= 3000
+    assert num_found >= 10 * (NUM_FLIPS + len(OTHERS) * NUM_OTHERS)
     assert start_of(real) == Start(NEW, ""), "everything is restored"
 
 

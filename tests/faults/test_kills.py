@@ -1,6 +1,5 @@
 """The short form of kills.py: kills and preemptions at random moments of real runs; nothing lost, changed or left."""
 
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -8,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from kills import TOTAL_STEPS, Campaign, Run
+from sweeps import short_or_full
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import LOCK
 from trainer.errors import EXIT_DONE
 from trainer.resume_proof.bit_equality import compare_runs
 
-SEED = int(os.environ.get("KILLS_SEED", "7"))
-NUM_KILLS, NUM_PREEMPTIONS = 8, 4
+SEED = 7
+NUM_KILLS, NUM_PREEMPTIONS = short_or_full((4, 2), full=(8, 4))
 
 
 @pytest.fixture(scope="module")

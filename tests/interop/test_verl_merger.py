@@ -3,6 +3,7 @@
 Needs VERL_PYTHON, an interpreter that has verl 0.9.1 and its merger's dependencies.
 """
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif("VERL_PYTHON" not in os.environ, reason="VERL_PYTHON names no interpreter with verl"),
 ]
 STEP = 2
+CASES = {"shards": (2, -1, True), "replicas": (4, 2, True), "untied": (3, -1, False)}
+"""(Ranks, fsdp_size, whether the head is tied)."""
 
 
 def save(world: Any, run_dir: Path, source: Any) -> None:
@@ -54,19 +57,33 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "fsdp_size", "is_tied"),
-    [(2, -1, True), (4, 2, True), (3, -1, False)],
-    ids=["shards", "replicas", "untied"],
-)
-def test_merged_shards_equal_the_export(tmp_path: Path, world_size: int, fsdp_size: int, is_tied: bool) -> None:
-    source = write_model(tmp_path / "model", tie_word_embeddings=is_tied)
-    run_ranks(save, world_size, tmp_path / "run", source, fsdp_size=fsdp_size)
-    checkpoint, merged = tmp_path / "run" / f"global_step_{STEP}", tmp_path / "merged"
-    run_in_verl("merge_with_verl.py", str(checkpoint), str(merged))
+def merge(*jobs: tuple[Path, Path, Path | None]) -> None:
+    run_in_verl("merge_with_verl.py", json.dumps(jobs, default=str))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("ours")
+    for name, (world_size, fsdp_size, is_tied) in CASES.items():
+        source = write_model(root / name / "model", tie_word_embeddings=is_tied)
+        run_ranks(save, world_size, root / name / "run", source, fsdp_size=fsdp_size)
+    return {name: root / name / "run" / f"global_step_{STEP}" for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def all_merged(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for each case, written by one process: verl takes longer to import than to merge."""
+    root = tmp_path_factory.mktemp("theirs")
+    merge(*((checkpoint, root / name, None) for name, checkpoint in checkpoints.items()))
+    return root
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_shards_equal_the_export(checkpoints: dict[str, Path], all_merged: Path, case: str) -> None:
+    checkpoint, merged = checkpoints[case], all_merged / case
     theirs, ours = tensors(merged), tensors(checkpoint / "huggingface")
     assert set(theirs) == set(ours), "a tied head is in neither"
-    assert ("lm_head.weight" in ours) is not is_tied
+    assert ("lm_head.weight" in ours) is not CASES[case][2]
     for name, value in ours.items():
         assert theirs[name].dtype == value.dtype == torch.bfloat16
         assert torch.equal(theirs[name], value), name
@@ -74,10 +91,7 @@ def test_merged_shards_equal_the_export(tmp_path: Path, world_size: int, fsdp_si
     assert all(torch.equal(reloaded.get_parameter(name), value) for name, value in ours.items())
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_verl_finds_the_export_equal_to_the_shards(tmp_path: Path, is_tied: bool) -> None:
-    """The merger's own comparison: `python -m verl.model_merger test`."""
-    source = write_model(tmp_path / "model", tie_word_embeddings=is_tied)
-    run_ranks(save, 2, tmp_path / "run", source)
-    checkpoint = tmp_path / "run" / f"global_step_{STEP}"
-    run_in_verl("merge_with_verl.py", str(checkpoint), "unused", str(checkpoint / "huggingface"))
+def test_verl_finds_the_export_equal_to_the_shards(checkpoints: dict[str, Path]) -> None:
+    """The merger's own comparison: `python -m verl.model_merger test`; a head that is tied, and one that is not."""
+    compared = (checkpoints["shards"], checkpoints["untied"])
+    merge(*((checkpoint, Path("unused"), checkpoint / "huggingface") for checkpoint in compared))

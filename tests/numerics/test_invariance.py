@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from ranks import run_ranks
+from ranks import each, run_ranks
 from toy import (
     ToySamples,
     build_toy_model,
@@ -100,11 +100,18 @@ def reference(source):  # type: ignore[no-untyped-def]
     return plain_transformers(source)
 
 
+@pytest.fixture(scope="module")
+def runs(source):  # type: ignore[no-untyped-def]
+    """{number of ranks: {samples in a micro-batch: what rank 0 measured}}."""
+    variants = {number: {"max_samples": number} for number in (1, 4, 16)}
+    return {size: run_ranks(each, size, train, source, variants)[0] for size in (1, 2, 4)}
+
+
 @pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10")
 @pytest.mark.parametrize("max_samples", [1, 4, 16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_loss_and_norm_equal_the_plain_loop(source, reference, world_size: int, max_samples: int) -> None:  # type: ignore[no-untyped-def]
-    losses, norms, _, _ = run_ranks(train, world_size, source, max_samples)[0]
+def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size: int, max_samples: int) -> None:  # type: ignore[no-untyped-def]
+    losses, norms, _, _ = runs[world_size][max_samples]
     assert relative(losses, reference[0]) < 1e-6
     assert relative(norms, reference[1]) < 1e-5
     assert losses[-1] < losses[0]
@@ -114,12 +121,13 @@ def test_loss_and_norm_equal_the_plain_loop(source, reference, world_size: int, 
 def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_path: Path, choice: dict) -> None:
     """Muon enlarges rounding (its iterations, small singular values): eight of its steps on top of each other."""
     source = write_model_config(tmp_path)
-    losses, norms, val_losses, _ = run_ranks(train, 1, source, **choice)[0]
-    usual = run_ranks(train, 1, source)[0]
+    variants = {"usual": {}, "all": choice, "one by one": {"max_samples": 1} | choice}
+    alone = run_ranks(each, 1, train, source, variants)[0]
+    usual, (losses, norms, val_losses, _) = alone["usual"], alone["all"]
     assert relative(val_losses, usual[2]) < 0.2, "validation measures cross-entropy whatever is trained"
     assert losses[-1] != usual[0][-1] and ("loss" in choice or losses[-1] < losses[0])
-    for world_size, max_samples in ((1, 1), (2, 4), (4, 1)):
-        found = run_ranks(train, world_size, source, max_samples, **choice)[0]
+    several = [run_ranks(train, world_size, source, number, **choice)[0] for world_size, number in ((2, 4), (4, 1))]
+    for found in (alone["one by one"], *several):
         assert relative(found[0], losses) < 1e-6
         assert relative(found[1], norms) < 1e-5
         assert relative(found[2], val_losses) < 1e-6
@@ -130,11 +138,14 @@ def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
     """Token budget, ZeRO-2, recomputation, one document per forward, HSDP: the same numbers."""
     source = write_model_config(tmp_path)
     expected, _, val_expected, parameters = run_ranks(train, 1, source)[0]
+    on_two = {
+        "token budget": {"max_tokens": 48},
+        "zero-2": {"reshard_after_forward": False},
+        "recompute": {"enable_gradient_checkpointing": True},
+        "per document": {"is_packed": False},
+    }
     variants = {
-        "token budget": run_ranks(train, 2, source, max_tokens=48)[0],
-        "zero-2": run_ranks(train, 2, source, reshard_after_forward=False)[0],
-        "recompute": run_ranks(train, 2, source, enable_gradient_checkpointing=True)[0],
-        "per document": run_ranks(train, 2, source, is_packed=False)[0],
+        **run_ranks(each, 2, train, source, on_two)[0],
         "hsdp": run_ranks(train, 4, source, fsdp_size=2)[0],
         "more ranks than samples per step": run_ranks(train, 5, source, max_samples=1)[0],
     }

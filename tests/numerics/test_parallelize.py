@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import each, run_ranks
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import ToySamples, build_toy_model, full_parameters, model_config, optim_config, write_model_config
@@ -21,8 +21,7 @@ from trainer.optim import OPTIMIZERS
 from trainer.planner.fake_step import run_step
 
 SAMPLES = ToySamples()
-SHAPES = [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9], [], [10, 11, 12, 13, 14], [1], [2, 3, 4, 5, 6, 7, 8], [9, 11]]
-SHAPES += [[20, 21, 22, 23, 19, 18, 17, 16, 15]]
+SHAPES = [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9], [], [1], [20, 21, 22, 23, 19, 18, 17, 16, 15]]
 """Micro-batches of 0 to 9 documents: other counts and lengths every time, as in training."""
 
 
@@ -62,23 +61,43 @@ def compiled_like_plain(world: Any, source: Any, backend: str, shapes: list[list
     return difference, counters["frames"]["total"], counters["frames"]["ok"], early
 
 
-def test_compiled_layers_are_not_compiled_again_for_every_batch(tmp_path: Path) -> None:
-    """Two kinds of layer, recomputed ones, shapes that all differ: the code of the first half serves the rest.
+def all_compiled(world: Any, root: Path) -> dict[str, Any]:
+    """What `compiled_like_plain` finds of each case, one after the other: to import the compiler takes longer.
 
     The eager backend runs the captured graphs as they are: what is shown is the capture, whatever compiles it.
     """
     window = {"sliding_window": 4, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}
-    source = write_model_config(tmp_path, "gemma3_text", **window)
-    settings = {"enable_gradient_checkpointing": True, "timeout_s": 300}
-    difference, total, ok, early = run_ranks(compiled_like_plain, 1, source, "eager", SHAPES, **settings)[0]
+    windowed = write_model_config(root / "window", "gemma3_text", **window)
+    looped = write_model_config(root / "loop", "lfm2", layer_types=["conv", "full_attention"])
+    found = {"windows": compiled_like_plain(world, windowed, "eager", SHAPES, enable_gradient_checkpointing=True)}
+    torch.compiler.reset()
+    found["loop"] = compiled_like_plain(world, looped, "eager", [[0, 1, 2, 3], []])
+    torch.compiler.reset()
+    found["backward"] = compiled_like_plain(world, write_model_config(root / "plain"), "aot_eager", [[1, 2]])
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(all_compiled, 1, tmp_path_factory.mktemp("compiled"), timeout_s=400)[0]
+
+
+def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled: dict[str, Any]) -> None:
+    """Two kinds of layer, recomputed ones, shapes that all differ: the code of the first half serves the rest."""
+    difference, total, ok, early = compiled["windows"]
     assert difference < 1e-6
     assert 0 < total == ok
     assert total == early
 
 
-def test_a_compiled_backward_gives_the_same_gradients(tmp_path: Path) -> None:
-    source = write_model_config(tmp_path)
-    difference, total, _, _ = run_ranks(compiled_like_plain, 1, source, "aot_eager", [[1, 2]], timeout_s=300)[0]
+def test_a_compiled_layer_leaves_out_the_loop_over_documents(compiled: dict[str, Any]) -> None:
+    difference, total, ok, _ = compiled["loop"]
+    assert difference < 1e-6
+    assert 0 < total == ok
+
+
+def test_a_compiled_backward_gives_the_same_gradients(compiled: dict[str, Any]) -> None:
+    difference, total, _, _ = compiled["backward"]
     assert total > 0
     assert difference < 1e-5
 
@@ -89,14 +108,13 @@ def one_step(world: Any, source: Any, **changes: Any) -> tuple[float, list[torch
     return loss_and_gradients(model, [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("how", [True, "selective"])
-def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, how: bool | str) -> None:
-    source = write_model_config(tmp_path)
-    plain, recomputed = (
-        run_ranks(one_step, 2, source, enable_gradient_checkpointing=setting)[0] for setting in (False, how)
-    )
-    assert recomputed[0] == plain[0]
-    assert worst(recomputed, plain) == 0.0
+def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
+    variants = {how: {"enable_gradient_checkpointing": how} for how in (False, True, "selective")}
+    found = run_ranks(each, 2, one_step, write_model_config(tmp_path), variants)[0]
+    plain = found.pop(False)
+    for how, recomputed in found.items():
+        assert recomputed[0] == plain[0], how
+        assert worst(recomputed, plain) == 0.0, how
 
 
 def two_steps(world: Any, source: Any, **changes: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
@@ -164,9 +182,8 @@ def test_selective_recomputation_repeats_no_matrix_product(
     tmp_path: Path, model_type: str, changes: dict[str, Any], products: tuple[str, ...]
 ) -> None:
     source = write_model_config(tmp_path, model_type, **changes)
-    (most, few), (least, many), (_, selective) = (
-        run_ranks(backward_costs, 1, source, how, products)[0] for how in (False, True, "selective")
-    )
+    variants = {how: {"how": how, "names": products} for how in (False, True, "selective")}
+    (most, few), (least, many), (_, selective) = run_ranks(each, 1, backward_costs, source, variants)[0].values()
     assert selective == few < many
     assert least < most / 2
 
@@ -201,21 +218,23 @@ def gathered_layers_after_forward(world: Any, source: Any, reshard_after_forward
 
 
 @pytest.mark.parametrize(
-    ("world_size", "setting", "kept_bytes", "num_gathered"),
-    [(1, "auto", 0, 2), (2, "auto", 0, 0), (2, "auto", 2**30, 2), (2, False, 0, 2), (2, True, 2**30, 0)],
+    ("world_size", "expected"),
+    [(1, {("auto", 0): 2}), (2, {("auto", 0): 0, ("auto", 2**30): 2, (False, 0): 2, (True, 2**30): 0})],
 )
 def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
-    tmp_path: Path, world_size: int, setting: bool | str, kept_bytes: int, num_gathered: int
+    tmp_path: Path, world_size: int, expected: dict[tuple[bool | str, int], int]
 ) -> None:
+    """By setting and what may be kept: how many layers stay gathered."""
     source = write_model_config(tmp_path)
-    found = run_ranks(gathered_layers_after_forward, world_size, source, setting, kept_bytes)
-    assert set(found) == {num_gathered}
+    variants = {case: {"reshard_after_forward": case[0], "kept_bytes": case[1]} for case in expected}
+    assert run_ranks(each, world_size, gathered_layers_after_forward, source, variants) == [expected] * world_size
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     """Parameters and gradients stay float32; a product of 8-bit mantissas is off by 2**-8 at most."""
     source = write_model_config(tmp_path)
-    exact, rounded = (run_ranks(one_step, 1, source, param_dtype=name)[0] for name in ("float32", "bfloat16"))
+    variants = {name: {"param_dtype": name} for name in ("float32", "bfloat16")}
+    exact, rounded = run_ranks(each, 1, one_step, source, variants)[0].values()
     assert abs(rounded[0] - exact[0]) / exact[0] < 5e-3
     assert 0 < worst(rounded, exact) < 5e-2
     assert {grad.dtype for grad in rounded[1]} == {torch.float32}
@@ -239,17 +258,8 @@ def attention_calls(world: Any, source: Any, is_packed: bool) -> int:
 def test_packed_models_run_packed_attention_in_every_layer(tmp_path: Path) -> None:
     """A dense mask over the whole batch would give the same numbers, at a cost that grows with its square."""
     source = write_model_config(tmp_path)
-    assert run_ranks(attention_calls, 1, source, True) == [2]
-    assert run_ranks(attention_calls, 1, source, False) == [0]
-
-
-def test_selective_recomputation_repeats_no_expert(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    source = write_model_config(tmp_path, "qwen3_moe", **experts)
-    few, many, selective = (
-        run_ranks(backward_costs, 1, source, how, ("_grouped_mm",))[0][1] for how in (False, True, "selective")
-    )
-    assert selective == few < many
+    variants = {is_packed: {"is_packed": is_packed} for is_packed in (True, False)}
+    assert run_ranks(each, 1, attention_calls, source, variants) == [{True: 2, False: 0}]
 
 
 def refusal(world: Any, source: Any) -> str:

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_parallelize import compiled_like_plain, worst
+from ranks import each, run_ranks
+from test_parallelize import worst
 from toy import ToySamples, build_toy_model, model_config, write_model_config
 from transformers import PreTrainedModel
 
@@ -35,26 +35,20 @@ def step(world: Any, source: Any, batches: list[list[int]], settings: dict[str, 
 
 
 @pytest.mark.parametrize("kind", [HYBRID, MASKED], ids=lambda kind: kind[0])
-@pytest.mark.parametrize(
-    "how", [{}, {"enable_gradient_checkpointing": True}, {"enable_gradient_checkpointing": "selective"}]
-)
 def test_documents_are_those_of_the_forward_pass_when_layers_are_computed_again(
-    tmp_path: Path, kind: tuple[str, dict[str, Any]], how: bool | str
+    tmp_path: Path, kind: tuple[str, dict[str, Any]]
 ) -> None:
     """Two micro-batches of different documents with an empty one between them."""
     source = write_model_config(tmp_path, kind[0], **{"tie_word_embeddings": False, **kind[1]})
-    one_by_one = run_ranks(step, 1, source, [[index] for index in DOCUMENTS], {"is_packed": False})[0]
-    packed = run_ranks(step, 1, source, [DOCUMENTS[:2], [], DOCUMENTS[2:]], {"enable_gradient_checkpointing": how})[0]
-    assert abs(packed[0] - one_by_one[0]) / one_by_one[0] < 1e-6
-    assert worst(packed, one_by_one) < 1e-5
-
-
-def test_a_compiled_layer_leaves_its_loop_out(tmp_path: Path) -> None:
-    """The eager backend runs the captured graphs as they are: what is shown is the capture, whatever compiles it."""
-    source = write_model_config(tmp_path, "lfm2", layer_types=["conv", "full_attention"])
-    difference, total, ok, _ = run_ranks(compiled_like_plain, 1, source, "eager", [DOCUMENTS, []])[0]
-    assert difference < 1e-6
-    assert 0 < total == ok
+    batches = [DOCUMENTS[:2], [], DOCUMENTS[2:]]
+    hows = (False, True, "selective")
+    variants = {how: {"batches": batches, "settings": {"enable_gradient_checkpointing": how}} for how in hows}
+    variants["alone"] = {"batches": [[index] for index in DOCUMENTS], "settings": {"is_packed": False}}
+    found = run_ranks(each, 1, step, source, variants)[0]
+    one_by_one = found.pop("alone")
+    for how, packed in found.items():
+        assert abs(packed[0] - one_by_one[0]) / one_by_one[0] < 1e-6, how
+        assert worst(packed, one_by_one) < 1e-5, how
 
 
 def gathers(world: Any, source: Any, members: list[int]) -> int:
@@ -67,7 +61,9 @@ def gathers(world: Any, source: Any, members: list[int]) -> int:
 
 def test_shards_are_gathered_once_per_micro_batch_not_per_document(tmp_path: Path) -> None:
     source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
-    assert run_ranks(gathers, 2, source, DOCUMENTS) == run_ranks(gathers, 2, source, DOCUMENTS[:1])
+    variants = {len(members): {"members": members} for members in (DOCUMENTS, DOCUMENTS[:1])}
+    for of_rank in run_ranks(each, 2, gathers, source, variants):
+        assert len(set(of_rank.values())) == 1
 
 
 def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
@@ -81,9 +77,9 @@ def built(world: Any, source: Any, is_missed: bool) -> tuple[bool, str]:
 
 def test_a_mixer_that_leaks_is_found_and_documents_run_one_by_one(tmp_path: Path) -> None:
     source = write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
-    looped, missed = (run_ranks(built, 2, source, is_missed) for is_missed in (False, True))
-    assert looped == [(True, "documents run packed; looped over documents: Qwen3_5GatedDeltaNet")] * 2
-    assert missed == [(False, "documents run one by one (slower): packed ones fail the self-check")] * 2
+    for found in run_ranks(each, 2, built, source, {name: {"is_missed": name} for name in (False, True)}):
+        assert found[False] == (True, "documents run packed; looped over documents: Qwen3_5GatedDeltaNet")
+        assert found[True] == (False, "documents run one by one (slower): packed ones fail the self-check")
 
 
 def bf16_error(world: Any, source: Any) -> bool:

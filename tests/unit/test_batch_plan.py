@@ -130,7 +130,7 @@ def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples: int
     for step in range(total_steps):
         again = Schedule((Share(num_samples),), batch_size, seed=2, start=whole.position(step))
         assert again.steps_until(3) == total_steps
-        for later in range(step, total_steps):
+        for later in {step, min(step + 1, total_steps - 1), total_steps - 1}:
             assert again.position(later) == whole.position(later)
             assert np.array_equal(again.rows(later + 1), whole.rows(later + 1))
 

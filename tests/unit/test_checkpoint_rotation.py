@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from checkpoint_fakes import commit, content_of, is_whole
+from sweeps import short_or_full
 
 from trainer.checkpoint import choice, layout
 from trainer.checkpoint.manifest import verify_files
 
-NUM_HISTORIES = int(os.environ.get("CHECKPOINT_HISTORIES", "400"))
-"""Seeds 0 to this; a nightly run sets thousands."""
+NUM_HISTORIES = short_or_full(80, full=400)
+"""Seeds 0 to this."""
 NUM_EVENTS = 12
 
 

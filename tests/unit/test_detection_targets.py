@@ -1,4 +1,4 @@
-"""How often the detector is right, on curves whose truth is known: 4 to 6 runs of 3000 steps of each family.
+"""How often the detector is right, on curves whose truth is known: runs of 3000 steps of each family.
 
 The same targets hold for families that were never looked at while the rules were made. Runs of 200 per family:
 benchmarks/guard_calibration.py.
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from curves import BIMODAL, HELD_OUT, TUNED
 from guard_trials import FAULTS, Family, Outcome, per_10k, precision, recall, trial
+from sweeps import short_or_full
 
 from trainer.detection import Detector, Level
 
-SEEDS, SEEDS_OF_TWO_KINDS = range(4), range(6)
+SEEDS, SEEDS_OF_TWO_KINDS = short_or_full((range(1), range(2)), full=(range(4), range(6)))
 """Runs of each family, and of those whose batches are of two kinds, which need more to be judged."""
 TRIPLE, QUINTUPLE = "spike x3, gradient x27", "spike x5, gradient x125"
 DRIFTS = ("drift +0.2% a step", "drift +1% a step", "drift +5% a step", "level +30%")

@@ -95,13 +95,13 @@ def test_recomputation_lowers_activations(tmp_path: Path) -> None:
     kept, on_host = {}, {}
     for how in ("false", "selective", "true", "offload"):
         words = [*tokens(4096, 512), f"model.enable_gradient_checkpointing={how}"]
-        found = planned(tmp_path, 8, *words, num_hidden_layers=8, **WIDE)
+        found = planned(tmp_path, 8, *words, num_hidden_layers=4, **WIDE)
         kept[how], on_host[how] = found.device_bytes[ACTIVATIONS], found.host_bytes.get(HOST_INPUTS, 0)
     assert kept["true"] < 0.4 * kept["false"]
     assert kept["true"] < kept["selective"] < 0.8 * kept["false"]
     assert [how for how, size_bytes in on_host.items() if size_bytes] == ["offload"]
-    hidden_bytes = on_host["offload"] // 8
-    assert kept["true"] - kept["offload"] == pytest.approx(6 * hidden_bytes, abs=hidden_bytes)
+    hidden_bytes = on_host["offload"] // 4
+    assert kept["true"] - kept["offload"] == pytest.approx(2 * hidden_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("words", [[RECOMPUTE], ["trainer.device=cpu"]])

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_curves import OUR_CONFIG, SWIFT_CONFIG, checkpoints
+from sweeps import short_or_full
 
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import PROFILES
@@ -52,7 +53,7 @@ def odd_log(seed: int) -> RunLog:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", short_or_full(range(0, 150, 5), full=range(150)))
 def test_an_odd_log_gets_a_report_under_every_profile(seed: int) -> None:
     log = odd_log(seed)
     for profile in ("auto", *PROFILES) if seed % 10 == 0 else ("auto",):
