@@ -28,12 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    sweeps.is_full = config.getoption("--full")
+    if config.getoption("--full"):
+        os.environ[sweeps.FULL] = "1"
 
 
 def pytest_report_header() -> str:
     sample = f"a sample drawn by seed {sweeps.SEED} (all: --full)"
-    return f"long sweeps: {'all' if sweeps.is_full else sample}"
+    return f"long sweeps: {'all' if sweeps.is_full() else sample}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

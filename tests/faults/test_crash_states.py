@@ -123,7 +123,7 @@ def test_no_power_loss_loses_a_checkpoint(memory_dir: Path, capsys: pytest.Captu
     for name, (keep, prepare, act) in SCENARIOS.items():
         report = record(FakeRun(memory_dir / name, keep=keep), prepare, act).explore(explorer)
         require_good(report)
-        assert not sweeps.is_full or report.num_sampled_cuts == 0, "every combination is looked at"
+        assert not sweeps.is_full() or report.num_sampled_cuts == 0, "every combination is looked at"
         again = restart_from_some(explorer, report, keep)
         print(f"{name}: {report}; power lost again in the restart or the next save: {again}")
     num_kinds = len({visible(state) for state in explorer.outcomes})

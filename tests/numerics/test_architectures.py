@@ -95,7 +95,7 @@ def test_the_export_is_what_transformers_would_save(
     config, their_config = (json.loads((path / "config.json").read_text()) for path in (export, root / name))
     assert config.pop("torch_dtype") == "float32"
     assert config | {"dtype": "float32"} == their_config
-    if name in DOZEN or sweeps.is_full:
+    if name in DOZEN or sweeps.is_full():
         loaded: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
         model, report = loaded
         assert not any(report.values()), report

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from ranks import each, run_ranks
+from sweeps import short_or_full
 from toy import (
     ToySamples,
     build_toy_model,
@@ -29,7 +30,10 @@ from trainer.loop.fit import fit
 from trainer.optim.schedule import LrSchedule
 from trainer.runtime import seeding
 
-STEPS = 8
+STEPS = short_or_full(4, full=8)
+PAIRS = [(size, number) for size in (1, 2, 4) for number in (1, 4, 16)]
+"""Ranks, and samples in a micro-batch."""
+TRIED = short_or_full([(1, 1), (2, 4), (4, 1), (4, 16)], full=PAIRS)
 
 
 def train(  # type: ignore[no-untyped-def]
@@ -103,13 +107,12 @@ def reference(source):  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="module")
 def runs(source):  # type: ignore[no-untyped-def]
     """{number of ranks: {samples in a micro-batch: what rank 0 measured}}."""
-    variants = {number: {"max_samples": number} for number in (1, 4, 16)}
-    return {size: run_ranks(each, size, train, source, variants)[0] for size in (1, 2, 4)}
+    variants = {size: {number: {"max_samples": number} for of, number in TRIED if of == size} for size in (1, 2, 4)}
+    return {size: run_ranks(each, size, train, source, changes)[0] for size, changes in variants.items()}
 
 
 @pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10")
-@pytest.mark.parametrize("max_samples", [1, 4, 16])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "max_samples"), TRIED)
 def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size: int, max_samples: int) -> None:  # type: ignore[no-untyped-def]
     losses, norms, _, _ = runs[world_size][max_samples]
     assert relative(losses, reference[0]) < 1e-6

@@ -21,7 +21,7 @@ from trainer.optim import OPTIMIZERS
 from trainer.planner.fake_step import run_step
 
 SAMPLES = ToySamples()
-SHAPES = [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9], [], [1], [20, 21, 22, 23, 19, 18, 17, 16, 15]]
+SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18, 17, 16, 15]]
 """Micro-batches of 0 to 9 documents: other counts and lengths every time, as in training."""
 
 

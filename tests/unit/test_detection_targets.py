@@ -14,7 +14,7 @@ from sweeps import short_or_full
 
 from trainer.detection import Detector, Level
 
-SEEDS, SEEDS_OF_TWO_KINDS = short_or_full((range(1), range(2)), full=(range(4), range(6)))
+SEEDS, SEEDS_OF_TWO_KINDS = short_or_full(range(1), full=range(4)), range(6)
 """Runs of each family, and of those whose batches are of two kinds, which need more to be judged."""
 TRIPLE, QUINTUPLE = "spike x3, gradient x27", "spike x5, gradient x125"
 DRIFTS = ("drift +0.2% a step", "drift +1% a step", "drift +5% a step", "level +30%")
