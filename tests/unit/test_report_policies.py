@@ -41,6 +41,11 @@ def test_a_limit_that_nobody_told_is_the_length_met_again_and_again() -> None:
     assert told(analyse(log))["clipped_ratio:cap"].level == "warn"
 
 
+def test_samples_at_the_length_limit_are_no_answers_that_do_not_stop() -> None:
+    log = changed(sft_run(0), **{"train/seq_completion_len_max": np.minimum(np.arange(2000), 1024)})
+    assert analyse(log).verdict == "OK"
+
+
 def test_rewards_in_phase_need_not_stand_out_by_themselves() -> None:
     """A burst of KL with a reward 5 spreads below its level: too little for an anomaly of its own."""
     log = grpo_run(1)

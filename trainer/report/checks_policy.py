@@ -65,9 +65,8 @@ def left_reference(run: AnalysedRun) -> Iterator[Measure]:
         bursts = [a for a in run.anomalies if any(m.metric == name for m in a.movers)]
         told = (story(run.anomalies), *(f"{span(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
         words = {**measure.words, "times": max(1, len(bursts))}
-        yield replace(
-            measure, steps=(left, (measure.steps or (0, left))[1]), words=words, evidence=tuple(filter(None, told))
-        )
+        steps = left, (measure.steps or (0, left))[1]
+        yield replace(measure, steps=steps, words=words, evidence=tuple(filter(None, told)))
 
 
 def _onset_of_factor(series: Series, stop: int) -> int:
@@ -86,15 +85,14 @@ def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
     if lengths is None:
         return
     if not isinstance(cap, int | float):
-        cap = lengths.values.max()
-        if np.count_nonzero(lengths.values == cap) < MIN_HITS:
-            return
-    hits = beyond(lengths, lengths.values >= CAP_SHARE * cap)
-    for measure in hits:
-        share = measure.words["count"] / len(lengths)  # type: ignore[operator]
+        top = lengths.values.max()
+        cap = top if np.count_nonzero(lengths.values == top) >= MIN_HITS else np.inf
+    is_hit = lengths.values >= CAP_SHARE * cap
+    if (count := np.count_nonzero(is_hit)) >= MIN_HITS:
+        share = count / len(lengths)
         row = "cap" if share > run.limits["cap_share"] else "cap_at_times"
-        words = {**measure.words, "cap": float(cap)}
-        yield replace(measure, row=row, value=share, words=words, is_fault=measure.words["count"] >= MIN_HITS)  # type: ignore[operator]
+        for measure in beyond(lengths, is_hit, row):
+            yield replace(measure, value=share, words={**measure.words, "cap": float(cap)})
 
 
 def entropy(run: AnalysedRun) -> Iterator[Measure]:
