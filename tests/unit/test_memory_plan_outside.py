@@ -67,6 +67,20 @@ def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path:
     assert run_ranks(size_of_the_copy, 2, source)[0] == pytest.approx(found.host_bytes[SAVE_COPY], rel=0.01)
 
 
+def test_copies_of_offloaded_gradients_that_are_waited_for_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind every micro-batch but the first; one long one has none."""
+    write_model_config(tmp_path)
+    words = ["2", f"model.partial_pretrain={tmp_path}", "model.fsdp_config.cpu_offload=true"]
+    said = [
+        [line for line in run(capsys, *words, *tokens(number, 32, batch=8))[1] if line.startswith("cpu_offload: ")]
+        for number in (64, 128)
+    ]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert "of gradients are in host memory: fewer and longer ones cost less (data.max_token_len_per_gpu)" in said[0][0]
+
+
 def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

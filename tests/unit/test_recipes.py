@@ -67,6 +67,12 @@ def test_the_coder_recipe_takes_its_data_as_required(coder: Config) -> None:
     assert "Qwen2.5-Coder-7B" in coder.model.partial_pretrain
 
 
+def test_the_page_shows_the_levers_as_they_were_predicted() -> None:
+    found = json.loads((REPOSITORY / "benchmarks/results/roofline_levers.json").read_text())["levers"]
+    shown = (REPOSITORY / "docs/gpu.md").read_text()
+    assert len(found) > 5 and all(f"| {' | '.join(row.values())} |\n" in shown for row in found)
+
+
 def test_the_coder_recipe_is_what_is_predicted_to_be_fastest(coder: Config) -> None:
     """Of what `benchmarks/roofline.py recipe` planned for the recipe, on eight H100; docs/memory.md shows it."""
     found = json.loads((REPOSITORY / "benchmarks/results/roofline_recipe.json").read_text())

@@ -96,6 +96,17 @@ def test_a_compiler_fuses_what_lies_between_products() -> None:
     assert [op for op in fused if op.kind != MEMORY] == [op for op in plain if op.kind != MEMORY]
 
 
+def test_attention_waits_for_the_heads_that_ranks_exchange(tmp_path: Path) -> None:
+    """Half of q and output (64 wide), k and v (32), in bfloat16, of 64 tokens; forward and back, in two layers."""
+    words = [*tokens(64, 64, batch=4), BF16, "model.ulysses_sequence_parallel_size="]
+    alone, shared = (planned(tmp_path, 4, *words[:-1], words[-1] + size) for size in "12")
+    assert (alone.heads_bytes, shared.heads_bytes) == (0, 2 * 2 * (64 + 32) * 2 * 64 * 2 // 2)
+    assert not [op for op in shared.operations if op.name == "wait_tensor"]
+    sent = operation(roofline.ALL_TO_ALL, 2.0, "forward")
+    hidden = Counter([operation(MATMUL, 3.0, "forward"), operation(GATHER, 1.0, "forward")])
+    assert predict(hidden + Counter([sent]), CARD, num_micro_batches=1).step_s == pytest.approx(5.0)
+
+
 def operation(kind: str, seconds: float, part: str, micro_batch: int = 0) -> DeviceOperation:
     """That takes so long on CARD."""
     flops = int(seconds * CARD.rate(kind)) if kind in (MATMUL, ATTENTION) else 0

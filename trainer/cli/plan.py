@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.space import SPARE, readable
 from trainer.cli.arguments import Parser, answer
-from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.config import MAX_TOKENS, QUICKSTART, Config, ConfigError
 from trainer.launch.ranks import choose_num_ranks, count_gpus, parse_arguments
 from trainer.model.source import find_architecture
 from trainer.planner.forecast import (
@@ -118,7 +118,14 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
     yield (
         f"a rank receives {plan.gathered_bytes / GIB:.2f} GiB of parameters a step and sends "
         f"{plan.reduced_bytes / GIB:.2f} GiB of gradients"
+        + (f", and {plan.heads_bytes / GIB:.2f} GiB of attention heads" if plan.heads_bytes else "")
     )
+    if plan.awaited_bytes and load.num_micro_batches > 1:
+        yield (
+            f"cpu_offload: behind each micro-batch of a step but the first a GPU waits until "
+            f"{plan.awaited_bytes / GIB:.2f} GiB of gradients are in host memory: fewer and longer ones "
+            f"cost less ({MAX_TOKENS})"
+        )
     columns = ("GPU", "host") if is_cuda else ("CPU",)
     yield f"{'GiB per rank':{NAME_WIDTH}}" + "".join(f"{column:>8}" for column in columns)
     outside = "CUDA, NCCL, gaps between blocks (estimate)" if is_cuda else "Python and its libraries (estimate)"

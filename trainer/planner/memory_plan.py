@@ -27,7 +27,7 @@ from trainer.planner.live_storage import (
     SHARDED_GRADIENTS,
     Phase,
 )
-from trainer.planner.operations import ALL_REDUCE, GATHER, REDUCE, DeviceOperation
+from trainer.planner.operations import ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE, DeviceOperation
 from trainer.planner.roofline import repeats
 from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype, require_divided
@@ -66,6 +66,16 @@ class MemoryPlan:
     def reduced_bytes(self) -> int:
         """Sent to other ranks in a step."""
         return self._exchanged_bytes({REDUCE, ALL_REDUCE})
+
+    @property
+    def heads_bytes(self) -> int:
+        """Sent to the ranks of the same micro-batch in a step, for attention."""
+        return self._exchanged_bytes({ALL_TO_ALL})
+
+    @property
+    def awaited_bytes(self) -> int:
+        """Gradients that go to host memory behind a micro-batch, to be added to those there: a copy that waits."""
+        return self.host_bytes.get(SHARDED_GRADIENTS, 0)
 
     def _exchanged_bytes(self, kinds: set[str]) -> int:
         number = self.workload.num_micro_batches

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from trainer.planner.live_storage import LiveStorages, Phase
 from trainer.planner.roofline import (
     ALL_REDUCE,
+    ALL_TO_ALL,
     ATTENTION,
     COLLECTIVES,
     GATHER,
@@ -36,11 +38,22 @@ _COLLECTIVES = {
     "c10d._allgather_base_.default": GATHER,
     "c10d._reduce_scatter_base_.default": REDUCE,
     "c10d.allreduce_.default": ALL_REDUCE,
+    "_c10d_functional.all_to_all_single.default": ALL_TO_ALL,
 }
 RANKS_PER_MACHINE = 8
 FUSED = "fused by the compiler"
 
-_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh", "device"}
+_NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "_unsafe_view",
+    "detach",
+    "lift_fresh",
+    "device",
+    "wait_tensor",
+}
 _LOOKUPS = {"embedding", "index", "gather", "index_select"}
 _OVERWRITES = {"copy_", "zero_", "fill_"}
 _NEVER_FUSED = ("fsdp", "c10d", "planner")
@@ -145,10 +158,14 @@ def _kind(func: Any) -> str | None:
 
 def _collective(kind: str, phase: Phase, args: Any) -> DeviceOperation:
     leaves = tree_leaves(args)
-    script = next(
-        leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
-    )
-    ranks = dist.get_process_group_ranks(ProcessGroup.unbox(script))
+    if kind == ALL_TO_ALL:  # the newer kind of operation knows its group by name
+        group = _resolve_process_group(leaves[-1])
+    else:
+        is_group = (
+            leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+        )
+        group = ProcessGroup.unbox(next(is_group))
+    ranks = dist.get_process_group_ranks(group)
     whole_bytes = max(map(_num_bytes, _tensors(args)))
     if kind == ALL_REDUCE:
         whole_bytes = 2 * sum(map(_num_bytes, _tensors(args)))

@@ -2,7 +2,8 @@
 
 Each operation takes as long as its products or its bytes, whichever is more. Within a part of a step (a layer forward
 or backward, the head) the device computes, the host launches and ranks exchange at the same time: FSDP gathers the next
-layer while one is computed, and reduces the one before. The longest of the three counts. At the start of a micro-batch
+layer while one is computed, and reduces the one before. The longest of the three counts. Attention waits for the heads
+that ranks of one micro-batch exchange. At the start of a micro-batch
 and in the update nothing is hidden behind anything else.
 """
 
@@ -15,7 +16,8 @@ from trainer.config import ConfigError
 
 MATMUL, MATMUL_FP32, ATTENTION = "matrix products", "matrix products in float32", "attention"
 MEMORY, GATHER, REDUCE, ALL_REDUCE = "memory", "all-gather", "reduce-scatter", "all-reduce"
-COLLECTIVES = {GATHER, REDUCE, ALL_REDUCE}
+ALL_TO_ALL = "all-to-all of attention heads"
+COLLECTIVES = {GATHER, REDUCE, ALL_REDUCE, ALL_TO_ALL}
 EXCHANGE, LAUNCH = "waiting for other ranks", "waiting for the host"
 ALONE = {"start", "update"}
 """Parts of a step in which nothing is exchanged behind computation."""
@@ -167,7 +169,7 @@ def predict(counts: Counter[DeviceOperation], card: Card, *, num_micro_batches: 
     for operation, number in counts.items():
         times = number * repeats(operation, num_micro_batches)
         seconds = times * card.seconds(operation)
-        if operation.kind in COLLECTIVES:
+        if operation.kind in COLLECTIVES - {ALL_TO_ALL}:
             exchange_s[operation.phase] += seconds
         else:
             places[operation.part, operation.name] += seconds
