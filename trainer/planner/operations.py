@@ -43,17 +43,8 @@ _COLLECTIVES = {
 RANKS_PER_MACHINE = 8
 FUSED = "fused by the compiler"
 
-_NO_KERNEL = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "_unsafe_view",
-    "detach",
-    "lift_fresh",
-    "device",
-    "wait_tensor",
-}
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh", "device"}
+_NO_KERNEL |= {"wait_tensor"}
 _LOOKUPS = {"embedding", "index", "gather", "index_select"}
 _OVERWRITES = {"copy_", "zero_", "fill_"}
 _NEVER_FUSED = ("fsdp", "c10d", "planner")
@@ -161,10 +152,8 @@ def _collective(kind: str, phase: Phase, args: Any) -> DeviceOperation:
     if kind == ALL_TO_ALL:  # the newer kind of operation knows its group by name
         group = _resolve_process_group(leaves[-1])
     else:
-        is_group = (
-            leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
-        )
-        group = ProcessGroup.unbox(next(is_group))
+        objects = (leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+        group = ProcessGroup.unbox(next(leaf for leaf in objects if "ProcessGroup" in str(leaf._type())))
     ranks = dist.get_process_group_ranks(group)
     whole_bytes = max(map(_num_bytes, _tensors(args)))
     if kind == ALL_REDUCE:
