@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from family_runs import TOTAL_STEPS, export_faults, interrupted_run, prepare
-from sweeps import some
+from sweeps import short_or_full
 
-KINDS = some(("gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"), 2)
+KINDS = short_or_full(
+    ("qwen3_moe", "qwen3_next"), full=("gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+)
 
 
 @pytest.mark.parametrize("name", KINDS)
