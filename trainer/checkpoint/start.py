@@ -70,17 +70,28 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     it goes on with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run that cannot be
     continued as configured, `CannotWriteError`.
     """
-    selection = _on_main(partial(candidates_of, config), config, world)
-    if selection.chosen is not None and _is_complete(selection.chosen, config, shape, world):
-        _say(selection.notes)
-        position, data = _position(selection.chosen, config, shape), _saved_data(selection.chosen, config, world)
-        return Start(selection.chosen, position, is_complete=True, lock=None, data=data)
+    if (complete := find_complete(config, shape, world)) is not None:
+        return complete
     lock = RunLock(Path(config.default_local_dir))
     try:
         return _begin(lock, config, shape, world)
     except BaseException:
         lock.release()
         raise
+
+
+def find_complete(config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool = False) -> Start | None:
+    """The start of a run that has ended; None of any other. Collective.
+
+    `at_end`: asked by the run itself, which need not read what it has written, nor say what a start would.
+    """
+    selection = _on_main(partial(candidates_of, config), config, world)
+    if selection.chosen is None or not _is_complete(selection.chosen, config, shape, world, at_end=at_end):
+        return None
+    if not at_end:
+        _say(selection.notes)
+    position, data = _position(selection.chosen, config, shape), _saved_data(selection.chosen, config, world)
+    return Start(selection.chosen, position, is_complete=True, lock=None, data=data)
 
 
 def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) -> Start:
@@ -111,7 +122,9 @@ def _on_main(action: Callable[[], T], config: TrainerConfig, world: World) -> T:
     return distributed.on_main(action, world, describe=partial(cannot_use, Path(config.default_local_dir)))
 
 
-def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World) -> bool:
+def _is_complete(
+    candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool
+) -> bool:
     """Whether a run has ended and left all that it should. A manifest is asked before it is proven: that takes long."""
     if candidate.manifest is None and verify(candidate, world):
         return False
@@ -119,10 +132,10 @@ def _is_complete(candidate: CheckpointInfo, config: TrainerConfig, shape: RunSha
     shape = _resumed(shape, _saved_data(candidate, config, world), position)
     loop = _on_main(partial(saved_loop, candidate), config, world)
     has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
-    if not has_ended or verify(candidate, world):
+    if not has_ended or (not at_end and verify(candidate, world)):
         return False
     missing = _on_main(partial(_unfinished, candidate, position, loop, config, shape), config, world)
-    if missing:
+    if missing and not at_end:
         logger.info("%s was the last step, but the run did not end: %s", candidate.path, ", ".join(missing))
     return not missing
 

@@ -9,9 +9,10 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.config import ConfigError
-from trainer.errors import EXIT_RESUMABLE, CannotWriteError, DataError
+from trainer.config import Config, ConfigError
+from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError, DataError
 from trainer.launch.ranks import (
     NodeLayout,
     choose_num_ranks,
@@ -28,6 +29,9 @@ from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
 
+if TYPE_CHECKING:
+    from trainer.run.preflight import DataFiles
+
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--agent"]:
@@ -43,10 +47,13 @@ def main(argv: list[str]) -> int:
         config = load_config(arguments.overrides)
         from trainer.run.preflight import require_ready
 
-        require_ready(config)
+        files = require_ready(config)
         layout = node_layout(os.environ)
         num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
+        if layout.num_nodes == 1 and (message := _already_said(config, files, num_ranks)):
+            print(message)
+            return EXIT_DONE
         overrides = arguments.overrides
         if config.automatic:
             overrides += chosen_words(num_ranks * layout.num_nodes, overrides)
@@ -69,6 +76,18 @@ def main(argv: list[str]) -> int:
     if code == EXIT_RESUMABLE:
         print("resume with the same command", flush=True)
     return code
+
+
+def _already_said(config: Config, files: "DataFiles", num_ranks: int) -> str | None:
+    """What a run said at its end that is complete, and of which nothing has changed. Raises `ConfigError`."""
+    from trainer.run import finished
+    from trainer.run.preflight import find_model_dir
+
+    run_dir = Path(config.trainer.default_local_dir)
+    if not (run_dir / finished.RECORD).exists():
+        return None
+    stamp = finished.stamp_of(config, files, find_model_dir(config.model), num_ranks=num_ranks)
+    return finished.recall(run_dir, stamp)
 
 
 def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int) -> list[str]:

@@ -9,7 +9,7 @@ from trainer.checkpoint import export, fsio
 from trainer.config import Config
 from trainer.errors import DataError
 from trainer.planner.memory_plan import MemoryPlan
-from trainer.run.prepared_data import find_files
+from trainer.run.preflight import find_files
 
 
 @dataclass(frozen=True)

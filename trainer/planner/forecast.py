@@ -16,6 +16,7 @@ import psutil
 
 from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config, ConfigError
 from trainer.run.compose import with_words
+from trainer.runtime.environment import uncollected
 
 if TYPE_CHECKING:
     from trainer.planner.memory_plan import MemoryPlan
@@ -86,12 +87,13 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
 
 def forecaster(config: Config, memory_gib: float) -> Callable[[Change], Forecast]:
     """A function that plans the configuration with a change; each is planned once. Raises `ConfigError`."""
-    from trainer.planner.memory_plan import plan_memory
 
     @cache
     def forecast(change: Change) -> Forecast:
         words = " ".join([f"{change.num_ranks} ranks", *change.overrides])
         print(f"planning {words} ...", file=sys.stderr, flush=True)
+        with uncollected():
+            from trainer.planner.memory_plan import plan_memory
         try:
             plan = plan_memory(with_words(config, change.overrides), change.num_ranks)
         except ConfigError:

@@ -1,14 +1,17 @@
 """How a run ends: what it holds is given back, and what it leaves is on disk, whatever ended it (floor 4)."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE
+from trainer.checkpoint.start import RunShape, Start, find_complete
+from trainer.config import ConfigError, TrainerConfig
+from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, CannotWriteError
+from trainer.run import finished
 from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.distributed import World, await_main
 from trainer.runtime.exit_codes import DOCUMENTED, explain
@@ -70,6 +73,16 @@ def _code_of(error: Exception, stop: StopRequest) -> int:
     if not isinstance(error, tuple(DOCUMENTED)) and lost_ranks():
         return EXIT_CRASH
     return explain(error, stop)[0]
+
+
+def remember_end(
+    config: TrainerConfig, shape: RunShape, world: World, *, stamp: str, describe: Callable[[Start], str]
+) -> None:
+    """Let the launcher answer the next start of a complete run. Collective; it has ended, whatever fails here."""
+    with suppress(ConfigError, CannotWriteError):  # on all ranks alike, as for trainer.resume_mode=disable
+        end = find_complete(config, shape, world, at_end=True)
+        if end is not None and world.is_main:
+            finished.remember(Path(config.default_local_dir), stamp, describe(end))
 
 
 def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:

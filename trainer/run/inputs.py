@@ -10,9 +10,10 @@ from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason, require_parts, require_splittable
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
-from trainer.model.source import find_model
-from trainer.quickstart import MODEL_DIR
-from trainer.run.prepared_data import PreparedData, find_files, prepare_data
+from trainer.run import finished
+from trainer.run.preflight import find_files, find_model_dir
+from trainer.run.prepared_data import PreparedData, prepare_data
+from trainer.runtime.environment import rank_and_size
 from trainer.weights import WholeCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ class Inputs(PreparedData):
     source: ModelSource
     whole: WholeCheckpoint | None
     """Where the model is the text part of a checkpoint of several parts."""
+    stamp: str
+    """Of all that, for `finished`."""
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
@@ -32,8 +35,9 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 
     `progress` is called while it goes on.
     """
-    files = find_files(config)
-    source = resolve_source(config, progress=progress)
+    files, model_dir = find_files(config), find_model_dir(config.model, progress=progress)
+    stamp = finished.stamp_of(config, files, model_dir, num_ranks=rank_and_size()[1])
+    source = source_at(config, model_dir)
     # what config.json alone refuses is refused before anything is tokenised
     per_document_reason(config.model, source, max_length=config.data.max_length)
     require_splittable(config.model, source, max_length=config.data.max_length)
@@ -41,7 +45,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     if (whole := whole_checkpoint(source)) is not None:
         logger.info("trains the text part; %d other tensors pass through", len(whole.others))
     data = prepare_data(config, files, source, progress=progress)
-    return Inputs(**vars(data), source=source, whole=whole)
+    return Inputs(**vars(data), source=source, whole=whole, stamp=stamp)
 
 
 def prepare_data_alone(config: Config) -> PreparedData:
@@ -51,17 +55,14 @@ def prepare_data_alone(config: Config) -> PreparedData:
     return prepare_data(config, files, resolve_source(without_weights), progress=lambda: None)
 
 
-def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
-    model = config.model
-    if model.partial_pretrain == QUICKSTART:
-        return source_at(config, str(MODEL_DIR), random_weights=True)
-    path = find_model(model.partial_pretrain, random_weights=model.random_weights, progress=progress)
-    return source_at(config, path, random_weights=model.random_weights)
+def resolve_source(config: Config) -> ModelSource:
+    return source_at(config, find_model_dir(config.model))
 
 
-def source_at(config: Config, path: str, *, random_weights: bool) -> ModelSource:
-    """The model of a directory, with the tokens that the configuration adds."""
+def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
+    """The model of a directory, with the tokens that the configuration adds; `random_weights` whatever that says."""
     model, ids = config.model, dict[str, int]()
+    random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART
     if model.new_tokens:
         path, ids = new_tokens.extended(path, model.new_tokens, Path(config.data.cache_dir))
     return ModelSource(path, random_weights, model.trust_remote_code, ids)

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from trainer.monitor.roll_detail import RollDetail
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
-from trainer.run.end import RunResources, giving_back, unfinished
+from trainer.run.end import RunResources, giving_back, remember_end, unfinished
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter
 from trainer.runtime import distributed, seeding
@@ -85,15 +86,21 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     start, exit_code = decide_start(trainer, shape, world), EXIT_DONE
     inputs = inputs if start.data is None else inputs.resumed(start.data, start.position)
     if start.is_complete:
-        assert start.checkpoint is not None
-        num_steps = _total_steps(config, _schedule(config, inputs, start.position))
-        is_whole = start.position.step >= num_steps
-        what = f"has all {num_steps} steps" if is_whole else f"ended the run early, at step {start.position.step}"
-        logger.info(f"already complete: {start.checkpoint.path} {what}; nothing to do")
+        logger.info(_already_complete(config, inputs, start))
     else:
         exit_code = train(config, inputs, start, world, stop, heartbeat)
+        if exit_code == EXIT_DONE:
+            remember_end(trainer, shape, world, stamp=inputs.stamp, describe=partial(_already_complete, config, inputs))
     distributed.stop()
     return exit_code
+
+
+def _already_complete(config: Config, inputs: Inputs, end: Start) -> str:
+    assert end.checkpoint is not None
+    num_steps = _total_steps(config, _schedule(config, inputs, end.position))
+    is_whole = end.position.step >= num_steps
+    what = f"has all {num_steps} steps" if is_whole else f"ended the run early, at step {end.position.step}"
+    return f"already complete: {end.checkpoint.path} {what}; nothing to do"
 
 
 def train(config: Config, inputs: Inputs, start: Start, world: World, stop: StopRequest, heartbeat: Heartbeat) -> int:
@@ -195,14 +202,8 @@ def _shape(config: Config, inputs: Inputs, lineage: Lineage, unfinished: Callabl
 
 
 def _schedule(config: Config, inputs: Inputs, start: Position) -> Schedule:
-    return Schedule(
-        inputs.train.shares,
-        config.data.train_batch_size,
-        config.trainer.seed,
-        start,
-        order=inputs.order,
-        earlier=inputs.earlier,
-    )
+    shares, batch_size = inputs.train.shares, config.data.train_batch_size
+    return Schedule(shares, batch_size, config.trainer.seed, start, order=inputs.order, earlier=inputs.earlier)
 
 
 def _total_steps(config: Config, schedule: Schedule) -> int:

@@ -1,22 +1,34 @@
 """What is wrong with a run as far as it can be known without torch: the launcher asks before it starts a rank."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import trainer.data
 from trainer.checkpoint.choice import candidates_of, cannot_use
-from trainer.config import QUICKSTART, Config, ConfigError, sources_of
+from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.detection import parse_rules
-from trainer.model.source import require_adapters, require_model
+from trainer.model.source import find_model, require_adapters, require_model
+from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.tracking.facade import require_installed
 
 TEMPLATES = Path(trainer.data.__file__).parent / "templates"
 TEMPLATE_NAMES = ("chatml", "llama3", "plain")
+Files = list[tuple[Source, list[Path]]]
 
 
-def require_ready(config: Config) -> None:
+@dataclass(frozen=True)
+class DataFiles:
+    """The sources of `data.train_files` and `data.val_files` with their files."""
+
+    train: Files
+    validation: Files
+
+
+def require_ready(config: Config) -> DataFiles:
     """Raises what the run itself would raise seconds or, once data is prepared, hours later: `ConfigError`,
-    `DataError`, `CannotWriteError`.
+    `DataError`, `CannotWriteError`. The files it will read.
     """
     parse_rules(config.trainer.guard.rules)
     require_installed(config.trainer.logger)
@@ -26,12 +38,29 @@ def require_ready(config: Config) -> None:
         require_model(config.model.partial_pretrain, random_weights=config.model.random_weights)
     for source in sources_of(config.data, "train_files") + sources_of(config.data, "val_files"):
         read_chat_template(source.chat_template)
-        if source.files != QUICKSTART:
-            resolve_files(source.files)
+    files = find_files(config)
     try:
         candidates_of(config.trainer)
     except OSError as error:
         raise cannot_use(Path(config.trainer.default_local_dir), error) from error
+    return files
+
+
+def find_files(config: Config) -> DataFiles:
+    """Raises `DataError` for what is missing or no data file."""
+
+    def found(key: str) -> Files:
+        sources = sources_of(config.data, key)
+        return [(s, [TRAIN_FILE] if s.files == QUICKSTART else resolve_files(s.files)) for s in sources]
+
+    return DataFiles(found("train_files"), found("val_files"))
+
+
+def find_model_dir(model: ModelConfig, *, progress: Callable[[], None] = lambda: None) -> str:
+    """Where the model lies, downloaded if need be; `progress` is called as bytes arrive. Raises `ConfigError`."""
+    if model.partial_pretrain == QUICKSTART:
+        return str(MODEL_DIR)
+    return find_model(model.partial_pretrain, random_weights=model.random_weights, progress=progress)
 
 
 def read_chat_template(name: str | None) -> str | None:

@@ -11,9 +11,8 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.config import QUICKSTART, Config, ConfigError, Source, sources_of
+from trainer.config import Config, ConfigError
 from trainer.data.chat import tokenizer_digest
-from trainer.data.files import resolve_files
 from trainer.data.growth import Division, TrainingData
 from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import SourceSamples
@@ -21,13 +20,11 @@ from trainer.data.token_cache import prepare
 from trainer.errors import DataError
 from trainer.model.packed_lm import ModelSource
 from trainer.progress import Position
-from trainer.quickstart import TRAIN_FILE
-from trainer.run.preflight import TEMPLATE_NAMES, read_chat_template
+from trainer.run.preflight import TEMPLATE_NAMES, DataFiles, Files, read_chat_template
 
 logger = logging.getLogger(__name__)
 Renderer = tuple[PreTrainedTokenizerBase, str]
 """A tokenizer with a chat template, and the digest of both."""
-Files = list[tuple[Source, list[Path]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +40,6 @@ class PreparedData(TrainingData):
     def resumed(self, saved: Mapping[str, Any], position: Position) -> Self:
         """As a run goes on with it at `position` from a checkpoint whose data said `saved`."""
         return replace(self, **vars(self.division.resume(saved, position)))
-
-
-@dataclass(frozen=True)
-class DataFiles:
-    """The sources of `data.train_files` and `data.val_files` with their files."""
-
-    train: Files
-    validation: Files
-
-
-def find_files(config: Config) -> DataFiles:
-    """Raises `DataError` for what is missing or no data file."""
-    return DataFiles(_files(config, "train_files"), _files(config, "val_files"))
 
 
 def prepare_data(config: Config, files: DataFiles, model: ModelSource, *, progress: Callable[[], None]) -> PreparedData:
@@ -109,15 +93,6 @@ def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
     if not tokenizer.eos_token:
         raise ConfigError(f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has none")
-
-
-def _files(config: Config, key: str) -> Files:
-    def resolved(files: str | list[str]) -> list[Path]:
-        if files == QUICKSTART:
-            return [TRAIN_FILE]
-        return resolve_files(files)
-
-    return [(source, resolved(source.files)) for source in sources_of(config.data, key)]
 
 
 def _prepare(
