@@ -150,6 +150,9 @@ class NoCheckpoints:
     def save(self, position: Position, **_: Any) -> None:
         pass
 
+    def before_update(self) -> None:
+        pass
+
     def is_retry_due(self) -> bool:
         return False
 

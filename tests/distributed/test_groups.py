@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from trainer.config import ConfigError
@@ -23,15 +24,29 @@ def test_every_group_of_the_mesh_has_the_configured_limit(fsdp_size: int, num_gr
     assert run_ranks(limits_s, 2, fsdp_size=fsdp_size) == [[*expected, num_replicas]] * 2
 
 
-def refused(world: World, cards: list[str]) -> str:
+def refused(world: World, *cards: list[str]) -> list[str]:
+    return [outcome(world, of_ranks[world.rank]) for of_ranks in cards]
+
+
+def outcome(world: World, card: str) -> str:
     try:
-        distributed._require_all(world.device, world.size, card=cards[world.rank])
-    except ConfigError as error:
+        distributed._require_all(world.device, world.size, card=card)
+    except (ConfigError, RuntimeError) as error:
         return str(error)
     return "met"
 
 
+def through_nothing(world: World) -> str:
+    dist.all_reduce = lambda tensor: None
+    return outcome(world, f"GPU-{world.rank}")
+
+
+def test_a_connection_that_adds_nothing_up_is_refused() -> None:
+    found = run_ranks(through_nothing, 2)
+    assert found == ["a sum of 1 over 2 ranks gave 1: their connection is not sound"] * 2
+
+
 def test_two_ranks_on_one_card_are_refused() -> None:
-    shared, own = run_ranks(refused, 2, ["GPU-7", "GPU-7"]), run_ranks(refused, 2, ["GPU-7", "GPU-8"])
+    shared, own = zip(*run_ranks(refused, 2, ["GPU-7", "GPU-7"], ["GPU-7", "GPU-8"]), strict=True)
     assert all("2 ranks use the same card of" in text and "GPU-7" in text for text in shared)
-    assert own == ["met", "met"]
+    assert own == ("met", "met")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 
 from trainer.config import ConfigError
@@ -30,6 +31,13 @@ def test_neighbours_take_the_same_samples_however_parameters_lie() -> None:
 def test_copies_of_sharded_parameters_are_a_dimension_of_their_own() -> None:
     assert mesh_dimensions(4, fsdp_size=-1) == mesh_dimensions(4, fsdp_size=4) == {"fsdp": 4}
     assert mesh_dimensions(4, fsdp_size=2) == {"ddp": 2, "fsdp": 2}
+
+
+def test_the_number_of_replicas_asks_no_mesh() -> None:
+    """To cut one takes longer than a kernel, and a step asks twice."""
+    nowhere: Any = None
+    world = World(torch.device("cpu"), nowhere, rank=5, size=32, num_shards=8)
+    assert (world.num_replicas, world.data_rank, world.num_data_ranks) == (4, 5, 32)
 
 
 def test_ranks_that_do_not_make_whole_groups_are_refused() -> None:

@@ -5,9 +5,11 @@
 
 import contextlib
 import ctypes
+import itertools
 import subprocess
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,10 +27,19 @@ class Call(NamedTuple):
     name: str
     thread: str
     device: int | None
+    stream: int
+    """The one that this thread works on: 0, its device's own, or one that was made."""
+    subject: int | None = None
+    """The number of the stream or event that it is about."""
 
 
 CALLS: list[Call] = []
+PINNED: Any = None
+"""Memory of single tensors that is page-locked."""
+LOCKED: dict[int, int] = {}
+"""Page-locked host memory: where it begins, and its bytes."""
 _threads = threading.local()
+_numbers = itertools.count(1)
 
 
 def build(target: Path) -> Path:
@@ -43,22 +54,25 @@ def build(target: Path) -> Path:
     return library
 
 
-def _called(name: str) -> None:
-    CALLS.append(Call(name, threading.current_thread().name, getattr(_threads, "device", None)))
+def called(name: str, subject: int | None = None) -> None:
+    device, stream = getattr(_threads, "device", None), getattr(_threads, "stream", DEFAULT)
+    CALLS.append(Call(name, threading.current_thread().name, device, stream.number, subject))
 
 
 class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _called("event")
+        self.number = next(_numbers)
 
-    def record(self, stream: Any = None) -> None:
-        _called("event.record")
+    def record(self, stream: "Stream | None" = None) -> None:
+        with on(stream):
+            called("event.record", self.number)
 
-    def wait(self, stream: Any = None) -> None:
-        _called("event.wait")
+    def wait(self, stream: "Stream | None" = None) -> None:
+        with on(stream):
+            called("event.wait", self.number)
 
     def synchronize(self) -> None:
-        _called("event.synchronize")
+        called("event.synchronize", self.number)
 
     def query(self) -> bool:
         return True
@@ -69,9 +83,13 @@ class Event:
 
 class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(_numbers)
+
+    @property
+    def device(self) -> Any:
         import torch
 
-        self.device = torch.device("cuda", 0)
+        return torch.device("cuda", torch.cuda.current_device())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -82,13 +100,29 @@ class Stream:
         event.wait(self)
 
     def wait_stream(self, stream: "Stream") -> None:
-        _called("stream.wait_stream")
+        with on(self):
+            called("stream.wait_stream", stream.number)
 
     def synchronize(self) -> None:
-        _called("stream.synchronize")
+        called("stream.synchronize", self.number)
 
     def is_capturing(self) -> bool:
         return False
+
+
+DEFAULT = Stream()
+DEFAULT.number = 0
+
+
+@contextlib.contextmanager
+def on(stream: Stream | None) -> Iterator[None]:
+    """This thread works on a stream; None: on the one that it works on."""
+    before = getattr(_threads, "stream", DEFAULT)
+    _threads.stream = stream or before
+    try:
+        yield
+    finally:
+        _threads.stream = before
 
 
 def install(library: Path) -> None:
@@ -98,13 +132,15 @@ def install(library: Path) -> None:
     import torch._dynamo  # what asks whether there is a card while it is imported must have been told the truth
     import torch._inductor.utils
     import transformers  # noqa: F401
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils.weak import WeakIdKeyDictionary
 
-    stream = Stream()
+    def current_stream(device: Any = None) -> Stream:
+        return getattr(_threads, "stream", DEFAULT)
 
     def set_device(device: Any) -> None:
         _threads.device = torch.device(device).index if not isinstance(device, int) else device
-        _called("set_device")
+        called("set_device")
 
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -119,26 +155,58 @@ def install(library: Path) -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "Event": Event,
         "Stream": Stream,
-        "current_stream": lambda device=None: stream,
-        "stream": lambda other: contextlib.nullcontext(),
-        "synchronize": lambda device=None: _called("synchronize"),
+        "current_stream": current_stream,
+        "stream": on,
+        "synchronize": lambda device=None: called("synchronize"),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=_lock, cudaHostUnregister=_release),
         "memory_stats": lambda device=None: defaultdict(int),
         "reset_peak_memory_stats": lambda device=None: None,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
-        "get_rng_state": lambda device=None: torch.empty(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device=None: None,
+        "get_rng_state": lambda device=None: _generator(device),
+        "set_rng_state": lambda state, device=None: called("set_rng_state", device and torch.device(device).index),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch.accelerator.current_stream = lambda device=None: stream  # type: ignore[assignment]
+    # a function of its own: torch.compile keeps a table of both
+    torch.accelerator.current_stream = lambda device=None: current_stream(device)  # type: ignore[assignment]
     # host memory stays as it is; that it is asked for is what counts
     torch.Tensor.pin_memory = lambda tensor, *args: _pinned(tensor)  # type: ignore[method-assign,assignment]
-    torch.Tensor.is_pinned = lambda tensor, *args: getattr(tensor, "is_fake_pinned", False)  # type: ignore[method-assign,assignment]
+    torch.Tensor.is_pinned = lambda tensor, *args: tensor.untyped_storage() in PINNED  # type: ignore[method-assign,assignment]
+    global PINNED
+    PINNED = WeakIdKeyDictionary()
     FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
+    FakeTensor.data_ptr = _address  # type: ignore[method-assign,assignment]
+
+
+def _address(tensor: Any) -> int:
+    """Another for each tensor that is alive, and for each place in it."""
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize)
+
+
+def _lock(pointer: int, size_bytes: int, flags: int) -> int:
+    LOCKED[pointer] = size_bytes
+    return 0
+
+
+def _release(pointer: int) -> int:
+    del LOCKED[pointer]
+    return 0
+
+
+def is_locked(pointer: int, size_bytes: int) -> bool:
+    return any(start <= pointer and pointer + size_bytes <= start + size for start, size in LOCKED.items())
+
+
+def _generator(device: Any) -> Any:
+    """The state of the generator of a device, on the host."""
+    import torch
+
+    called("get_rng_state", None if device is None else torch.device(device).index)
+    return torch.empty(16, dtype=torch.uint8)
 
 
 def _pinned(tensor: Any) -> Any:
-    _called("pin_memory")
-    tensor.is_fake_pinned = True
+    called("pin_memory")
+    PINNED[tensor.untyped_storage()] = True
     return tensor

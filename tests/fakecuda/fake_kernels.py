@@ -1,5 +1,7 @@
 """Kernels that a build of torch for CPUs has no form of: each asks what the real one does, and counts as it would."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -44,6 +46,32 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 _rms_norm.register_autograd(_backward, setup_context=_keep)
 
 
-def fused_rms_norm() -> Any:
-    """`torch.nn.functional.rms_norm` as it is on a card: `aten::_fused_rms_norm`, one kernel and two behind it."""
-    return patch("torch.nn.functional.rms_norm", lambda hidden, shape, weight, eps: _rms_norm(hidden, weight, eps))
+@torch.library.custom_op("fakecuda::silu", mutates_args=())
+def _silu(x: Tensor) -> Tensor:
+    raise AssertionError("only its shape is asked for")
+
+
+@torch.library.custom_op("fakecuda::silu_backward", mutates_args=())
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    raise AssertionError("only its shape is asked for")
+
+
+_silu.register_fake(torch.empty_like)
+_silu_backward.register_fake(lambda grad, x: torch.empty_like(x))
+_silu.register_autograd(
+    lambda ctx, grad: _silu_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@contextmanager
+def of_a_card() -> Iterator[None]:
+    """What torch computes in pieces where it has no kernel: `aten::_fused_rms_norm`, one and two behind it, and
+    `aten::silu_backward`.
+    """
+    functional = "torch.nn.functional"
+    with (
+        patch(f"{functional}.rms_norm", lambda hidden, shape, weight, eps: _rms_norm(hidden, weight, eps)),
+        patch(f"{functional}.silu", lambda x, inplace=False: _silu(x)),
+    ):
+        yield

@@ -1,6 +1,6 @@
 """The trainer's own step on fake CUDA tensors, operation by operation; run as a program of its own.
 
-python fake_step.py LIBRARY CASE.json ...   prints one line of JSON a case
+python fake_step.py LIBRARY   reads a case a line (JSON), answers each with a line of JSON
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,27 +26,25 @@ import fake_kernels
 import numpy as np
 import torch
 import torch.distributed as dist
+from fake_watch import Watch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributed import ProcessGroup
 from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from toy import ToySamples, model_config, toy_run, write_model_config
 
 from trainer.batch import StepBatch
+from trainer.config import ModelConfig
 from trainer.data.batch_plan import Limits
 from trainer.data.loader import RankPlan, build_step
+from trainer.loop.run import Run
 from trainer.loop.step import training_step
-from trainer.model import assemble, load, packed_lm, parallelize
+from trainer.model import adapters, assemble, load, packed_lm, parallelize
 from trainer.monitor.packet import Packet, Totals
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 
-READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "masked_select", "unique")
-"""Operations whose result the host needs, in part of their name."""
-NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh")
-REPOSITORY = Path(__file__).resolve().parents[2]
+LOCAL_RANK = 3
+"""Of rank 0 here: what asks for device 0 asks for another than its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +53,11 @@ class Case:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_ranks: int = 8
     fsdp_size: int = -1
+    sequence_size: int = 1
     recompute: bool | str = False
+    compile: bool = False
     offload: bool = False
+    lora_rank: int = 0
     num_micro_batches: int = 2
     optimizer: str = "adamw"
     kept: str = "float32"
@@ -63,92 +65,39 @@ class Case:
     reads_the_loss: bool = False
     """A fault to be found: the host looks at each loss as soon as it is there."""
 
-
-class Watch(TorchDispatchMode):
-    """Counts operations; notes what reads a value on the host, copies between devices, and collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: Counter[str] = Counter()
-        self.num_kernels = 0
-        self.reads: Counter[str] = Counter()
-        self.copies: Counter[tuple[str, str, str]] = Counter()
-        self.collectives: list[dict[str, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = str(func), kwargs or {}
-        is_mask = name == "aten.index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if is_mask or any(word in name for word in READS):
-            self.reads[f"{name} at {_where()}"] += 1
-        result = func(*args, **kwargs)
-        if name == "prim.device.default":
-            return result
-        self.operations[name] += 1
-        self.num_kernels += num_kernels(func)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if name in ("aten._to_copy.default", "aten.copy_.default"):
-            self._note_copy(name, args, kwargs, inputs, outputs)
-        elif name.startswith("c10d."):
-            self._note_collective(name, args, kwargs)
-        return result
-
-    def _note_copy(self, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        if name == "aten.copy_.default":
-            source, target = args[1], args[0]
-            is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        else:
-            source, target, is_async = inputs[0], outputs[0], bool(kwargs.get("non_blocking"))
-        if source.device.type != target.device.type:
-            way = f"{source.device.type} to {target.device.type}"
-            self.copies[(way, "async" if is_async else "blocking", _where())] += 1
-
-    def _note_collective(self, name: str, args: Any, kwargs: Any) -> None:
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)]
-        largest = max(tensors, key=lambda tensor: tensor.numel())
-        kind = name.removeprefix("c10d.").removesuffix(".default").strip("_")
-        self.collectives.append(
-            {
-                "kind": kind,
-                "dtype": str(largest.dtype).removeprefix("torch."),
-                "numel": largest.numel(),
-                "ranks": ProcessGroup.unbox(groups[0]).size(),
-                "device": largest.device.type,
-            }
+    @property
+    def model_config(self) -> ModelConfig:
+        return model_config(
+            param_dtype="bfloat16",
+            reshard_after_forward=True,
+            enable_gradient_checkpointing=self.recompute,
+            cpu_offload=self.offload,
+            fsdp_size=self.fsdp_size,
+            master_dtype=self.kept,
+            lora_rank=self.lora_rank,
+            compile=self.compile,
+            ulysses_sequence_parallel_size=self.sequence_size,
         )
 
 
-def num_kernels(func: Any) -> int:
-    """What the device has to do: views, memory alone and notes of the profiler give it nothing."""
-    name = func.name().split(".")[0]
-    if name.startswith(("c10d::", "profiler::")) or name.split("::")[1] in NO_KERNEL:
-        return 0
-    aliases = [result.alias_info for result in func._schema.returns]
-    if aliases and all(alias is not None and not alias.is_write for alias in aliases):
-        return 0
-    return fake_kernels.NUM_KERNELS.get(name, 1)
+@dataclasses.dataclass(frozen=True)
+class FakeRun:
+    """A run on fake tensors, on the first of ranks that do not exist."""
 
+    run: Run
+    mode: FakeTensorMode
+    plan: RankPlan
+    samples: ToySamples
 
-def _is_group(leaf: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in leaf._type().qualified_name()
-
-
-def _where() -> str:
-    """The innermost lines of the trainer that led here."""
-    frame, found = sys._getframe(2), list[str]()
-    while frame is not None and len(found) < 2:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(REPOSITORY / "trainer"):
-            found.append(f"{path.relative_to(REPOSITORY)}:{frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(found) or "torch"
+    def batch(self, case: Case, *, step: int) -> StepBatch:
+        """A step in which this rank has so many micro-batches, of three documents if they are packed."""
+        ids = np.arange(self.plan.limits.max_samples * case.num_micro_batches)
+        return build_step(self.samples, ids, self.plan, step=step, epoch=0).pin_memory()
 
 
 def read_ones(packet: Packet, **derived: Tensor) -> Totals:
     """What the host would wait for: a packet of ones."""
-    num_ranks = (len(packet.values) - len(packet.names)) // len(packet.fields)
+    num_ranks = (len(packet.values) - len(packet.names)) // max(1, len(packet.fields))
     by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
     return Totals(dict.fromkeys((*derived, *packet.names), 1.0), by_rank)
 
@@ -156,59 +105,72 @@ def read_ones(packet: Packet, **derived: Tensor) -> Totals:
 @contextmanager
 def fake_world(case: Case) -> Iterator[World]:
     """Rank 0 among ranks that do not exist."""
+    device = torch.device("cuda", LOCAL_RANK)
+    torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.num_ranks)
     try:
-        yield make_world(torch.device("cuda", 0), mesh_dimensions(case.num_ranks, fsdp_size=case.fsdp_size))
+        dimensions = mesh_dimensions(case.num_ranks, fsdp_size=case.fsdp_size)
+        yield make_world(device, dimensions, sequence_size=case.sequence_size)
     finally:
         dist.destroy_process_group()
 
 
-def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """The second step of a run: what it does on the device and what it asks of the host."""
+@contextmanager
+def fake_run(case: Case, directory: Path) -> Iterator[FakeRun]:
+    """Everything from a config.json to the optimizer, as a run makes it, and what a card has besides."""
     source = write_model_config(directory, case.model_type, **{"head_dim": 64, "hidden_size": 256, **case.changes})
-    config = model_config(
-        param_dtype="bfloat16",
-        reshard_after_forward=True,
-        enable_gradient_checkpointing=case.recompute,
-        cpu_offload=case.offload,
-        fsdp_size=case.fsdp_size,
-        master_dtype=case.kept,
-    )
-    reason = assemble.per_document_reason(config, source, max_length=64)
-    with fake_world(case) as world:
-        model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=reason is None)
-        with _on_meta_device():
+    config = case.model_config
+    is_packed = assemble.per_document_reason(config, source, max_length=64) is None
+    with fake_world(case) as world, _compiled_without_code():
+        model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=is_packed)
+        adapters.choose_trained(model, config)
+        with on_meta_device():
             parallelize.parallelize(model, config, world)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        steps = [_fake_batch(case, mode, step=step, is_packed=reason is None) for step in (1, 2)]
         with mode:
             _fake_buffers(model)
             load.materialize(model, torch.device("cpu") if case.offload else world.device, buffer_device=world.device)
-            optim = {"state_dtype": case.kept}
-            run = toy_run(world, model, ToySamples(), total_steps=60, optimizer_name=case.optimizer, optim=optim)
-            if case.reads_the_loss:
-                _read_every_loss(model)
-            with patch.object(Packet, "read", read_ones), fake_kernels.fused_rms_norm():
-                training_step(run, steps[0])
-                fake_cuda.CALLS.clear()
-                with Watch() as watch:
-                    training_step(run, steps[1])
+            samples, optim = ToySamples(), {"state_dtype": case.kept}
+            run = toy_run(world, model, samples, total_steps=60, optimizer_name=case.optimizer, optim=optim)
+        if case.reads_the_loss:
+            _read_every_loss(model)
+        limits = Limits(None, 3 if is_packed else 1)
+        plan = RankPlan(0, 1, limits, 0.0, pin_memory=True, share=(world.sequence_rank, world.sequence_size))
+        with patch.object(Packet, "read", read_ones), fake_kernels.of_a_card():
+            yield FakeRun(run, mode, plan, samples)
+
+
+def run_case(case: Case, directory: Path) -> dict[str, Any]:
+    """The second step of a run: what it does on the device and what it asks of the host."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with fake_run(case, directory) as fake:
+        model, steps = fake.run.model, [fake.batch(case, step=step) for step in (1, 2)]
+        with fake.mode:
+            training_step(fake.run, steps[0])
+            fake_cuda.CALLS.clear()
+            with Watch() as watch:
+                training_step(fake.run, steps[1])
+    parameters = list(model.parameters())
     return {
-        "is_packed": reason is None,
+        "is_packed": model.is_packed,
         "num_micro_batches": len(steps[1].micro_batches),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_tokens": [len(micro_batch.input_ids_T) for micro_batch in steps[1].micro_batches],
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "layer_numels": [sum(p.numel() for p in layer.parameters()) for layer in packed_lm.decoder_layers(model)],
         "num_kernels": watch.num_kernels,
         "operations": dict(watch.operations),
         "reads": dict(watch.reads),
-        "copies": [[*key, count] for key, count in watch.copies.items()],
+        "copies": watch.copies,
         "collectives": watch.collectives,
+        "num_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "waits": dict(Counter(call.name for call in fake_cuda.CALLS if call.name.endswith("synchronize"))),
     }
 
 
 @contextmanager
-def _on_meta_device() -> Iterator[None]:
+def on_meta_device() -> Iterator[None]:
     """FSDP2 would move parameters on meta to the card, and make its all-gather buffers there."""
     plain = torch.empty
 
@@ -217,6 +179,13 @@ def _on_meta_device() -> Iterator[None]:
 
     moved = "torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device"
     with patch(moved, lambda *args, **kwargs: None), patch("torch.empty", empty):
+        yield
+
+
+@contextmanager
+def _compiled_without_code() -> Iterator[None]:
+    """Graphs are taken down and run as they are: there is no compiler for the card."""
+    with patch("torch.compile", partial(torch.compile, backend="eager")):
         yield
 
 
@@ -238,20 +207,17 @@ def _fake_buffers(model: torch.nn.Module) -> None:
         model.get_submodule(owner)._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _fake_batch(case: Case, mode: FakeTensorMode, *, step: int, is_packed: bool) -> StepBatch:
-    """A step in which this rank has so many micro-batches, of three documents if they are packed."""
-    samples, num_documents = ToySamples(), 3 if is_packed else 1
-    plan = RankPlan(0, 1, Limits(None, num_documents), 0.0)
-    ids = np.arange(num_documents * case.num_micro_batches)
-    batch = build_step(samples, ids, plan, step=step, epoch=0)
-    return dataclasses.replace(batch, micro_batches=tuple(m._map(mode.from_tensor) for m in batch.micro_batches))
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    for words in sys.argv[2:]:
+    import fake_plan
+    import fake_save
+
+    kinds = {"step": run_case, "save": fake_save.run_case, "plan": fake_plan.run_case}
+    for line in sys.stdin:
+        settings = json.loads(line)
+        kind = settings.pop("kind", "step")
         with tempfile.TemporaryDirectory() as directory:
-            print(json.dumps(run_case(Case(**json.loads(words)), Path(directory))), flush=True)
+            print(json.dumps(kinds[kind](Case(**settings), Path(directory))), flush=True)
 
 
 if __name__ == "__main__":

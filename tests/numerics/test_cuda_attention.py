@@ -1,7 +1,6 @@
 """What packed attention does for a GPU, without one: torch's kernel is a stand-in that insists on the real one's terms.
 
-The terms are those that FlashAttention 2 checks behind `torch.nn.attention.varlen.varlen_attn`. The stand-in computes
-in float32, document by document. Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
+The stand-in computes in float32, document by document. Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
 """
 
 import inspect
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES
 from family_trials import MAX_LENGTH, SAMPLES, save_model
+from kernel_terms import insist
 from ranks import run_ranks
 from test_attention import SEQLENS, T, bounds, dense
 from torch import Tensor, nn
@@ -51,11 +51,9 @@ class Kernel:
         self.num_calls += 1
         given = self.__signature__.bind(*args, **kwargs).arguments
         query, key, value = (given[name] for name in ("query", "key", "value"))
-        self.insist(query, key, value, given["cu_seq_q"], given["cu_seq_k"])
+        bounds, (left, _) = (given["cu_seq_q"], given["cu_seq_k"]), given["window_size"]
+        insist(query, key, value, *bounds, window=given["window_size"], enable_gqa=given["enable_gqa"])
         groups = query.shape[1] // key.shape[1]
-        assert query.shape[1] % key.shape[1] == 0 and (groups == 1 or given["enable_gqa"])
-        left, right = given["window_size"]
-        assert right == 0 and left >= -1
         seqlens = given["cu_seq_q"].diff().tolist()
         assert given["max_q"] == given["max_k"] == max(seqlens) and sum(seqlens) == len(query)
         window = None if left == -1 else left + 1
@@ -66,13 +64,6 @@ class Kernel:
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
             outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=given["scale"]))
         return torch.cat(outputs, 1).transpose(0, 1).to(query.dtype)
-
-    def insist(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Tensor) -> None:
-        assert query.dtype in (torch.bfloat16, torch.float16) and {key.dtype, value.dtype} == {query.dtype}
-        assert query.ndim == 3 and query.shape[2] <= 256 and query.shape[2] % 8 == 0
-        assert key.shape == value.shape == (len(query), key.shape[1], query.shape[2])
-        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-        assert all(cu.dtype == torch.int32 and cu.is_contiguous() for cu in bounds)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Rows of metrics: phases that close, totals that survive, statistics that are those of the global batch."""
 
 import math
+import os
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from trainer.data.loader import RankPlan, build_step
 from trainer.metrics import METRICS, is_signal
 from trainer.metrics import find as lookup
 from trainer.metrics.table import ALIASES, PHASES
+from trainer.monitor import system
 from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.packet import Totals
@@ -283,6 +287,30 @@ def test_gpu_samples_are_summed_up_over_ranks_and_absent_without_a_gpu() -> None
     row = row_of(new_meter(), by_rank=by_rank)
     assert row["system/gpu_util"] == 80.0 and row["system/gpu_util_min"] == 60.0
     assert (row["system/gpu_temp_c"], row["system/gpu_mem_util"], row["system/gpu_power_w"]) == (80.0, 40.0, 2.0)
+
+
+def test_without_the_package_a_gpu_is_asked_by_the_drivers_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this rank's own card; what torch needs for NVML is not installed with the trainer."""
+
+    def missing(device: torch.device) -> float:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/words\necho "97, 41, 63, 612.34"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = system.sample(torch.device("cuda", 3))
+    assert found == {
+        "system/gpu_util": 97.0,
+        "system/gpu_mem_util": 41.0,
+        "system/gpu_temp_c": 63.0,
+        "system/gpu_power_w": 612.34,
+    }
+    assert (tmp_path / "words").read_text().startswith("-i GPU-of cuda:3 --query-gpu=utilization.gpu,utilization.memory,")
 
 
 def test_what_a_validation_took_is_told_by_the_next_row_once() -> None:

@@ -4,6 +4,7 @@ import io
 import mmap
 import os
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,13 +31,13 @@ class FakeCuda:
         cuda = self
 
         class Event:
-            def record(self) -> None:
-                pass
-
             def synchronize(self) -> None:
                 cuda.waits.append((threading.current_thread().name, getattr(cuda._current, "device", 0)))
 
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        stream = SimpleNamespace(wait_stream=lambda other: None, record_event=Event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda other: nullcontext())
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self._current, "device", device))
         monkeypatch.setattr(

@@ -84,6 +84,11 @@ class CheckpointManager:
         self._raise_if_exhausted(is_required)
         self._metrics["time/train/checkpoint_s"] = time.perf_counter() - started
 
+    def before_update(self) -> None:
+        """A save behind training may still copy what an update changes."""
+        if self._buffers is not None:
+            self._buffers.before_update()
+
     def is_retry_due(self) -> bool:
         """Main rank: whether a failed save should be tried again now; the others follow its word."""
         if self._pending is not None and self._pending.is_done:
@@ -152,8 +157,8 @@ class CheckpointManager:
     def _is_finite(self, snapshot: Snapshot) -> bool:
         """Whether every parameter and moment of every rank is finite."""
         tensors = shards.local_tensors([snapshot.model, snapshot.optim["state"]])
-        bad = torch.stack([(~torch.isfinite(t)).any().to(self._world.device) for t in tensors if t.numel()]).any()
-        count = bad.double()
+        bad = torch.stack([(~torch.isfinite(t)).any() for t in tensors if t.numel()]).any()
+        count = bad.to(self._world.device).double()
         dist.all_reduce(count)
         return count.item() == 0
 

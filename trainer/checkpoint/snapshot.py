@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +40,8 @@ class HostBuffers:
     """Memory for one copied state: one block of its size, kept from save to save; page-locked for a state on a GPU.
 
     Torch's own page-locked memory comes in powers of two, which for one tensor each is up to twice what they hold.
-    The copies from a GPU are queued on the current stream: they see the parameters as they are now, whatever is queued
-    later.
+    The copies from a GPU see the state as it is now, and run beside the computation on a stream of their own; forward
+    and backward passes change nothing of it, an update waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,10 @@ class HostBuffers:
         self._shapes: list[tuple[torch.dtype, torch.Size]] = []
         self._buffers: list[Tensor] = []
         self._locked: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
+        self._copied: list[Tensor] = []
+        """Some have no other owner, and memory that is free is used again before a copy on another stream is done."""
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
@@ -59,18 +63,31 @@ class HostBuffers:
         if shapes != self._shapes:
             self._allocate(shapes)
         copies = dict(zip(live, self._buffers, strict=True))
-        is_cuda = self._device.type == "cuda"
-        for memory, tensor in live.items():
-            copies[memory].copy_(tensor, non_blocking=is_cuda)
-        if is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record()
+        with self._beside():
+            for memory, tensor in live.items():
+                copies[memory].copy_(tensor, non_blocking=True)
+        if self._stream is not None:
+            self._ready, self._copied = self._stream.record_event(), list(live.values())
         return replace(snapshot, **_mapped(parts, lambda tensor: copies[_memory(tensor)]))
 
     def wait_until_ready(self) -> None:
         """Block the calling thread, not the device, until the last copy is complete."""
         if self._ready is not None:
             self._ready.synchronize()
+            self._copied = []
+
+    def before_update(self) -> None:
+        """Let the device, not the host, wait for the last copy before it does what is queued from here on."""
+        if self._ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ready)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """On the stream of the copies, once the computation has come so far."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
 
     def _allocate(self, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
         self._shapes, self._buffers = [], []

@@ -62,6 +62,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     mean_loss = packet.sum_of("loss_sum") / batch.num_loss_tokens
     grad_norm = packet.sum_of("grad_square_sum").sqrt()
     is_skipped = is_left_out(mean_loss, grad_norm, run.guard.limits())
+    run.checkpoints.before_update()
     clipped_step(
         run.optimizer,
         total_norm=grad_norm,

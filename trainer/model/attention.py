@@ -224,7 +224,7 @@ def _varlen(
 
     head_size, window = _kernel_head_size(query, value), scoring.sliding_window
     query_TNK, key_TNK, value_TNK = (
-        F.pad(x[0].transpose(0, 1), (0, head_size - x.shape[-1])).contiguous() for x in (query, key, value)
+        _widened(x[0].transpose(0, 1), head_size).contiguous() for x in (query, key, value)
     )
     output_TNK = varlen_attn(
         query_TNK,
@@ -240,6 +240,12 @@ def _varlen(
     )
     assert isinstance(output_TNK, Tensor)
     return output_TNK[None, ..., : value.shape[-1]]
+
+
+def _widened(heads: Tensor, head_size: int) -> Tensor:
+    """With zeros behind; to add none would be a copy all the same."""
+    missing = head_size - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing else heads
 
 
 def _kernel_head_size(query: Tensor, value: Tensor) -> int:

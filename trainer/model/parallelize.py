@@ -120,7 +120,7 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     unit(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _sum_gradients(module)
+            _sum_gradients(module, world)
     if config.master_dtype != "float32":
         model.register_forward_pre_hook(_keep_gradients_in_float32)
     model.register_forward_hook(_reshard_without_backward)
@@ -132,7 +132,7 @@ def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) 
     return world.num_shards > 1 and numel * dtype.itemsize > KEPT_BYTES
 
 
-def _sum_gradients(module: nn.Module) -> None:
+def _sum_gradients(module: nn.Module, world: World) -> None:
     """Ranks add their gradients: the loss is already divided by the global token count.
 
     FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it lacks. A parameter
@@ -140,7 +140,8 @@ def _sum_gradients(module: nn.Module) -> None:
     add up other parameters than each other.
     """
     assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)
+    if world.size > 1:  # one rank divides by one anyway, and by a factor in a pass of its own
+        module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if _FILLS_UNUSED:
         module.set_reduce_scatter_unused_params(True, recurse=False)

@@ -109,11 +109,12 @@ def measure(job: Job, num_layers: int) -> Measured:
             parallelize.parallelize(model, job.config.model, world)
             if job.is_cuda:
                 fuse_norms(model)
-            batches = [full_batch(job.workload.seqlens).share(0, world.sequence_size)] * num_run
+            batch = full_batch(job.workload.seqlens).share(0, world.sequence_size)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 load.materialize(model, world.device, buffer_device=world.device)
                 routers = Routers(model, world.device, is_asked=job.config.model.router_loss == AUTO)
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
+                batches = [batch.to(world.device)] * num_run
                 with live, operations:
                     follow(model, optimizer, live)
                     run_step(model, routers, optimizer, batches)

@@ -1,0 +1,49 @@
+"""A process in which torch believes in eight cards, shared by the tests of this directory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def fake_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Runs a case (fields of `fake_step.Case`, and its `kind`) there; what it did."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to build the fake device with")
+    directory = tmp_path_factory.mktemp("fake_cuda")
+    library, errors = fake_cuda.build(directory), directory / "stderr"
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
+    with (
+        open(errors, "w") as stderr,
+        subprocess.Popen(
+            [sys.executable, str(HERE / "fake_step.py"), str(library)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        answers = process.stdout
+
+        def run(**case: Any) -> dict[str, Any]:
+            print(json.dumps(case), file=process.stdin, flush=True)
+            while line := answers.readline():
+                if line.startswith("{"):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+            raise AssertionError(f"{case}:\n{errors.read_text()[-4000:]}")
+
+        yield run
+        process.stdin.close()

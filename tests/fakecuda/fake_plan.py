@@ -1,0 +1,71 @@
+"""A plan's step, once on CPU tensors that stand for a GPU's, as every plan runs it, and once on fake CUDA tensors."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from fake_kernels import of_a_card
+from fake_step import Case, fake_world, on_meta_device
+from toy import write_model_config
+
+from trainer.model import load, parallelize
+from trainer.planner import fake_step as planner
+from trainer.planner import memory_plan
+from trainer.planner.fake_step import Measured
+from trainer.run.compose import load_config
+from trainer.runtime.distributed import World
+
+LIMITS = ("data.max_length=512", "data.max_token_len_per_gpu=512", "data.train_batch_size=64")
+
+
+def run_case(case: Case, directory: Path) -> dict[str, Any]:
+    write_model_config(directory, case.model_type, head_dim=64, hidden_size=256, num_hidden_layers=4)
+    model = {
+        "partial_pretrain": directory,
+        "enable_gradient_checkpointing": str(case.recompute).lower(),
+        "fsdp_config.cpu_offload": str(case.offload).lower(),
+        "fsdp_config.fsdp_size": case.fsdp_size,
+        "ulysses_sequence_parallel_size": case.sequence_size,
+    }
+    config = load_config([*LIMITS, "trainer.device=cuda", *(f"model.{key}={value}" for key, value in model.items())])
+    job = memory_plan._job(config, case.num_ranks)
+    pretended = planner.measure(job, 4)
+    with _on_fake_cuda(case):
+        return {"pretended": _told(pretended), "found": _told(planner.measure(job, 4))}
+
+
+@contextmanager
+def _on_fake_cuda(case: Case) -> Iterator[None]:
+    plain_parallelize, plain_materialize = parallelize.parallelize, load.materialize
+
+    @contextmanager
+    def world(job: Any) -> Iterator[World]:
+        with fake_world(case) as made:
+            yield made
+
+    def sharded(*args: Any) -> None:
+        with on_meta_device():
+            plain_parallelize(*args)
+
+    def with_memory(model: Any, device: torch.device, *, buffer_device: torch.device) -> None:
+        plain_materialize(model, torch.device("cpu") if case.offload else device, buffer_device=buffer_device)
+
+    with ExitStack() as stack:
+        stack.enter_context(of_a_card())
+        stack.enter_context(patch.object(planner, "_fake_world", world))
+        stack.enter_context(patch.object(parallelize, "parallelize", sharded))
+        stack.enter_context(patch.object(load, "materialize", with_memory))
+        yield
+
+
+def _told(measured: Measured) -> dict[str, Any]:
+    """Peaks by phase and category, and the operations: products and exchanges by name and size, all others by name."""
+    known = [(str(op.phase), op.name, op.kind, op.flops, op.size_bytes, n) for op, n in measured.operations.items()]
+    return {
+        "memory": {str(phase): dict(held) for phase, held in measured.on_device.items()},
+        "exact": sorted(op for op in known if op[2] != "memory"),
+        "other": sorted((phase, name, n) for phase, name, kind, *_, n in known if kind == "memory"),
+    }

@@ -1,0 +1,152 @@
+"""What each operation on fake CUDA tensors asks of the device and of the host."""
+
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import fake_kernels
+import torch
+from kernel_terms import insist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "masked_select", "unique")
+"""Operations whose result the host needs, in part of their name."""
+NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh")
+_VARLEN = inspect.signature(varlen._varlen_attn._init_fn)
+UPDATES = ("aten._fused_adamw_.",)
+COLLECTIVES = ("c10d.", "_c10d_functional.")
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations; notes what reads a value on the host, copies between devices, and collectives."""
+
+    def __init__(self, *, answer: float | None = None) -> None:
+        """`answer`: what the host reads where it does; None: a fake tensor has nothing to tell."""
+        super().__init__()
+        self._answer = answer
+        self.operations: Counter[str] = Counter()
+        self.num_kernels = 0
+        self.reads: Counter[str] = Counter()
+        self.copies: list[dict[str, Any]] = []
+        self.collectives: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = str(func), kwargs or {}
+        is_mask = name == "aten.index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if is_mask or any(word in name for word in READS):
+            self.reads[f"{name} at {_where()}"] += 1
+        if name == "aten._local_scalar_dense.default" and self._answer is not None:
+            return self._answer
+        if name == "torch_attn._varlen_attn.default":
+            _insist(*args)
+        if name.startswith(UPDATES):
+            fake_cuda.called("update")
+        result = func(*args, **kwargs)
+        if name == "prim.device.default":
+            return result
+        self.operations[name] += 1
+        self.num_kernels += num_kernels(func)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if kwargs.get("pin_memory"):
+            result.pin_memory()
+        if name in ("aten._to_copy.default", "aten.copy_.default"):
+            self._note_copy(name, args, kwargs, inputs, outputs)
+        elif name.startswith(COLLECTIVES) and not name.startswith("_c10d_functional.wait_tensor"):
+            self._note_collective(name, args, kwargs)
+        return result
+
+    def _note_copy(self, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if name == "aten.copy_.default":
+            source, target = args[1], args[0]
+            is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        else:
+            source, target, is_async = inputs[0], outputs[0], bool(kwargs.get("non_blocking"))
+        if source.device.type != target.device.type:
+            host = source if source.device.type == "cpu" else target
+            if name == "aten._to_copy.default" and host is target and is_async:
+                host.pin_memory()  # as torch allocates it
+            way = f"{source.device.type} to {target.device.type}"
+            fake_cuda.called(f"copy {way}")
+            self.copies.append(
+                {
+                    "way": way,
+                    "how": "async" if is_async else "blocking",
+                    "host": "pinned" if _is_pinned(host) else "pageable",
+                    "where": _where(),
+                    "bytes": source.nbytes,
+                    "stream": torch.cuda.current_stream().number,
+                }
+            )
+
+    def _note_collective(self, name: str, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)]
+        if groups:
+            num_ranks = ProcessGroup.unbox(groups[0]).size()
+        else:  # functional ones name theirs, behind all else
+            num_ranks = _resolve_process_group(next(leaf for leaf in reversed(leaves) if isinstance(leaf, str))).size()
+        largest = max(tensors, key=lambda tensor: tensor.numel())
+        kind = name.split(".")[1].strip("_")
+        self.collectives.append(
+            {
+                "kind": kind,
+                "dtype": str(largest.dtype).removeprefix("torch."),
+                "numel": largest.numel(),
+                "ranks": num_ranks,
+                "device": largest.device.type,
+            }
+        )
+
+
+def num_kernels(func: Any) -> int:
+    """What the device has to do: views, memory alone and notes of the profiler give it nothing."""
+    name = func.name().split(".")[0]
+    if name.startswith(("c10d::", "_c10d_functional::", "profiler::")) or name.split("::")[1] in NO_KERNEL:
+        return 0
+    aliases = [result.alias_info for result in func._schema.returns]
+    if aliases and all(alias is not None and not alias.is_write for alias in aliases):
+        return 0
+    return fake_kernels.NUM_KERNELS.get(name, 1)
+
+
+def _is_group(leaf: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in leaf._type().qualified_name()
+
+
+def _where() -> str:
+    """The innermost lines of the trainer that led here."""
+    frame, found = sys._getframe(2), list[str]()
+    while frame is not None and len(found) < 2:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(REPOSITORY / "trainer"):
+            found.append(f"{path.relative_to(REPOSITORY)}:{frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found) or "torch"
+
+
+def _is_pinned(host: Tensor) -> bool:
+    if host.untyped_storage() in fake_cuda.PINNED:
+        return True
+    return not isinstance(host, FakeTensor) and fake_cuda.is_locked(host.data_ptr(), host.nbytes)
+
+
+def _insist(*args: Any) -> None:
+    """The terms of the kernel, of what `varlen_attn` hands to its operation."""
+    given = _VARLEN.bind(*args)
+    given.apply_defaults()
+    found = given.arguments
+    bounds = found["cu_seq_q"], found["cu_seq_k"]
+    window = tuple(found["window_size"])
+    insist(*args[:3], *bounds, window=window, enable_gqa=found["enable_gqa"])

@@ -1,0 +1,147 @@
+"""What surrounds the steps of a run on a GPU: saves behind training, validation, a resume; and the plan of a step."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SAVES: dict[str, dict[str, Any]] = {
+    "one rank": {"num_ranks": 1},
+    "experts": {"model_type": "qwen3_moe", "changes": _EXPERTS},
+    "replicas, bfloat16": {"num_ranks": 32, "fsdp_size": 8, "kept": "bfloat16"},
+    "lora": {"lora_rank": 8},
+    "offload": {"offload": True},
+}
+ON_CARD = [name for name in SAVES if name != "offload"]
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "selective, documents shared": {"recompute": "selective", "sequence_size": 2},
+    "inputs put away": {"recompute": "offload"},
+}
+SNAPSHOT = "trainer/checkpoint/snapshot.py:copy"
+BYTES = {"float32": 4, "bfloat16": 2}
+CARD = 3
+"""The local rank that all cases run as."""
+
+Saves = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def saves(fake_runs: Any) -> Saves:
+    class Found(dict[str, dict[str, Any]]):
+        def __missing__(self, name: str) -> dict[str, Any]:
+            self[name] = fake_runs(kind="save", **SAVES[name])
+            return self[name]
+
+    return Found()
+
+
+def called(save: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+    return [call for call in save["calls"] if call["name"] in names]
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_reads_one_number_and_the_steps_and_validations_beside_it_none(saves: Saves, name: str) -> None:
+    """Whether all is finite is known before a thread writes it."""
+    ((where, count),) = saves[name]["reads"].items()
+    assert "trainer/checkpoint/manager.py:_is_finite" in where and count == 2, "one of each save"
+    assert called(saves[name], "validation")
+
+
+@pytest.mark.parametrize("name", ON_CARD)
+def test_the_state_goes_to_page_locked_memory_beside_the_computation(saves: Saves, name: str) -> None:
+    """Parameters and two moments, a step for each tensor; what is no copy of a snapshot is a batch or its sums."""
+    save, case = saves[name], SAVES[name]
+    copies = [copy for copy in save["copies"] if copy["where"].startswith(SNAPSHOT)]
+    assert {(c["way"], c["how"], c["host"], c["stream"] > 0) for c in copies} == {
+        ("cuda to cpu", "async", "pinned", True)
+    }
+    num_shards = case.get("fsdp_size", case.get("num_ranks", 8))
+    element_bytes = BYTES[case.get("kept", "float32")]
+    fractions = 8 * _EXPERTS["num_experts"] * (name == "experts")
+    state = 3 * element_bytes * save["num_trained"] // num_shards + 4 * save["num_tensors"] + fractions
+    assert sum(copy["bytes"] for copy in copies) == 2 * state, "two saves"
+    others = [copy for copy in save["copies"] if copy not in copies]
+    assert {(c["way"], c["how"]) for c in others} == {("cpu to cuda", "async")}
+    assert all(copy["host"] == "pinned" for copy in others if "trainer/batch.py" in copy["where"])
+
+
+@pytest.mark.parametrize("name", ON_CARD)
+def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(saves: Saves, name: str) -> None:
+    in_thread = [call for call in saves[name]["calls"] if call["thread"] == "checkpoint"]
+    ready = _copied(saves[name])
+    seen = [(call["name"], call["device"], call["subject"]) for call in in_thread]
+    wrote = [] if SAVES[name].get("num_ranks") == 1 else [("write", CARD, None)]
+    assert seen == [
+        step
+        for event in ready
+        for step in (("set_device", CARD, None), ("event.synchronize", CARD, event), *wrote)
+    ]
+
+
+def _copied(save: dict[str, Any]) -> list[int]:
+    """The events behind the copies of each save, on their stream."""
+    calls = [call for call in save["calls"] if call["thread"] == "MainThread"]
+    stream = next(call["stream"] for call in calls if call["name"] == "copy cuda to cpu")
+    on_it = [call for call in calls if call["stream"] == stream]
+    kinds = [call["name"] for call in on_it]
+    copies, first = kinds.count("copy cuda to cpu") // 2, kinds.index("copy cuda to cpu")
+    assert kinds[first - 1 :] == 2 * ["stream.wait_stream", *["copy cuda to cpu"] * copies, "event.record"]
+    assert all(call["subject"] == 0 for call in on_it if call["name"] == "stream.wait_stream"), "for the computation"
+    return [call["subject"] for call in on_it if call["name"] == "event.record"]
+
+
+@pytest.mark.parametrize("name", [name for name in ON_CARD if name != "replicas, bfloat16"])
+def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last_writer(
+    saves: Saves, name: str
+) -> None:
+    calls = saves[name]["calls"]
+    updates = [index for index, call in enumerate(calls) if call["name"] == "update"]
+    for event in _copied(saves[name]):
+        recorded = next(i for i, call in enumerate(calls) if call["name"] == "event.record" and call["subject"] == event)
+        update = next(index for index in updates if index > recorded)
+        waited = [call for call in calls[recorded:update] if call["name"] == "event.wait" and call["subject"] == event]
+        assert [(call["stream"], call["thread"]) for call in waited] == [(0, "MainThread")]
+    if wrote := [index for index, call in enumerate(calls) if call["name"] == "write"]:
+        copies = [index for index, call in enumerate(calls) if call["name"] == "copy cuda to cpu"]
+        assert max(copies[: len(copies) // 2]) < wrote[0] < min(copies[len(copies) // 2 :]) < wrote[1]
+
+
+@pytest.mark.parametrize("name", [name for name in SAVES if name != "one rank"])
+def test_what_is_written_is_a_copy_in_host_memory(saves: Saves, name: str) -> None:
+    """All of it page-locked where it comes from a card; offloaded state is in host memory already."""
+    for written in saves[name]["written"]:
+        assert written["fake"] == 0 and written["bytes"] > 0
+        assert (written["unlocked"] == 0) == (name != "offload")
+
+
+def test_offloaded_state_is_copied_by_the_host_alone(saves: Saves) -> None:
+    assert [copy for copy in saves["offload"]["copies"] if "snapshot.py" in copy["where"]] == []
+    checks = [copy for copy in saves["offload"]["copies"] if "_is_finite" in copy["where"]]
+    assert len(checks) == 2, "one number a save, not one for each tensor"
+
+
+def test_files_of_a_save_are_what_a_resume_puts_on_the_card(saves: Saves) -> None:
+    """With the state of the generator of this card."""
+    save = saves["one rank"]
+    assert [kind for kind, *_ in save["told"]] == ["checkpoint"] * 2 and save["resumed"]["steps"] == [1, 2]
+    assert save["resumed"]["bytes"] == 12 * save["num_trained"] + 4 * save["num_tensors"]
+    assert save["resumed"]["back"] == 0 and save["resumed"]["generators"] == [CARD]
+    assert {call["subject"] for call in called(save, "get_rng_state")} == {CARD}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_on_cpu_tensors_is_that_of_cuda_tensors(fake_runs: Any, name: str) -> None:
+    """Products, exchanges and their phases are equal, and so is memory but for the batch itself."""
+    case = PLANS[name]
+    plan = fake_runs(kind="plan", **case)
+    pretended, found = plan["pretended"], plan["found"]
+    assert pretended["exact"] == found["exact"] and len(found["exact"]) > 80
+    assert Counter(map(tuple, pretended["other"])) == Counter(map(tuple, found["other"]))
+    batch_bytes = 3 * 8 * 512 * case.get("sequence_size", 1)
+    assert pretended["memory"].keys() == found["memory"].keys()
+    for phase, held in pretended["memory"].items():
+        for category in held.keys() | found["memory"][phase].keys():
+            difference = held.get(category, 0) - found["memory"][phase].get(category, 0)
+            assert abs(difference) <= batch_bytes * (category == "activations"), (phase, category)

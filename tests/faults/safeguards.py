@@ -1,0 +1,237 @@
+"""The safeguards of checkpoint and resume, and what would remove each (see mutations.py)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which stands once in `file` below trainer/, becomes `new`; one of `tests` below tests/ (a file, or one test of it) must then
+    fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+FSIO, LAYOUT, MANIFEST = "checkpoint/fsio.py", "checkpoint/layout.py", "checkpoint/manifest.py"
+SAVE, BOARD, MANAGER = "checkpoint/save.py", "checkpoint/board.py", "checkpoint/manager.py"
+START, CHOICE = "checkpoint/start.py", "checkpoint/choice.py"
+LOCK, SHARDS = "checkpoint/lock.py", "checkpoint/shards.py"
+CRASH, SYNCED = "faults/test_crash_states.py", "unit/test_checkpoint_fsio.py"
+
+SAFEGUARDS = (
+    Mutation(
+        "no fsync of a file",
+        FSIO,
+        '                _announce("fsync", self._path)\n                os.fsync(self._file.fileno())\n',
+        "",
+        (SYNCED, CRASH),
+    ),
+    Mutation("the fsync of a file is only announced", FSIO, "os.fsync(self._file.fileno())", "pass", (SYNCED,)),
+    Mutation(
+        "the fsync of a directory is only announced",
+        FSIO,
+        "            os.fsync(descriptor)\n",
+        "            pass\n",
+        (SYNCED,),
+    ),
+    Mutation(
+        "no directory fsync after mkdir",
+        FSIO,
+        "    os.mkdir(path)\n    fsync_dir(path.parent)\n",
+        "    os.mkdir(path)\n",
+        (SYNCED, CRASH),
+    ),
+    Mutation(
+        "no directory fsync after the commit's rename",
+        LAYOUT,
+        "    fsio.fsync_dir(final.parent)\n",
+        "",
+        (SYNCED, CRASH),
+    ),
+    Mutation(
+        "no directory fsync after the pointer's rename",
+        FSIO,
+        "        raise\n    fsync_dir(path.parent)\n",
+        "        raise\n",
+        (SYNCED, CRASH),
+    ),
+    Mutation(
+        "no directory fsyncs before the commit",
+        FSIO,
+        "        fsync_dir(Path(directory))\n",
+        "        pass\n",
+        (SYNCED, CRASH),
+    ),
+    Mutation(
+        "no directory fsync after the mark",
+        LAYOUT,
+        "    fsio.fsync_dir(step_dir)\n",
+        "",
+        (CRASH, "unit/test_checkpoint_layout.py"),
+    ),
+    Mutation("a file may be overwritten", FSIO, 'open(path, "xb")', 'open(path, "wb")', (SYNCED,)),
+    Mutation(
+        "the size on disk is not compared after writing",
+        FSIO,
+        "if found_bytes != self._size_bytes:",
+        "if False:",
+        (SYNCED,),
+    ),
+    Mutation(
+        "no fsyncs of directories in a save",
+        SAVE,
+        "        fsio.fsync_tree(staging)\n",
+        "",
+        ("distributed/test_save_guards.py",),
+    ),
+    Mutation(
+        "no acknowledgement: an error of a rank is not reported",
+        SAVE,
+        'error = f"{type(failure).__name__}: {failure}"',
+        "pass",
+        ("distributed/test_checkpoint.py",),
+    ),
+    Mutation(
+        "no acknowledgement: the main rank ignores what others report",
+        BOARD,
+        'if report["error"]]\n',
+        "if False]\n",
+        ("distributed/test_checkpoint.py",),
+    ),
+    Mutation(
+        "a silent rank counts as done",
+        BOARD,
+        '{"value": None, "error": NO_ANSWER}',
+        '{"value": [], "error": None}',
+        ("distributed/test_save_guards.py",),
+    ),
+    Mutation(
+        "the main rank leaves before the others have read its verdict",
+        BOARD,
+        '                    self._wait_for(f"{topic}/read by {rank}", deadline)\n',
+        "                    pass\n",
+        ("distributed/test_checkpoint.py",),
+    ),
+    Mutation(
+        "the lock is not checked before the commit",
+        SAVE,
+        "        self._require_lock()\n        layout.commit",
+        "        layout.commit",
+        ("distributed/test_save_guards.py",),
+    ),
+    Mutation(
+        "files are not awaited before the manifest",
+        SAVE,
+        "        self._await_files(staging, records)\n        manifest",
+        "        manifest",
+        ("distributed/test_save_guards.py",),
+    ),
+    Mutation(
+        "the deadline is not checked before the commit",
+        SAVE,
+        "time.monotonic() > self._deadline",
+        "False",
+        ("distributed/test_save_guards.py",),
+    ),
+    Mutation(
+        "hashes are not compared",
+        MANIFEST,
+        "fsio.sha256_of(root / record.path) != record.sha256",
+        "False",
+        ("unit/test_checkpoint_manifest.py",),
+    ),
+    Mutation(
+        "sizes are not compared",
+        FSIO,
+        "    if size_bytes == record.size_bytes:\n",
+        "    if True:\n",
+        ("unit/test_checkpoint_layout.py",),
+    ),
+    Mutation(
+        "the manifest does not prove itself",
+        MANIFEST,
+        'tree.pop(OWN_DIGEST, None) != digest_of({"format": version, **tree})',
+        "tree.pop(OWN_DIGEST, None) is None",
+        ("unit/test_checkpoint_manifest.py",),
+    ),
+    Mutation(
+        "contents are not proven on resume",
+        START,
+        "        if not problems:\n",
+        "        if True:\n",
+        ("distributed/test_checkpoint.py",),
+    ),
+    Mutation(
+        "a changed run is continued",
+        START,
+        "    for change in lineage.compare(",
+        "    for change in () and lineage.compare(",
+        ("distributed/test_checkpoint.py",),
+    ),
+    Mutation(
+        "a directory that is not shared is used",
+        START,
+        "if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:",
+        "if blind := []:",
+        ("distributed/test_start.py",),
+    ),
+    Mutation(
+        "rotation takes what the pointer names",
+        LAYOUT,
+        "{*protect, read_pointer(run_dir).step}",
+        "{*protect}",
+        ("unit/test_checkpoint_layout.py",),
+    ),
+    Mutation(
+        "a damaged checkpoint means step 0",
+        CHOICE,
+        "        _require_new(run_dir, found, pointer)\n",
+        "",
+        ("unit/test_checkpoint_layout.py",),
+    ),
+    Mutation(
+        "a newer unpublished checkpoint is passed over",
+        CHOICE,
+        "    if pointed is None or unpublished:\n",
+        "    if pointed is None:\n",
+        ("unit/test_checkpoint_layout.py", CRASH),
+    ),
+    Mutation(
+        "a poisoned state is saved",
+        MANAGER,
+        "if not self._is_finite(snapshot):",
+        "if False:",
+        ("distributed/test_checkpoint.py",),
+    ),
+    Mutation(
+        "a save behind training writes what later steps change",
+        MANAGER,
+        "            snapshot = buffers.copy(snapshot)\n",
+        "            pass\n",
+        ("distributed/test_async_save.py",),
+    ),
+    Mutation(
+        "a failed save ends nothing",
+        MANAGER,
+        "if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:",
+        "if False:",
+        ("distributed/test_async_save.py",),
+    ),
+    Mutation(
+        "pickles may run code",
+        SHARDS,
+        "torch.load(path, weights_only=True,",
+        "torch.load(path, weights_only=False,",
+        ("unit/test_checkpoint_security.py",),
+    ),
+    Mutation(
+        "a fenced run still holds the lock",
+        LOCK,
+        "            return self._is_ours()\n        except",
+        "            return True\n        except",
+        ("unit/test_checkpoint_lock.py",),
+    ),
+)
