@@ -10,11 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import fake_cuda
-import torch
 from fake_step import Case, FakeRun, fake_run
 from fake_watch import Watch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-
 from toy_runs import saved_parts
 
 from trainer.checkpoint import layout, shards

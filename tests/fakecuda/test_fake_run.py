@@ -74,9 +74,7 @@ def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(
     seen = [(call["name"], call["device"], call["subject"]) for call in in_thread]
     wrote = [] if SAVES[name].get("num_ranks") == 1 else [("write", CARD, None)]
     assert seen == [
-        step
-        for event in ready
-        for step in (("set_device", CARD, None), ("event.synchronize", CARD, event), *wrote)
+        step for event in ready for step in (("set_device", CARD, None), ("event.synchronize", CARD, event), *wrote)
     ]
 
 
@@ -99,7 +97,9 @@ def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last
     calls = saves[name]["calls"]
     updates = [index for index, call in enumerate(calls) if call["name"] == "update"]
     for event in _copied(saves[name]):
-        recorded = next(i for i, call in enumerate(calls) if call["name"] == "event.record" and call["subject"] == event)
+        recorded = next(
+            i for i, call in enumerate(calls) if call["name"] == "event.record" and call["subject"] == event
+        )
         update = next(index for index in updates if index > recorded)
         waited = [call for call in calls[recorded:update] if call["name"] == "event.wait" and call["subject"] == event]
         assert [(call["stream"], call["thread"]) for call in waited] == [(0, "MainThread")]

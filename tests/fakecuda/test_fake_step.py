@@ -64,7 +64,6 @@ WAITS = {"reads", "offload"}
 """A fault to be found, and an optimizer on the host: it cannot go on before gradients are there."""
 
 
-
 Steps = dict[str, dict[str, Any]]
 
 
@@ -173,6 +172,7 @@ def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
 def test_compiled_layers_are_one_graph_and_the_loss_another(steps: Steps) -> None:
     """Two micro-batches of other shapes, each forward and backward: nothing is compiled anew, nothing waits."""
     assert steps["compiled"]["num_graphs"] == 2
+
 
 def test_replicas_add_their_gradients_once_a_step(steps: Steps) -> None:
     step = steps["replicas"]

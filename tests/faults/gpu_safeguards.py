@@ -100,6 +100,13 @@ GPU_SAFEGUARDS = (
         ("numerics/test_assemble.py::test_an_operation_without_a_deterministic_kernel_is_named_before_training",),
     ),
     Mutation(
+        "GPU 9: a run does not ask for them",
+        "run/main.py",
+        "        seeding.use_deterministic_kernels()\n",
+        "        pass\n",
+        ("unit/test_run_phases.py::test_preparation_meeting_and_loading_have_limits",),
+    ),
+    Mutation(
         "GPU 9: trainer.deterministic leaves NCCL as it is",
         "runtime/seeding.py",
         '    os.environ.setdefault("NCCL_ALGO", "Ring")\n',

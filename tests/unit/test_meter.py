@@ -310,7 +310,9 @@ def test_without_the_package_a_gpu_is_asked_by_the_drivers_program(
         "system/gpu_temp_c": 63.0,
         "system/gpu_power_w": 612.34,
     }
-    assert (tmp_path / "words").read_text().startswith("-i GPU-of cuda:3 --query-gpu=utilization.gpu,utilization.memory,")
+    assert (
+        (tmp_path / "words").read_text().startswith("-i GPU-of cuda:3 --query-gpu=utilization.gpu,utilization.memory,")
+    )
 
 
 def test_what_a_validation_took_is_told_by_the_next_row_once() -> None:

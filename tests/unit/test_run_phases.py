@@ -121,15 +121,16 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a lone rank says there where it meets itself
+    monkeypatch.setattr(run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", None)))
     monkeypatch.setattr(run, "prepare_inputs", prepare_inputs)
     monkeypatch.setattr(run, "_lineage", lambda config, inputs: None)
     monkeypatch.setattr(run, "decide_start", decide_start)
     try:
         with pytest.raises(ReachedError):
-            run.run(__main__.load_config(LIMITS), StopRequest(), Recorder())
+            run.run(__main__.load_config([*LIMITS, "trainer.deterministic=true"]), StopRequest(), Recorder())
     finally:
         run.distributed.stop()
-    assert phases == [("start", None), ("prepare", 900), ("meet", 900), ("load", 1400)]
+    assert phases == [("start", None), ("deterministic", None), ("prepare", 900), ("meet", 900), ("load", 1400)]
 
 
 def test_a_download_beats_as_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
