@@ -29,12 +29,9 @@ from trainer.loop.validation import validate
 class Writer:
     """Stands for `Saver` where other ranks would have to write too: notes what the thread that writes is given."""
 
-    fingerprints: dict[str, str] = {}
-    config = SimpleNamespace(async_save=True)
-    keep = None
-
     def __init__(self, run_dir: Path, fake: FakeRun) -> None:
-        self.run_dir, self.world = run_dir, fake.run.world
+        self.run_dir, self.world, self.keep = run_dir, fake.run.world, None
+        self.config, self.fingerprints = SimpleNamespace(async_save=True), dict[str, str]()
         self.device = next(fake.run.model.parameters()).device
         self.written: list[dict[str, int]] = []
 
