@@ -1,4 +1,4 @@
-"""What FlashAttention 2, the kernel behind `torch.nn.attention.varlen.varlen_attn`, takes; its fake form checks nothing.
+"""What FlashAttention 2, the kernel behind torch's `varlen_attn`, takes; its fake form checks nothing.
 
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size, D documents.
 """

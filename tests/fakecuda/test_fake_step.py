@@ -139,7 +139,8 @@ def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_float32(steps:
 @pytest.mark.parametrize("name", ["qwen3", "untied", "recompute", "qwen3_moe", "lora", "compiled", "two share"])
 def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Steps, name: str) -> None:
     """Layers are gathered for the forward and again for the backward pass, embeddings and head once; all gradients are
-    reduced once, those of adapters alone where there are any. Counts are those of the toy models: every size divides by 8 ranks.
+    reduced once, those of adapters alone where there are any. Counts are those of the toy models: every size divides by
+    8 ranks.
     """
     step = steps[name]
     layers, rest = step["layer_numels"], step["num_parameters"] - sum(step["layer_numels"])

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 from gpu_safeguards import GPU_SAFEGUARDS
 from safeguards import SAFEGUARDS, Mutation
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, which stands once in `file` below trainer/, becomes `new`; one of `tests` below tests/ (a file, or one test of it) must then
-    fail."""
+    """`old`, which stands once in `file` below trainer/, becomes `new`; one of `tests` below tests/ (a file, or a test
+    of it) must then fail.
+    """
 
     name: str
     file: str

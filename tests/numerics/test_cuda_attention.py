@@ -1,6 +1,7 @@
 """What packed attention does for a GPU, without one: torch's kernel is a stand-in that insists on the real one's terms.
 
-The stand-in computes in float32, document by document. Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
+The stand-in computes in float32, document by document.
+Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
 """
 
 import inspect

@@ -115,11 +115,6 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
         f"micro-batch: up to {load.num_tokens:,} tokens, {len(load.seqlens)} documents of up to {max(load.seqlens):,}; "
         f"{load.num_micro_batches} a step at most"
     )
-    if is_cuda and config.model.fsdp_config.cpu_offload and load.num_micro_batches > 1:
-        yield (
-            "cpu_offload: the device waits while gradients are added up on the host, in each micro-batch after the "
-            "first: prefer few large ones (data.max_token_len_per_gpu)"
-        )
     yield (
         f"a rank receives {plan.gathered_bytes / GIB:.2f} GiB of parameters a step and sends "
         f"{plan.reduced_bytes / GIB:.2f} GiB of gradients"

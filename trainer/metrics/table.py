@@ -273,8 +273,8 @@ TABLE: tuple[Metric, ...] = (
            "Batches that the guard's skip list left out so far."),
     # other
     Metric("system/gpu_util", "%", "mean", "other", "up", "timer",
-           "Time in which the GPU computed anything: below 80 % something holds it up. Asked of NVML (nvidia-ml-py, the "
-           "extra `gpu`), else of `nvidia-smi`."),
+           "Time in which the GPU computed anything: below 80 % something holds it up. Asked of NVML (the extra "
+           "`gpu`), else of `nvidia-smi`."),
     Metric("system/gpu_util_min", "%", "min", "other", "up", "timer",
            "The same on the GPU where it is lowest.", of="system/gpu_util"),
     Metric("system/gpu_mem_util", "%", "mean", "other", "none", "timer",
