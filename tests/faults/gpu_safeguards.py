@@ -146,7 +146,7 @@ GPU_SAFEGUARDS = (
         SHARDING,
         '        "_grouped_mm",\n',
         "",
-        ("numerics/test_parallelize.py::test_selective_recomputation_repeats_no_expert",),
+        ("numerics/test_parallelize.py::test_selective_recomputation_repeats_no_matrix_product",),
     ),
     Mutation(
         "GPU 18: what is converted is held whole",
