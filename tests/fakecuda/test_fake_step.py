@@ -193,8 +193,8 @@ def test_one_rank_does_not_divide_its_gradients_by_one(steps: Steps) -> None:
     assert divisions[0] == divisions[1]
 
 
-@pytest.mark.parametrize(("model_type", "budget"), [("qwen3", 101.5), ("llama", 96.5)])
+@pytest.mark.parametrize(("model_type", "budget"), [("qwen3", 89.5), ("llama", 84.5)])
 def test_kernels_of_a_layer_stay_within_their_budget(steps: Steps, model_type: str, budget: float) -> None:
-    """Forward and backward, uncompiled. Before torch's kernels for norms were used they were 173.5 and 127."""
+    """Forward and backward, uncompiled. Torch's kernels for norms took 72 and 34 away."""
     more, less = steps[f"{model_type}, three layers"], steps[model_type]
     assert (more["num_kernels"] - less["num_kernels"]) / 2 <= budget

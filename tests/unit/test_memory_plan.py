@@ -115,7 +115,7 @@ def test_four_and_six_layers_tell_all_of_nine(tmp_path: Path, words: list[str]) 
     step_s = [
         predict(ops, find_card("H100"), num_micro_batches=9).step_s for ops in (found.operations, whole.operations)
     ]
-    assert step_s[0] == pytest.approx(step_s[1], rel=0.01)
+    assert step_s[0] == pytest.approx(step_s[1], rel=0.015)  # of layers so small that much waits for the host
 
 
 def test_layers_that_differ_are_all_measured(tmp_path: Path) -> None:

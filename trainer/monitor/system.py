@@ -47,7 +47,7 @@ def sample(device: torch.device) -> dict[str, float]:
     try:
         values = cuda.utilization(device), cuda.memory_usage(device), cuda.temperature(device), cuda.power_draw(device)
         util, mem_util, temp_c, power_mw = map(float, values)
-        found = util, mem_util, temp_c, power_mw / 1e3
+        found: tuple[float, ...] = (util, mem_util, temp_c, power_mw / 1e3)
     except ModuleNotFoundError:
         card = f"GPU-{cuda.get_device_properties(device).uuid}"
         words = ["nvidia-smi", "-i", card, f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader,nounits"]
