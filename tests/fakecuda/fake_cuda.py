@@ -133,7 +133,6 @@ def install(library: Path) -> None:
     import torch._inductor.utils
     import transformers  # noqa: F401
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.utils.weak import WeakIdKeyDictionary
 
     def current_stream(device: Any = None) -> Stream:
         return getattr(_threads, "stream", DEFAULT)
@@ -170,13 +169,19 @@ def install(library: Path) -> None:
         setattr(torch.cuda, name, answer)
     # a function of its own: torch.compile keeps a table of both
     torch.accelerator.current_stream = lambda device=None: current_stream(device)  # type: ignore[assignment]
-    # host memory stays as it is; that it is asked for is what counts
-    torch.Tensor.pin_memory = lambda tensor, *args: _pinned(tensor)  # type: ignore[method-assign,assignment]
-    torch.Tensor.is_pinned = lambda tensor, *args: tensor.untyped_storage() in PINNED  # type: ignore[method-assign,assignment]
-    global PINNED
-    PINNED = WeakIdKeyDictionary()
+    _note_host_memory(torch.Tensor)
     FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
     FakeTensor.data_ptr = _address  # type: ignore[method-assign,assignment]
+
+
+def _note_host_memory(tensor_type: Any) -> None:
+    """It stays as it is; that it is asked to be page-locked is what counts."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    global PINNED
+    PINNED = WeakIdKeyDictionary()
+    tensor_type.pin_memory = lambda tensor, *args: _pinned(tensor)
+    tensor_type.is_pinned = lambda tensor, *args: tensor.untyped_storage() in PINNED
 
 
 def _address(tensor: Any) -> int:

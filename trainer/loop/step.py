@@ -75,8 +75,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
         run.meter.note_update(norm_squares(run.optimizer) / run.world.num_replicas)
     clock.mark("optimizer")
     totals = packet.read(grad_norm=grad_norm, is_skipped=is_skipped, **run.routers.settle(packet.vector, batch))
-    run.is_stopping = totals.sums["num_stop_requests"] > 0
-    run.is_save_requested = totals.sums["num_save_requests"] > 0
+    run.is_stopping, run.is_save_requested = (totals.sums[f"num_{what}_requests"] > 0 for what in ("stop", "save"))
     was_skipped = bool(totals.sums["is_skipped"])
     signals = run.meter.signals(batch, totals, lr=lr)
     clock.mark("other")
