@@ -12,7 +12,7 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.config import ConfigError, known_keys, parse_config
-from trainer.run.compose import load_config
+from trainer.run.compose import as_words, load_config
 
 
 def error_of(*overrides: str) -> str:
@@ -300,3 +300,12 @@ def test_checking_the_configuration_does_not_import_torch(repository: Path) -> N
     program = "import sys, trainer.__main__ as m; m.load_config([]); sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(repository)}
     assert subprocess.run([sys.executable, "-c", program], env=env, timeout=60).returncode == 0
+
+
+def test_a_resolved_configuration_is_written_as_words_that_give_it_again() -> None:
+    texts = ["a b", "it's", "\\", "x\\'", "[1,2]", "null", "1", "a,b={c}", 'q"', ""]
+    tree = load_config(["data.apply_chat_template_kwargs={a: 1, b: {c: null}}", "model.new_tokens=[x]"]).resolved
+    tree["model"]["new_tokens"] = texts[:-1]
+    tree["data"]["apply_chat_template_kwargs"]["texts"] = texts
+    tree["data"]["train_files"] = [{"files": "it's.jsonl", "name": "a", "repeat": 2.5}, {"files": ["b.jsonl", "c d.jsonl"]}]
+    assert load_config(list(as_words(tree))).resolved == tree

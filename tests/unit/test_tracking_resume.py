@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from killed_run import STEPS, train_row, val_row
 
-from trainer.cli.replay import main as replay
+from trainer.cli.resend import main as resend
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.tracking import Tracking, read_metrics, tensorboard_events, wandb_files
 from trainer.tracking.events_file import read_events
@@ -177,7 +177,7 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path: Path, backend: st
 
 @by_tracker
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_replay_makes_one_clean_run(
+def test_resending_makes_one_clean_run(
     tmp_path: Path, backend: str, is_finished: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"
@@ -191,27 +191,27 @@ def test_replay_makes_one_clean_run(
     if is_finished:
         last.finish(0)
     output = tmp_path / "clean"
-    assert replay([str(source), "--to", backend, "--output", str(output)]) == EXIT_DONE, capsys.readouterr().err
+    assert resend([str(source), "--to", backend, "--output", str(output)]) == EXIT_DONE, capsys.readouterr().err
     assert_same(READERS[backend](output), truth())
     if backend == "mlflow":
         assert mlflow_run(output)[1].info.status == ("FINISHED" if is_finished else "FAILED")
     if backend == "wandb":
         assert exit_codes(output) == [EXIT_DONE if is_finished else EXIT_CRASH]
     assert len(read_metrics(source / "metrics.jsonl")) == STEPS + STEPS // 2
-    assert replay([str(source), "--to", backend, "--output", str(output)]) == 2
+    assert resend([str(source), "--to", backend, "--output", str(output)]) == 2
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_replay_of_csv_goes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resent_csv_goes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracking = track(tmp_path)
     log_steps(tracking, range(1, STEPS + 1))
     tracking.finish(0)
-    assert replay([str(tmp_path), "--to", "csv"]) == EXIT_DONE
+    assert resend([str(tmp_path), "--to", "csv"]) == EXIT_DONE
     for name in HISTORIES:
-        assert (tmp_path / "replay" / "csv" / name).read_text() == (tmp_path / name).read_text()
-    assert replay([str(tmp_path / "none"), "--to", "csv"]) == 2
+        assert (tmp_path / "resent" / "csv" / name).read_text() == (tmp_path / name).read_text()
+    assert resend([str(tmp_path / "none"), "--to", "csv"]) == 2
     assert "has no metrics.jsonl" in capsys.readouterr().err
-    assert replay([str(tmp_path), "--to", "excel"]) == 2
+    assert resend([str(tmp_path), "--to", "excel"]) == 2
 
 
 def test_torn_event_and_wandb_files_still_say_what_they_hold(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ COMMANDS = {
     "checkpoint": "list, prove, delete and export checkpoints; verify-resume proves that a recipe resumes",
     "prove": "whether an export serves, in transformers or vLLM, the loss that its step was validated with",
     "metrics": "what the metrics mean",
-    "replay": "one clean tracker run from a run directory",
+    "replay": "steps of a run trained again without some of their rows: what changes",
+    "resend": "one clean tracker run from a run directory",
 }
 
 

@@ -1,47 +1,41 @@
-"""Make one clean tracker run from a run directory's `metrics.jsonl`, each step once (floor 5, no torch).
+"""Train steps of a run again without some of their rows: `python -m trainer.cli.replay RUN_DIR ...` (floor 5).
 
-Exit codes: 0 done, 1 the tracker failed, 2 wrong usage, 73 cannot write.
+Exit codes: 0 done, 1 the steps with the rows are not those of the run, 2 wrong usage or rows that these steps do not
+have, 73 cannot write, 130 interrupted; that of the training where it fails.
 """
 
-import argparse
-import logging
 import sys
+from functools import partial
 from pathlib import Path
 
-from trainer.cli.arguments import Parser
-from trainer.config import ConfigError
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE
-from trainer.tracking.resend import TARGETS, replay
+from trainer.cli.arguments import Parser, answer
+from trainer.cli.verify_resume import at_least
+from trainer.resume_proof.proof import in_work_directory, interruptible
 
 
 def main(argv: list[str]) -> int:
-    try:
-        arguments = _parser().parse_args(argv)
-        output = arguments.output or arguments.run_dir / "replay" / arguments.to
-        where = replay(arguments.run_dir, target=arguments.to, output=output)
-    except ConfigError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except OSError as error:
-        print(f"ERROR: cannot write: {error}", file=sys.stderr)
-        return EXIT_CANNOT_WRITE
-    except Exception as error:  # a tracker's library raises anything
-        print(f"ERROR: {arguments.to}: {type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_CRASH
-    print(f"replayed {arguments.run_dir} to {arguments.to}: {where}")
-    return EXIT_DONE
+    return answer(lambda: _replay(argv), interrupted="interrupted: no verdict")
 
 
-def _parser() -> argparse.ArgumentParser:
-    about = "Make one clean tracker run from metrics.jsonl, each step once, whatever kills and rollbacks there were."
+def _replay(argv: list[str]) -> int:
+    about = "Train steps of a run again, as they were and without some of their rows, and say what differs."
     parser = Parser(prog="python -m trainer.cli.replay", description=about)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--to", choices=TARGETS, required=True, help="the tracker; wandb obeys WANDB_MODE")
-    where = "a new directory for its files (default: RUN_DIR/replay/TRACKER)"
-    parser.add_argument("--output", metavar="DIR", type=Path, help=where)
-    return parser
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<project_name>/<experiment_name>")
+    parser.add_argument("--from", dest="step", metavar="STEP", type=at_least(1), required=True, help="of a checkpoint")
+    parser.add_argument("--steps", metavar="N", type=at_least(1), required=True, help="how many after it")
+    rows = "as evidence/ and 'data ledger --json' name them; a comma between two"
+    parser.add_argument("--without", metavar="FILE:LINE", required=True, help=rows)
+    parser.add_argument("--keep", action="store_true", help="leave the two runs where they are, to look into")
+    arguments = parser.parse_args(argv)
+
+    from trainer.resume_proof.counterfactual import plan, replay
+
+    without = tuple(row.strip() for row in arguments.without.split(",") if row.strip())
+    run_dir = arguments.run_dir.resolve()
+    asked = plan(run_dir, from_step=arguments.step, num_steps=arguments.steps, rows=without)
+    with interruptible():
+        return in_work_directory(run_dir, "replay", partial(replay, asked), is_kept=arguments.keep)
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
     sys.exit(main(sys.argv[1:]))

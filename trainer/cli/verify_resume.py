@@ -31,14 +31,14 @@ def _parser() -> Parser:
     usage = "python -m trainer.cli.checkpoint verify-resume [N] [--steps K] [--kills M] [--seed S] [key=value ...]"
     text = "Prove that a recipe, killed and started again, gives the same numbers as in one piece."
     parser = Parser(usage=usage, description=text)
-    parser.add_argument("--steps", metavar="K", type=_at_least(MIN_STEPS), default=12, help="of each run; default 12")
-    parser.add_argument("--kills", metavar="M", type=_at_least(1), default=3, help="of the third run; default 3")
-    parser.add_argument("--seed", metavar="S", type=_at_least(0), default=1, help="of the moments of the kills")
+    parser.add_argument("--steps", metavar="K", type=at_least(MIN_STEPS), default=12, help="of each run; default 12")
+    parser.add_argument("--kills", metavar="M", type=at_least(1), default=3, help="of the third run; default 3")
+    parser.add_argument("--seed", metavar="S", type=at_least(0), default=1, help="of the moments of the kills")
     parser.add_argument("words", metavar="N | key=value", nargs="*", help="ranks and overrides, as for run_sft.sh")
     return parser
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got '{text}'")

@@ -252,6 +252,7 @@ class TrainerConfig:
         "tokenizer, model_config, other_parts",
         one_of(*RESUME_ALLOW),
     )
+    stop_at_step: int | None = key(None, "save and stop (exit 75) after this step of the schedule", _COUNT_OR_NULL)
     max_time: str | None = key(None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration)
     seed: int = key(1, "data order, initial weights, dropout")
     device: str = key(AUTO, "auto | cuda | cpu", one_of(AUTO, "cuda", "cpu"))

@@ -46,6 +46,8 @@ class Division:
     val_ratio: float
     val_limit: int | None
     seed: int
+    leave_out: tuple[str, ...] = ()
+    """Rows of which nothing is supervised, as `file:line`."""
 
     def begin(self, order: str = FEISTEL) -> TrainingData:
         """Of a run that starts."""
@@ -100,7 +102,8 @@ class Division:
         parts = [source.split(draw, limit=self.val_limit) for source, draw in zip(self.sources, draws, strict=True)]
         held_out = [part for _, part in parts] if self.val_sources is None else list(self.val_sources)
         validation = Samples(held_out)
-        return TrainingData(Samples([part for part, _ in parts]), validation if len(validation) else None, order)
+        train = Samples([part for part, _ in parts]).without(self.leave_out)
+        return TrainingData(train, validation if len(validation) else None, order)
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, deal_facts, length_facts, split_batch
 from trainer.data.samples import Samples
-from trainer.errors import EXIT_RESUMABLE
+from trainer.errors import EXIT_RESUMABLE, DataError
 from trainer.progress import Position
 from trainer.runtime.processes import die_with_parent
 from trainer.runtime.signals import STOP_SIGNALS
@@ -103,7 +103,10 @@ class _StepDataset(Dataset[StepBatch]):
     def __getitem__(self, step: int) -> StepBatch:
         epoch = self.schedule.position(step - 1).epoch
         ids = self.samples.of_rows(self.schedule.rows(step))
-        return build_step(self.samples, ids, self.plan, step=step, epoch=epoch)
+        batch = build_step(self.samples, ids, self.plan, step=step, epoch=epoch)
+        if not batch.num_loss_tokens:
+            raise DataError(f"nothing is supervised in the batch of step {step}: data.leave_out names all of its rows")
+        return batch
 
 
 class _WorkerHandle(popen_fork.Popen):

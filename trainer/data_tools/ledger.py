@@ -6,7 +6,7 @@ kill or taken back by a rollback do not, nor do those whose update was left out.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import numpy as np
 from trainer.checkpoint import rollback
 from trainer.config import ConfigError
 from trainer.data.batch_plan import Earlier, Schedule
-from trainer.data.held_out import AllBut, Draw
+from trainer.data.held_out import Draw
 from trainer.data.loader import DATA_EVENT
 from trainer.data.order import Share
-from trainer.data.samples import open_dataset
+from trainer.data.samples import Samples, SourceSamples, open_dataset
 from trainer.progress import Position
 from trainer.runtime.json_lines import JsonLines
 from trainer.tracking import events_file, metrics_file
@@ -208,15 +208,47 @@ def _of_source(source: Mapping[str, Any], counts: np.ndarray, *, has_rows: bool)
 
 
 def _by_row(source: Mapping[str, Any], counts: np.ndarray) -> dict[str, int] | None:
-    """`file:line` of each row; None where the prepared tokens are gone, or written by another version."""
+    """`file:line` of each row; None where the prepared tokens cannot be read."""
+    if (samples := _samples_of(source)) is None:
+        return None
+    dataset, rows = samples.dataset, np.asarray(samples.indices)
+    firsts = rows if dataset.bounds is None else dataset.bounds[rows]
+    return {dataset.location(int(index)): int(count) for index, count in zip(firsts, counts, strict=True)}
+
+
+def _samples_of(source: Mapping[str, Any]) -> SourceSamples | None:
+    """What an attempt trained of a source; None where the prepared tokens are gone, or written by another version."""
     try:
         dataset = open_dataset(Path(source["directory"]), tuple(map(Path, source["files"])))
     except (OSError, ValueError, TypeError):  # no file, a file cut short, and fields that a summary has or lacks
         return None
     draw = Draw(source["val_ratio"], source["seed"], tuple(source["sizes"]), source["order"])
-    rows = np.asarray(AllBut(draw.sizes[-1], draw.rows()))
-    firsts = rows if dataset.bounds is None else dataset.bounds[rows]
-    return {dataset.location(int(index)): int(count) for index, count in zip(firsts, counts, strict=True)}
+    return dataset.whole(source["name"], source["repeat"]).split(draw, limit=0)[0]
+
+
+def rows_at(run_dir: Path, places: Sequence[str], steps: range) -> dict[int, list[str]]:
+    """Which of the rows at `places` (`file:line`) each of the steps that count trained, where any.
+
+    Raises `ConfigError` for rows that are not trained at all, for a step with no other rows, and where prepared tokens
+    are gone.
+    """
+    found: dict[int, list[str]] = {}
+    for part in read_history(run_dir).ranges:
+        own_steps = range(max(part.first, steps.start), min(part.last + 1, steps.stop))
+        if not own_steps:
+            continue
+        sources = [_samples_of(source) for source in part.record["sources"]]
+        if None in sources:
+            raise ConfigError("the prepared tokens of the run are gone: 'data stats' with its words makes them anew")
+        samples = Samples([source for source in sources if source is not None]).without(places)
+        ids = {place: samples.find(place) for place in places}
+        for step in own_steps:
+            batch = samples.of_rows(part.schedule.rows(step))
+            if own := [place for place in places if np.isin(ids[place], batch).any()]:
+                found[step] = own
+                if not samples.counts(batch)[1].any():
+                    raise ConfigError(f"nothing would be trained in step {step}: these are all of its rows")
+    return found
 
 
 def as_lines(tree: Mapping[str, Any]) -> list[str]:

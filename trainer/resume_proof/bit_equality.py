@@ -4,7 +4,7 @@ import csv
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,33 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
 
     `left` and `right` are run directories; they are named by their last part.
     """
+    found = {*range(1, steps + 1), *_rows(left, "train"), *_rows(right, "train")}
+    validated = {*_rows(left, "val"), *_rows(right, "val")}
+    pairs = (
+        _pairs_of_steps(left, right, sorted(found)),
+        _pairs_of_checkpoints(left, right, steps),
+        _pairs_of_validations(left, right, sorted(validated)),
+        _pairs_of_ends(left, right),
+    )
+    return _compared(left, right, itertools.chain(*pairs))
+
+
+def compare_steps(left: Path, right: Path, steps: range) -> Comparison:
+    """Of these steps alone; of the validation and the checkpoint of the last one where both have it."""
+    last = steps[-1]
+    pairs = [_pairs_of_steps(left, right, steps)]
+    if last in _rows(left, "val") and last in _rows(right, "val"):
+        pairs.append(_pairs_of_validations(left, right, [last]))
+    if all((run_dir / layout.step_dir_name(last)).exists() for run_dir in (left, right)):
+        pairs.append(_pairs_of_checkpoints(left, right, last))
+    return _compared(left, right, itertools.chain(*pairs))
+
+
+def _compared(left: Path, right: Path, pairs: Iterable[Pair]) -> Comparison:
     num_steps = len(_rows(left, "train").keys() & _rows(right, "train").keys())
     num_validations = len(_rows(left, "val").keys() & _rows(right, "val").keys())
     num_tensors, max_difference, differences = 0, 0.0, []
-    pairs = _pairs_of_steps(left, right, steps), _pairs_of_checkpoints(left, right, steps), _pairs_of_ends(left, right)
-    for pair in itertools.chain(*pairs):
+    for pair in pairs:
         is_equal, gap, text = _judge(pair, left.name, right.name)
         num_tensors += isinstance(pair.left, Tensor) and isinstance(pair.right, Tensor)
         max_difference = max(max_difference, gap)
@@ -81,6 +103,19 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
             differences.append(f"{pair.place}: {text}")
     counts = {"num_steps": num_steps, "num_tensors": num_tensors, "num_validations": num_validations}
     return Comparison(left.name, right.name, **counts, max_difference=max_difference, differences=tuple(differences))
+
+
+def distance(left: Path, right: Path) -> float:
+    """Between the parameters of two checkpoints of as many ranks: the root of the sum of squared differences."""
+    squares, manifest = 0.0, layout.inspect(left).manifest
+    assert manifest is not None, "it is committed"
+    for rank in range(manifest.num_shards):
+        parts = [read_torch(path / layout.model_file(manifest.world_size, rank)) for path in (left, right)]
+        once = {_local(tensor).data_ptr(): name for name, tensor in parts[0].items()}  # a tied head has two names
+        for name in once.values():
+            ours, theirs = (_local(part[name]).double() for part in parts)
+            squares += float((ours - theirs).square().sum())
+    return math.sqrt(squares)
 
 
 def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
@@ -105,9 +140,9 @@ def digest_of_parameters(run_dir: Path, *, steps: int) -> str:
     return digest.hexdigest()[:DIGEST_LENGTH]
 
 
-def _pairs_of_steps(left: Path, right: Path, steps: int) -> Iterator[Pair]:
+def _pairs_of_steps(left: Path, right: Path, steps: Iterable[int]) -> Iterator[Pair]:
     left_rows, right_rows = _rows(left, "train"), _rows(right, "train")
-    for step in sorted({*range(1, steps + 1), *left_rows, *right_rows}):
+    for step in steps:
         if step not in left_rows or step not in right_rows:
             there = ["logged" if step in rows else MISSING for rows in (left_rows, right_rows)]
             yield Pair(f"step {step}", *there)
@@ -117,11 +152,14 @@ def _pairs_of_steps(left: Path, right: Path, steps: int) -> Iterator[Pair]:
             yield Pair(f"step {step}, {key}", *values)
 
 
-def _pairs_of_ends(left: Path, right: Path) -> Iterator[Pair]:
+def _pairs_of_validations(left: Path, right: Path, steps: Iterable[int]) -> Iterator[Pair]:
     left_rows, right_rows = _rows(left, "val"), _rows(right, "val")
-    for step in sorted({**left_rows, **right_rows}):
+    for step in steps:
         values = [rows[step].get("val/loss", MISSING) if step in rows else MISSING for rows in (left_rows, right_rows)]
         yield Pair(f"validation of step {step}, val/loss", *values)
+
+
+def _pairs_of_ends(left: Path, right: Path) -> Iterator[Pair]:
     for name in histories.FILE_NAMES.values():
         yield Pair(name, *(_history(run_dir / name) for run_dir in (left, right)))
     for place, look in _ENDS.items():

@@ -72,6 +72,7 @@ class KilledRun:
     work: Path
     words: tuple[str, ...]
     scratch: Path
+    good_codes: tuple[int, ...] = (EXIT_DONE,)
 
     @property
     def run_dir(self) -> Path:
@@ -159,7 +160,7 @@ class KilledRun:
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen]:
         """In a process group of its own, nothing of which outlives the block."""
-        env = {**os.environ, "TMPDIR": str(self.scratch)}
+        env = {**os.environ, "TMPDIR": str(self.scratch), "USE_WANDB": "false"}
         child_setup = partial(die_with_parent, os.getpid(), code=EXIT_CRASH)
         with self.log.open("ab") as log:
             process = subprocess.Popen(
@@ -177,7 +178,7 @@ class KilledRun:
             kill_tree(process)
 
     def _require_no_failure(self, process: subprocess.Popen) -> None:
-        if process.poll() in (None, EXIT_DONE):
+        if process.poll() in (None, *self.good_codes):
             return
         code = process.returncode if process.returncode > 0 else EXIT_CRASH
         lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]

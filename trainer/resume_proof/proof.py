@@ -12,15 +12,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainer.errors import EXIT_CRASH, EXIT_DONE, CannotWriteError
 from trainer.resume_proof.killed_runs import Kill, KilledRun, Moment, RunFailedError
+from trainer.run.compose import as_word
 from trainer.runtime.signals import REPEAT_S
 
 if TYPE_CHECKING:
@@ -59,20 +61,25 @@ class Trial:
 
 
 def verify(trial: Trial) -> int:
-    """In a work directory beside the run directory, which stays only if there is something to look into."""
+    return in_work_directory(trial.run_dir, "verify-resume", partial(_prove, trial))
+
+
+def in_work_directory(run_dir: Path, what: str, prove: Callable[[Path, Path], int], *, is_kept: bool = False) -> int:
+    """The exit code of `prove(work, scratch)`: in a directory beside the run directory, which stays only if it
+    `is_kept` or there is something to look into, and one for temporary files.
+    """
     try:
-        trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f"{trial.run_dir.name}.verify-resume-", dir=trial.run_dir.parent))
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}.{what}-", dir=run_dir.parent))
     except OSError as error:
-        raise CannotWriteError(f"cannot write beside trainer.default_local_dir={trial.run_dir}: {error}") from error
-    is_kept = False
+        raise CannotWriteError(f"cannot write beside trainer.default_local_dir={run_dir}: {error}") from error
     try:
         # what a killed launcher leaves among the temporary files goes here; a short path, sockets may be made in it
         with tempfile.TemporaryDirectory(prefix="sft-", ignore_cleanup_errors=True) as scratch:
-            code = _prove(trial, work, Path(scratch))
-        is_kept = code != EXIT_DONE
+            code = prove(work, Path(scratch))
+        is_kept |= code != EXIT_DONE
     except RunFailedError as error:
-        code, is_kept = error.code, error.name != STRAIGHT
+        code, is_kept = error.code, is_kept or error.name != STRAIGHT
         print(f"ERROR: {error}", file=sys.stderr)
     finally:
         if is_kept:
@@ -157,7 +164,7 @@ def launcher_words(trial: Trial, run_dir: Path) -> tuple[str, ...]:
     """
     defaults = ["trainer.deterministic=true"] if trial.is_on_gpu else []
     settings = {
-        "trainer.default_local_dir": "'" + str(run_dir).replace("'", "\\'") + "'",
+        "trainer.default_local_dir": as_word(str(run_dir)),
         "trainer.total_training_steps": trial.steps,
         "trainer.save_freq": trial.save_freq,
         "trainer.test_freq": trial.test_freq,

@@ -1,6 +1,7 @@
 """The words of a command line as a checked configuration: defaults, recipe, overrides. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,26 @@ def with_words(config: Config, words: Iterable[str]) -> Config:
     """The same configuration with further `key=value`. Raises `ConfigError` as `load_config`."""
     merged = OmegaConf.merge(OmegaConf.create(config.resolved), OmegaConf.from_dotlist(list(words)))
     return parse_config(OmegaConf.to_container(merged), PARTS)  # type: ignore[arg-type]  # a mapping, as what it is of
+
+
+def as_words(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The words that a resolved configuration comes from."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from as_words(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={as_word(value)}"
+
+
+def as_word(value: Any) -> str:
+    """A value as an override is written."""
+    if isinstance(value, str):
+        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_word, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{as_word(item)}" for name, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _compose(words: list[str]) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def make_run(
         detail=RollDetail(memory, level=trainer.roll_detail),
         tracking=tracking,
         checkpoints=_checkpoints(config, inputs, start, world, model, state, tracking),
-        cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq),
+        cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq, trainer.stop_at_step),
         seed=trainer.seed,
         max_norm=config.optim.clip_grad,
         hang_timeout_s=trainer.hang_timeout_s,

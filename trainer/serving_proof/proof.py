@@ -28,7 +28,7 @@ from trainer.runtime.json_lines import strict
 from trainer.serving_proof import diagnosis, engines
 from trainer.serving_proof.engines import Sample
 from trainer.tracking import metrics_file, read_metrics
-from trainer.tracking.run_info import FILE_NAME, read_run_file
+from trainer.tracking.run_info import read_config
 
 LEAST_TOLERANCE = 1e-6
 NUM_DEVIATIONS = 4
@@ -138,9 +138,7 @@ def read_trained(checkpoint: Path) -> Trained:
     info, run_dir = layout.inspect(checkpoint), checkpoint.resolve().parent
     if info.manifest is None:
         raise ConfigError(f"'{checkpoint}' cannot be proven: {info.reason or 'it was written by verl'}")
-    tree = read_run_file(run_dir / FILE_NAME).get("config")
-    if not isinstance(tree, dict):
-        raise ConfigError(f"'{run_dir / FILE_NAME}' does not hold the configuration of the run: was it moved?")
+    config = parse_config(read_config(run_dir))
     log = run_dir / metrics_file.FILE_NAME
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
     if not rows:
@@ -148,7 +146,6 @@ def read_trained(checkpoint: Path) -> Trained:
             f"no validation at step {info.step} in '{log}': set trainer.test_freq so that the steps "
             f"that are saved are validated, or prove another checkpoint"
         )
-    config = parse_config(tree)
     data = prepare_data_alone(config).resumed(saved_data(info), info.manifest.position)
     if data.validation is None:
         raise ConfigError("the run had no validation samples: set data.val_files or data.val_ratio")

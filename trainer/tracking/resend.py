@@ -11,7 +11,7 @@ from trainer.tracking.run_info import RunFile, RunInfo
 TARGETS = ("tensorboard", "wandb", "mlflow", "csv")
 
 
-def replay(run_dir: Path, *, target: str, output: Path) -> str:
+def resend(run_dir: Path, *, target: str, output: Path) -> str:
     """Write the run to the tracker `target`, with its files in the new directory `output`; how to look at it.
 
     The tracker shows it as finished if its last attempt ended with exit code 0. Raises `ConfigError` if there is

@@ -81,6 +81,14 @@ def read_run_file(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The resolved configuration of the run's last attempt. Raises `ConfigError`."""
+    tree = read_run_file(run_dir / FILE_NAME).get("config")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"'{run_dir / FILE_NAME}' does not hold the configuration of the run: was it moved?")
+    return tree
+
+
 @dataclass
 class RunInfo:
     project_name: str
