@@ -17,6 +17,7 @@ from test_lora import words as words
 
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.config import ConfigError
+from trainer.report.readers import read_run
 from trainer.serving_proof.proof import Certificate, prove_serving
 
 STEP = "global_step_4"
@@ -50,6 +51,10 @@ def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained: 
     found = proven(trained[kind] / STEP)
     assert found.is_equal and found.causes == () and found.first_difference is None
     assert abs(found.served_loss - found.val_loss) <= found.tolerance < 0.01 * found.val_loss
+    proofs = read_run(trained[kind]).proofs
+    assert [(proof.engine, proof.served_loss, proof.is_equal) for proof in proofs] == [
+        (found.engine, found.served_loss, True)
+    ], "what the report shows"
     assert (found.base_loss is None) == (kind == "full")
     if found.base_loss is not None:
         assert abs(found.base_loss - found.served_loss) > 10 * found.tolerance

@@ -307,5 +307,8 @@ def test_a_resolved_configuration_is_written_as_words_that_give_it_again() -> No
     tree = load_config(["data.apply_chat_template_kwargs={a: 1, b: {c: null}}", "model.new_tokens=[x]"]).resolved
     tree["model"]["new_tokens"] = texts[:-1]
     tree["data"]["apply_chat_template_kwargs"]["texts"] = texts
-    tree["data"]["train_files"] = [{"files": "it's.jsonl", "name": "a", "repeat": 2.5}, {"files": ["b.jsonl", "c d.jsonl"]}]
+    tree["data"]["train_files"] = [
+        {"files": "it's.jsonl", "name": "a", "repeat": 2.5},
+        {"files": ["b.jsonl", "c d.jsonl"]},
+    ]
     assert load_config(list(as_words(tree))).resolved == tree

@@ -12,6 +12,7 @@ from trainer.report.analyse import analyse
 from trainer.report.as_json import as_json
 from trainer.report.readers import read_run
 from trainer.report.run_log import LogEvent
+from trainer.report.sections import sections
 from trainer.tracking import Tracking
 
 
@@ -144,3 +145,24 @@ def test_the_order_of_keys_in_a_row_changes_nothing(tmp_path: Path) -> None:
         report = as_json(analyse(read_run(write_lines(path, rows))))
         found.append(json.dumps({key: value for key, value in report.items() if key != "source"}))
     assert found[0] == found[1]
+
+
+def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(tmp_path: Path) -> None:
+    certificate = {"step": 50, "engine": "vllm 1", "val_loss": 1.5, "served_loss": 1.5001, "tolerance": 0.001}
+    refused = {"step": 100, "served_loss": None, "is_equal": False, "causes": ["config.json: rope_theta"]}
+    write_own(tmp_path, sft_run(1).series)
+    (tmp_path / "proofs").mkdir()
+    contents = [certificate | {"is_equal": True, "causes": []}, certificate | refused, {"step": 7}, [1]]
+    for number, content in enumerate(contents):
+        (tmp_path / "proofs" / f"step_{number}_vllm.json").write_text(json.dumps(content))
+    (tmp_path / "proofs" / "step_9_torn.json").write_text('{"step": 9, "is_eq')
+    log = read_run(tmp_path)
+    assert [(proof.step, proof.is_equal) for proof in log.proofs] == [(50, True), (100, False)]
+    report = analyse(log)
+    (finding,) = (finding for finding in report.findings if finding.rule == "V46")
+    assert report.verdict == "FAIL" and report.top[0] == finding and finding.id == "serving:100"
+    assert "step 100" in finding.title and "config.json: rope_theta" in finding.title
+    (section,) = (one for one in sections(report) if one.id == "serving")
+    assert section.lead.startswith("In 1 of 2 proofs") and section.table is not None
+    assert section.table.rows[0] == ("50", "1.5", "1.5", "1e-4", "0.001", "equal", "vllm 1", "")
+    assert section.table.rows[1][-3:] == ("REFUSED", "vllm 1", "config.json: rope_theta")

@@ -76,6 +76,7 @@ def analyse(
         generalisation=generalisation(run),
         learning_rate=rate,
         throughput=throughput(run),
+        serving=log.proofs,
         checklist=checklist(run, judged),
         thresholds=limits,
         overridden=tuple(thresholds or ()),

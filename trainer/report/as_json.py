@@ -8,7 +8,7 @@ from trainer.runtime.json_lines import strict
 SCHEMA = "fsdp-sft-report/2"
 AS_THEY_ARE = (
     *("title", "verdict", "findings", "anomalies", "generalisation", "learning_rate", "throughput", "trends"),
-    *("metrics", "checklist", "thresholds", "overridden"),
+    *("metrics", "serving", "checklist", "thresholds", "overridden"),
 )
 
 

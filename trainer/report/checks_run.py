@@ -77,6 +77,16 @@ def completeness(run: AnalysedRun) -> Iterator[Measure]:
         yield Measure("exit", float(log.exit_code), words=words, evidence=errors, is_fault=bool(log.exit_code))
 
 
+def serving(run: AnalysedRun) -> Iterator[Measure]:
+    """Whether what is exported serves the loss it was validated with, as far as that was proven."""
+    for proof in run.log.proofs:
+        apart, why = abs(proof.served_loss - proof.val_loss), "; ".join(proof.causes)
+        words = {"step": proof.step, "engine": proof.engine, "why": why, "served": proof.served_loss}
+        words["val"] = proof.val_loss
+        steps = proof.step, proof.step
+        yield Measure("main", apart, steps, words, limit=proof.tolerance, is_fault=not proof.is_equal)
+
+
 def longest_sample(run: AnalysedRun) -> Iterator[Measure]:
     """Whether lengths are limited where they are configured."""
     if all(run.find(role) is None for role in ("truncated", "empty_label", "total_len_max")):

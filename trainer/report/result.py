@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.report.run_log import ServedLoss
+
 LEVELS = ("fail", "warn", "note", "info")
 """Of a finding, worst first."""
 VERDICTS = ("FAIL", "ATTENTION", "OK", "INSUFFICIENT")
@@ -16,7 +18,7 @@ class Finding:
 
     id: str
     rule: str
-    """V01 to V45."""
+    """V01 to V46."""
     level: str
     title: str
     """One sentence: what is the matter."""
@@ -209,6 +211,8 @@ class Report:
     generalisation: Generalisation | None
     learning_rate: LearningRate | None
     throughput: Throughput | None
+    serving: tuple[ServedLoss, ...]
+    """Proofs that exports serve the loss they were validated with, by step."""
     checklist: tuple[CheckItem, ...]
     thresholds: Mapping[str, float]
     overridden: tuple[str, ...]

@@ -51,6 +51,21 @@ class CheckpointState:
 
 
 @dataclass(frozen=True)
+class ServedLoss:
+    """A certificate of `prove`: the loss that an engine serves a checkpoint with, beside that of its validation."""
+
+    step: int
+    engine: str
+    val_loss: float
+    served_loss: float
+    """NaN where the engine could not load it."""
+    tolerance: float
+    is_equal: bool
+    causes: tuple[str, ...] = ()
+    """Why not."""
+
+
+@dataclass(frozen=True)
 class RunLog:
     """A log as read. `series` has canonical keys (`train/loss`, `train/lr`, `train/grad_norm`, `val/loss`, ...)."""
 
@@ -65,6 +80,8 @@ class RunLog:
     """Flat, dotted names, as the run's own framework calls them."""
     events: tuple[LogEvent, ...] = ()
     checkpoints: tuple[CheckpointState, ...] = ()
+    proofs: tuple[ServedLoss, ...] = ()
+    """By rising step."""
     tracker_step: int | None = None
     """What `latest_checkpointed_iteration.txt` says."""
     total_steps: int | None = None

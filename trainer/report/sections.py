@@ -55,6 +55,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         Section("findings", "Also found", findings=others),
         _anomalies(report),
         _validation(report),
+        _serving(report),
         _learning_rate(report),
         _throughput(report.throughput),
         _checklist(report),
@@ -125,6 +126,27 @@ def _validation(report: Report) -> Section:
         gain = f" It gains {number(found.expected_gain)} over the last." if found.expected_gain > 0 else ""
         notes = (f"{use if found.recommended_path else f'Step {at} was best'}. {found.reason.rstrip('.')}.{gain}",)
     return replace(section, lead=capitalised(lead), table=shown, notes=notes)
+
+
+def _serving(report: Report) -> Section:
+    """As far as `prove` was asked."""
+    rows = [
+        (
+            step(proof.step),
+            number(proof.val_loss),
+            number(proof.served_loss),
+            number(proof.served_loss - proof.val_loss),
+            number(proof.tolerance),
+            "equal" if proof.is_equal else "REFUSED",
+            proof.engine,
+            "; ".join(proof.causes),
+        )
+        for proof in report.serving
+    ]
+    shown = table("step, val/loss, served, apart, tolerance, verdict, engine, why", rows, words="verdict, engine, why")
+    equal = sum(proof.is_equal for proof in report.serving)
+    lead = f"In {equal} of {len(rows)} proofs an export serves the loss its step was validated with." if rows else ""
+    return Section("serving", "Served loss", lead, shown)
 
 
 def _learning_rate(report: Report) -> Section:

@@ -17,6 +17,7 @@ MATTERS = (
     "validation",
     "anomalies",
     "findings",
+    "serving",
     "metrics",
     "throughput",
     "checklist",

@@ -1,13 +1,14 @@
 """Our own run directory: `metrics.jsonl`, `events.jsonl`, `run.json`, and the checkpoints."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.parsing import Faults, as_number, as_step, flat, json_rows, parse_number
-from trainer.report.run_log import LogEvent, RunLog
+from trainer.report.run_log import LogEvent, RunLog, ServedLoss
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.live_run import is_live
 
@@ -36,8 +37,23 @@ def read_own(path: Path) -> RunLog:
         total_steps=planned or _foretold(log),
         num_attempts=num_attempts,
         exit_code=exit_code,
+        proofs=tuple(sorted(_read_proofs(run_dir), key=lambda proof: (proof.step, proof.engine))),
         is_running=is_live(run_dir),
     )
+
+
+def _read_proofs(run_dir: Path) -> Iterator[ServedLoss]:
+    for path in run_dir.glob("proofs/step_*.json"):
+        tree = read_object(path)
+        step, causes = as_step(tree.get("step")), tree.get("causes")
+        if step is not None and isinstance(tree.get("is_equal"), bool):
+            val_loss, served_loss, tolerance = (
+                math.nan if (number := as_number(tree.get(key))) is None else number
+                for key in ("val_loss", "served_loss", "tolerance")
+            )
+            told = tuple(map(str, causes)) if isinstance(causes, list) else ()
+            engine = str(tree.get("engine", ""))
+            yield ServedLoss(step, engine, val_loss, served_loss, tolerance, tree["is_equal"], told)
 
 
 def _foretold(log: RunLog) -> int | None:
