@@ -44,7 +44,17 @@ def text_of(run: Run, *, width: int = 120) -> str:
 def bare(run: Run, **changes: Any) -> Run:
     """A run that logged nothing and was not judged."""
     report, log = run
-    lists = ("top", "findings", "metrics", "trends", "anomalies", "correlations", "checklist", "insufficient")
+    lists = (
+        "top",
+        "findings",
+        "metrics",
+        "trends",
+        "anomalies",
+        "correlations",
+        "serving",
+        "checklist",
+        "insufficient",
+    )
     empty: dict[str, Any] = dict.fromkeys(lists, ())
     parts = dict.fromkeys(("generalisation", "learning_rate", "throughput"))
     return replace(report, **empty, **parts, thresholds={}, closing=""), replace(log, series={}, **changes)

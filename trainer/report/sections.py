@@ -143,7 +143,7 @@ def _serving(report: Report) -> Section:
         )
         for proof in report.serving
     ]
-    shown = table("step, val/loss, served, apart, tolerance, verdict, engine, why", rows, words="verdict, engine, why")
+    shown = table("step, val/loss, served, apart, tolerance, result, engine, why", rows, words="result, engine, why")
     equal = sum(proof.is_equal for proof in report.serving)
     lead = f"In {equal} of {len(rows)} proofs an export serves the loss its step was validated with." if rows else ""
     return Section("serving", "Served loss", lead, shown)
