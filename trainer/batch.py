@@ -140,8 +140,8 @@ class LossOutput(NamedTuple):
     """Sum of `losses_S`, float64 scalar: what is differentiated."""
     losses_S: Tensor
     """Loss of each supervised position, float32, without gradient."""
-    hits_S: Tensor | None = None
-    """Whether the label was the likeliest token; only of a forward pass without gradients: it costs a pass more."""
+    hits_S: Tensor
+    """Whether no token was likelier than the label."""
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,9 @@ def test_loss_and_gradients_equal_full_logits(
     for gradient, theirs in zip(ours, gradients, strict=True):
         assert gradient is not None and relative(gradient, theirs) < 1e-6
     assert output.losses_S.sum(dtype=torch.float64).item() == loss.item()
+    best_S = F.linear(hidden_SH, head.weight, head.bias).argmax(dim=-1)
+    assert torch.equal(output.hits_S, best_S == labels_S)
+    assert head(hidden_SH, best_S).hits_S.all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -92,7 +95,7 @@ def test_what_is_measured_without_gradients_is_cross_entropy_whatever_is_trained
         logits_SV = F.linear(hidden_SH, head.weight, head.bias).double()
     expected = F.cross_entropy(logits_SV, labels_S, reduction="sum")
     assert output.loss_sum.item() == pytest.approx(expected.item(), rel=1e-7)
-    assert output.hits_S is not None and torch.equal(output.hits_S, logits_SV.argmax(dim=-1) == labels_S)
+    assert torch.equal(output.hits_S, logits_SV.argmax(dim=-1) == labels_S)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -39,7 +39,7 @@ TRIED = short_or_full([(1, 1), (2, 4), (4, 1), (4, 16)], full=PAIRS)
 def train(  # type: ignore[no-untyped-def]
     world, source, max_samples=None, max_tokens=None, is_packed=True, optimizer="adamw", **model_changes
 ):
-    """(losses, norms, validation losses, whole parameters) of a short run."""
+    """(losses, norms, validation losses, whole parameters, shares of tokens that are right) of a short run."""
     model = build_toy_model(world, source, is_packed=is_packed, **model_changes)
     held_out = ToySamples(5, seed=1)
     limits = {"max_samples": max_samples, "max_tokens": max_tokens}
@@ -47,7 +47,8 @@ def train(  # type: ignore[no-untyped-def]
     parts.validation_batches = ValidationBatches(held_out, parts.batches.plan, batch_size=4)
     assert fit(parts) == 0
     rows: Any = parts.tracking
-    return rows.column("train/loss"), rows.column("train/grad_norm"), rows.column("val/loss"), full_parameters(model)
+    columns = [rows.column(key) for key in ("train/loss", "train/grad_norm", "val/loss", "train/token_accuracy")]
+    return *columns[:3], full_parameters(model), columns[3]
 
 
 def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
@@ -67,15 +68,16 @@ def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
     vectors = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms = [], []
+    losses, norms, accuracies = [], [], []
     for step in range(1, STEPS + 1):
-        total, count = torch.zeros((), dtype=torch.float64), 0
+        total, count, num_right = torch.zeros((), dtype=torch.float64), 0, 0
         for index in schedule.rows(step):
             ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
             logits = model(input_ids=ids[None].long()).logits[0, :-1]
             labels = torch.where(mask[1:], ids[1:].long(), -100)
             total = total + F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double()
             count += int(mask[1:].sum())
+            num_right += int((logits.argmax(dim=-1) == labels).sum())
         (total / count).backward()
         norm = torch.stack([p.grad.double().square().sum() for p in trained]).sum().sqrt()
         for p in trained:
@@ -86,7 +88,8 @@ def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
         optimizer.zero_grad()
         losses.append((total / count).item())
         norms.append(norm.item())
-    return losses, norms
+        accuracies.append(num_right / count)
+    return losses, norms, accuracies
 
 
 def relative(ours: list[float], theirs: list[float]) -> float:
@@ -114,10 +117,11 @@ def runs(source):  # type: ignore[no-untyped-def]
 @pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10")
 @pytest.mark.parametrize(("world_size", "max_samples"), TRIED)
 def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size: int, max_samples: int) -> None:  # type: ignore[no-untyped-def]
-    losses, norms, _, _ = runs[world_size][max_samples]
+    losses, norms, *_, accuracies = runs[world_size][max_samples]
     assert relative(losses, reference[0]) < 1e-6
     assert relative(norms, reference[1]) < 1e-5
     assert losses[-1] < losses[0]
+    assert accuracies == reference[2] and 0 < max(accuracies) < 1
 
 
 @pytest.mark.parametrize("choice", [{"loss": "dft"}, {"optimizer": "muon"}], ids=str)
@@ -126,7 +130,7 @@ def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_p
     source = write_model_config(tmp_path)
     variants = {"usual": {}, "all": choice, "one by one": {"max_samples": 1} | choice}
     alone = run_ranks(each, 1, train, source, variants)[0]
-    usual, (losses, norms, val_losses, _) = alone["usual"], alone["all"]
+    usual, (losses, norms, val_losses, *_) = alone["usual"], alone["all"]
     assert relative(val_losses, usual[2]) < 0.2, "validation measures cross-entropy whatever is trained"
     assert losses[-1] != usual[0][-1] and ("loss" in choice or losses[-1] < losses[0])
     several = [run_ranks(train, world_size, source, number, **choice)[0] for world_size, number in ((2, 4), (4, 1))]
@@ -140,7 +144,7 @@ def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_p
 def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
     """Token budget, ZeRO-2, recomputation, one document per forward, HSDP: the same numbers."""
     source = write_model_config(tmp_path)
-    expected, _, val_expected, parameters = run_ranks(train, 1, source)[0]
+    expected, _, val_expected, parameters, right = run_ranks(train, 1, source)[0]
     on_two = {
         "token budget": {"max_tokens": 48},
         "zero-2": {"reshard_after_forward": False},
@@ -152,7 +156,8 @@ def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
         "hsdp": run_ranks(train, 4, source, fsdp_size=2)[0],
         "more ranks than samples per step": run_ranks(train, 5, source, max_samples=1)[0],
     }
-    for name, (losses, _, val_losses, theirs) in variants.items():
+    for name, (losses, _, val_losses, theirs, accuracies) in variants.items():
+        assert accuracies == right, name
         assert relative(losses, expected) < 1e-6, name
         assert relative(val_losses, val_expected) < 1e-6, name
         worst = max(float((theirs[key] - value).abs().max()) for key, value in parameters.items())

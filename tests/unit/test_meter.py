@@ -55,7 +55,7 @@ def totals(by_rank: dict[str, tuple[float, ...]] | None = None, **sums: float) -
     """Of a step on two ranks; `by_rank` and `sums` besides or in place of the usual ones."""
     usual = dict.fromkeys(metrics.travelling(), (metrics.ABSENT, metrics.ABSENT)) | {"decisions": (0.0, 0.0)}
     usual |= {"train/loss_max_rank": (1.0, 2.0), "train/nonfinite": (0.0, 0.0), "memory/cpu/rss_gib": (1.0, 2.0)}
-    return Totals({"loss_sum": 110.0, "grad_norm": 4.0} | sums, usual | (by_rank or {}))
+    return Totals({"loss_sum": 110.0, "num_hits": 5.0, "grad_norm": 4.0} | sums, usual | (by_rank or {}))
 
 
 def batch(step: int = 1) -> StepBatch:
@@ -77,6 +77,7 @@ def row_of(meter: Meter, *, step: int = 1, **changes: Any) -> dict[str, float]:
 def test_a_row_describes_the_global_batch() -> None:
     row = row_of(new_meter())
     assert row["train/loss"] == 110 / 67 and row["train/loss_max_rank"] == 2.0
+    assert row["train/token_accuracy"] == 5 / 67
     assert row["train/lr(1e-3)"] == 2.0 and row["optim/clip_coef"] == 0.25
     assert row["train/seq_total_len_mean"] == 112 / 6 and row["train/seq_total_len_max"] == 40
     assert row["train/seq_prompt_len_max"] == 20 and row["train/seq_completion_len_max"] == 39

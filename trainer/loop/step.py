@@ -27,6 +27,8 @@ class LossSums(NamedTuple):
 
     loss_sum: Tensor
     """Float64 scalar."""
+    num_hits: Tensor
+    """Supervised tokens that no other was likelier than, float64."""
     num_nonfinite: Tensor
     """Micro-batches whose loss is not finite."""
     by_source: Tensor
@@ -49,6 +51,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
         run.world,
         sums={
             "loss_sum": loss.loss_sum,
+            "num_hits": loss.num_hits,
             **{loss_key(name): value for name, value in by_source},
             **router_sums,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
@@ -90,9 +93,9 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
 def accumulate(run: Run, batch: StepBatch) -> LossSums:
     """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global batch."""
     clock, device = run.meter.clock, run.world.device
-    loss_sum, num_nonfinite = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+    loss_sum, num_hits, num_nonfinite = torch.zeros(3, dtype=torch.float64, device=device).unbind()
     by_source = torch.zeros(len(batch.loss_tokens_by), dtype=torch.float64, device=device)
-    sums = LossSums(loss_sum, num_nonfinite, by_source, [])
+    sums = LossSums(loss_sum, num_hits, num_nonfinite, by_source, [])
     for index, micro_batch in enumerate(batch.micro_batches):
         parallelize.prepare_backward(run.model, is_last=index == len(batch.micro_batches) - 1)
         inputs = micro_batch.to(device)
@@ -103,6 +106,7 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
         (output.loss_sum / batch.num_loss_tokens + router_loss).backward()
         clock.mark("backward")
         sums.loss_sum.add_(output.loss_sum.detach())
+        sums.num_hits.add_(output.hits_S.sum())
         sums.num_nonfinite.add_(~output.loss_sum.detach().isfinite())
         if batch.loss_tokens_by:
             by_source.index_add_(0, inputs.sources_D, document_sums(inputs, output.losses_S)[0])

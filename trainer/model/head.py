@@ -55,7 +55,12 @@ def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
     """Cross-entropy and hits, for a model that is judged, not trained."""
     log_probs_SV = torch.log_softmax(logits_SV.float(), dim=-1)
     losses_S = -log_probs_SV.gather(1, labels_S[:, None])[:, 0]
-    return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, log_probs_SV.argmax(dim=-1) == labels_S)
+    return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, likeliest(logits_SV, labels_S))
+
+
+def likeliest(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
+    """Whether no token is likelier than the label; a maximum costs a tenth of its place."""
+    return logits_SV.gather(1, labels_S[:, None])[:, 0] >= logits_SV.amax(dim=-1)
 
 
 def train(logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> LossOutput:
@@ -65,15 +70,16 @@ def train(logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> LossOut
 
 class _LossOfLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> tuple[Tensor, Tensor, Tensor]:
         losses_S, grad_logits_SV = loss(logits_SV, labels_S)
+        hits_S = likeliest(logits_SV, labels_S)
         ctx.save_for_backward(grad_logits_SV)
-        ctx.mark_non_differentiable(losses_S)
-        return losses_S.sum(dtype=torch.float64), losses_S
+        ctx.mark_non_differentiable(losses_S, hits_S)
+        return losses_S.sum(dtype=torch.float64), losses_S, hits_S
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         (grad_logits_SV,) = ctx.saved_tensors
         return grad_logits_SV * grad_total.to(grad_logits_SV.dtype), None, None
 
@@ -89,16 +95,18 @@ class _ChunkedLoss(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_S: Tensor,
         loss: LossAndGradient,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
         _, is_trained, is_bias_trained, *_ = ctx.needs_input_grad
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if is_trained else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and is_bias_trained else None
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
+        hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
         for start in range(0, len(labels_S), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             hidden_CH, labels_C = hidden_SH[part], labels_S[part]
             logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
+            hits_S[part] = likeliest(logits_CV, labels_C)
             losses_S[part], grad_logits_CV = loss(logits_CV, labels_C)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
@@ -107,12 +115,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_weight_VH += grad_logits_CV.T @ hidden_CH
         ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
         ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
-        ctx.mark_non_differentiable(losses_S)
-        return losses_S.sum(dtype=torch.float64), losses_S
+        ctx.mark_non_differentiable(losses_S, hits_S)
+        return losses_S.sum(dtype=torch.float64), losses_S, hits_S
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         grad_hidden_SH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         scale = grad_total.float()

@@ -119,6 +119,7 @@ class Meter(Remembered):
             "train/lr(1e-3)": lr * 1e3,
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
+            "train/token_accuracy": totals.sums["num_hits"] / batch.num_loss_tokens,
             **{f"train/{key}": value for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()},
             **{key: value for key, value in totals.sums.items() if key in metrics.METRICS},
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
