@@ -200,6 +200,7 @@ def test_length_facts_equal_those_of_numpy() -> None:
     counts = (lengths * rng.random(97)).astype(int)
     facts = length_facts(lengths, counts)
     assert facts["seq_prompt_len_mean"] == pytest.approx(float(np.mean(lengths - counts)))
+    assert (facts["seq_total_len_min"], facts["seq_completion_len_min"]) == (min(lengths), min(counts))
     assert facts["seq_total_len_p95"] == sorted(lengths)[int(0.95 * 97)]
     assert length_facts(lengths[:1], counts[:1])["seq_total_len_p95"] == lengths[0]
 

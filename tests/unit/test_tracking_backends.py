@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ def attempt(run_dir: Path, backend: str, *, steps: range, exit_code: int = 0) ->
 
 def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    layout_pb2 = pytest.importorskip("tensorboard.plugins.custom_scalar.layout_pb2")
     attempt(tmp_path, "tensorboard", steps=range(1, 7), exit_code=1)
     attempt(tmp_path, "tensorboard", steps=range(5, 9))
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -36,6 +38,13 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     assert losses == [(1, 1.01), (2, 1.02), (3, 1.03), (4, 1.04), (5, 2.05), (6, 2.06), (7, 2.07), (8, 2.08)]
     assert [event.step for event in events.Scalars("val/loss")] == [2, 4, 6, 8]
     assert {"train/lr(1e-3)"} <= set(events.Tags()["scalars"])
+    content = events.SummaryMetadata("custom_scalars__config__").plugin_data.content
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    assert content == b"" and len(layout.category) > 3
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert [bool(re.match(tag, "train/lr(1e-3)")) for tag in charts["lr(1e-3)"]] == [True]
+    for key in ("train/loss", "val/loss"):
+        assert [tag for tag in charts["loss"] if re.match(tag, key)] == [f"^{key}$"]
 
 
 def test_tensorboard_from_scratch_again_purges_all(tmp_path: Path) -> None:
@@ -86,7 +95,11 @@ def wandb_offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
         monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
 
 
-def test_wandb_offline_continues_one_run(tmp_path: Path, wandb_offline: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_offline_continues_one_run(
+    tmp_path: Path, wandb_offline: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_NAME", "shown")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "together")
     first = attempt(tmp_path, "wandb", steps=range(1, 5), exit_code=75)
     time.sleep(1.1)  # wandb names its offline directories by the second
     second = attempt(tmp_path, "wandb", steps=range(5, 9))
@@ -105,6 +118,7 @@ def test_wandb_offline_continues_one_run(tmp_path: Path, wandb_offline: None, ca
         kind = record.WhichOneof("record_type")
         if kind == "run":
             assert (record.run.run_id, record.run.project) == (run_id, "project")
+            assert (record.run.display_name, record.run.run_group) == ("shown", "together")
         elif kind == "history":
             items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
             steps += [items["trainer/step"]] if "train/loss" in items else []

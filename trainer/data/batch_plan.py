@@ -181,7 +181,7 @@ def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list
 
 
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:
-    """Mean, largest and 95th percentile of prompt, completion and total tokens of samples (int arrays [N]).
+    """Mean, smallest, largest and 95th percentile of prompt, completion and total tokens of samples (int arrays [N]).
 
     The completion is what is supervised, the prompt the rest.
     """
@@ -190,6 +190,7 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
     for kind, tokens in kinds.items():
         rank_95 = min(len(tokens) - 1, int(0.95 * len(tokens)))
         facts[f"seq_{kind}_len_mean"] = float(tokens.mean())
+        facts[f"seq_{kind}_len_min"] = int(tokens.min())
         facts[f"seq_{kind}_len_max"] = int(tokens.max())
         facts[f"seq_{kind}_len_p95"] = int(np.partition(tokens, rank_95)[rank_95])
     return facts

@@ -19,7 +19,7 @@ OF_STEP_BEFORE = (
     "Of the step before this row's, as all ranks have told by then; in an attempt's first row rank 0's own."
 )
 _LENGTHS = {"prompt": "Unsupervised tokens", "completion": "Supervised tokens", "total": "All tokens"}
-_OF_LENGTHS = {"mean": ", mean.", "max": ", largest.", "p95": ": 95 % have no more."}
+_OF_LENGTHS = {"mean": ", mean.", "min": ", smallest.", "max": ", largest.", "p95": ": 95 % have no more."}
 _MEMORY = {
     "allocated": "Device memory in tensors at the end of the step, fullest rank",
     "reserved": "Device memory the allocator holds at the end of the step, fullest rank",

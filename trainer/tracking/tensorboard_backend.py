@@ -1,7 +1,9 @@
 """TensorBoard event files in `run_dir/tensorboard`."""
 
+import re
 from typing import TYPE_CHECKING
 
+from trainer.metrics import METRICS
 from trainer.tracking import tensorboard_events
 from trainer.tracking.backend import Backend, Held
 from trainer.tracking.metrics_file import MetricsRow
@@ -13,6 +15,22 @@ if TYPE_CHECKING:
 
 def where(info: RunInfo) -> str:
     return f"tensorboard --logdir={info.run_dir}/tensorboard --port=6006"
+
+
+Layout = dict[str, dict[str, list[str | list[str]]]]
+
+
+def layout() -> Layout:
+    """Of the tab "Custom Scalars", from the table of metrics: a section a group, one chart for training and validation."""
+    charts: dict[str, list[str]] = {}
+    for key, metric in METRICS.items():
+        if metric.every in ("step", "eval") and "<" not in key:
+            charts.setdefault(key.removeprefix("train/").removeprefix("val/"), []).append(key)
+    sections: Layout = {}
+    for name, keys in charts.items():
+        tags: list[str] = [f"^{re.escape(key)}$" for key in keys]
+        sections.setdefault(METRICS[keys[0]].group, {})[name] = ["Multiline", tags]
+    return sections
 
 
 class TensorboardBackend(Backend):
@@ -27,6 +45,8 @@ class TensorboardBackend(Backend):
     def open(self) -> None:
         self._held = Held(tensorboard_events.last_steps(self._directory))
         self.rewind(self._info.resume_step)
+        assert self._writer is not None
+        self._writer.add_custom_scalars(layout())
         for row in self._info.earlier_rows():
             self._write(row)
 

@@ -58,7 +58,7 @@ class WandbBackend(Backend):
             self._info.run_file.set("wandb", run_id)
         self._run = wandb.init(
             project=project(self._info),
-            name=self._info.experiment_name,
+            name=os.environ.get("WANDB_NAME") or self._info.experiment_name,  # WANDB_RUN_GROUP it reads itself
             config=dict(self._info.config),
             dir=str(self._info.run_dir),
             id=run_id,
