@@ -21,7 +21,7 @@ Layout = dict[str, dict[str, list[str | list[str]]]]
 
 
 def layout() -> Layout:
-    """Of the tab "Custom Scalars", from the table of metrics: a section a group, one chart for training and validation."""
+    """Of the tab "Custom Scalars", from the table of metrics: its groups, training and validation in one chart."""
     charts: dict[str, list[str]] = {}
     for key, metric in METRICS.items():
         if metric.every in ("step", "eval") and "<" not in key:
