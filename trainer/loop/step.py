@@ -36,6 +36,12 @@ class LossSums(NamedTuple):
     losses: list[Tensor]
     """Per micro-batch the loss of each supervised position."""
 
+    def by_name(self, batch: StepBatch) -> dict[str, Tensor]:
+        """What ranks add up."""
+        by_source = zip(batch.loss_tokens_by, self.by_source.unbind(), strict=True)
+        named = {loss_key(name): value for name, value in by_source}
+        return {"loss_sum": self.loss_sum, "num_hits": self.num_hits, **named}
+
 
 def training_step(run: Run, batch: StepBatch) -> StepResult:
     """Make step `batch.step`. Between the batch and the one wait at its end everything is asynchronous."""
@@ -45,14 +51,11 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.lr_factor)
     run.model.train()
     loss = accumulate(run, batch)
-    by_source = zip(batch.loss_tokens_by, loss.by_source.unbind(), strict=True)
     router_sums, expert_tokens = run.routers.take()
     packet = reduce_packet(
         run.world,
         sums={
-            "loss_sum": loss.loss_sum,
-            "num_hits": loss.num_hits,
-            **{loss_key(name): value for name, value in by_source},
+            **loss.by_name(batch),
             **router_sums,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
             **run.meter.take_update_squares(),

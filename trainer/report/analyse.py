@@ -54,8 +54,7 @@ def analyse(
     del witnesses
     judged = judge(run)
     findings = worst_first(judged)
-    courses = trends(run)
-    rates = run.find("lr")
+    courses, rates = trends(run), run.find("lr")
     rate = None if rates is None else learning_rate(rates, run.anomalies, limits=limits, total_steps=run.total_steps)
     metrics = inventory(run, courses, rate)
     verdict = _verdict(run, findings)
