@@ -21,7 +21,7 @@ from trainer.report.result import (
     Throughput,
     Trend,
 )
-from trainer.report.run_log import CheckpointState, RunLog, Series, ServedLoss
+from trainer.report.run_log import CheckpointState, RunLog, Series, ServingCheck
 
 SEED = 3
 BURSTS = (2800, 2860, 3145, 3695, 4155, 4655, 5145)
@@ -209,7 +209,7 @@ def sft_report(log: RunLog) -> Report:
             "The lowest validation loss of all that exist.", 0.30,
         ),
         learning_rate=LearningRate("cosine", 2e-5, 100, 0.0, 0.29, 0.0),
-        serving=(ServedLoss(2000, "vllm 1", 1.1, 1.9, 0.01, is_equal=False, causes=("config.json: rope_theta",)),),
+        serving=(ServingCheck(2000, "vllm 1", 1.1, 1.9, 0.01, is_equal=False, causes=("config.json: rope_theta",)),),
         throughput=Throughput(
             2.9, {"forward": 0.27, "backward": 0.52, "optimizer": 0.07, "data": 0.107, "h2d": 0.01, "other": 0.023},
             "Waiting for data grows and is the only phase worth changing.", 38_540.0, 0.41, 8.6, 0.11, 0.97,

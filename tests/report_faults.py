@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from report_curves import changed, controller_run, grpo_run, sft_run
 
-from trainer.report.run_log import LogEvent, RunLog, Series, ServedLoss
+from trainer.report.run_log import LogEvent, RunLog, Series, ServingCheck
 
 SEED = 11
 RNG = np.random.default_rng(SEED)
@@ -153,5 +153,5 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
     ("V43", "sft", but(num_lost_steps=300, num_attempts=4)),
     ("V44", "sft", _constant),
     ("V45", "controller", _held_out_collapse),
-    ("V46", "sft", but(proofs=(ServedLoss(2000, "vllm 1", 1.1, 1.9, 0.01, False, ("config.json: rope_theta",)),))),
+    ("V46", "sft", but(proofs=(ServingCheck(2000, "vllm 1", 1.1, 1.9, 0.01, False, ("config.json: rope_theta",)),))),
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.report.run_log import ServedLoss
+from trainer.report.run_log import ServingCheck
 
 LEVELS = ("fail", "warn", "note", "info")
 """Of a finding, worst first."""
@@ -211,7 +211,7 @@ class Report:
     generalisation: Generalisation | None
     learning_rate: LearningRate | None
     throughput: Throughput | None
-    serving: tuple[ServedLoss, ...]
+    serving: tuple[ServingCheck, ...]
     """Proofs that exports serve the loss they were validated with, by step."""
     checklist: tuple[CheckItem, ...]
     thresholds: Mapping[str, float]

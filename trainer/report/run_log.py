@@ -51,7 +51,7 @@ class CheckpointState:
 
 
 @dataclass(frozen=True)
-class ServedLoss:
+class ServingCheck:
     """A certificate of `prove`: the loss that an engine serves a checkpoint with, beside that of its validation."""
 
     step: int
@@ -80,7 +80,7 @@ class RunLog:
     """Flat, dotted names, as the run's own framework calls them."""
     events: tuple[LogEvent, ...] = ()
     checkpoints: tuple[CheckpointState, ...] = ()
-    proofs: tuple[ServedLoss, ...] = ()
+    proofs: tuple[ServingCheck, ...] = ()
     """By rising step."""
     tracker_step: int | None = None
     """What `latest_checkpointed_iteration.txt` says."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.parsing import Faults, as_number, as_step, flat, json_rows, parse_number
-from trainer.report.run_log import LogEvent, RunLog, ServedLoss
+from trainer.report.run_log import LogEvent, RunLog, ServingCheck
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.live_run import is_live
 
@@ -42,7 +42,7 @@ def read_own(path: Path) -> RunLog:
     )
 
 
-def _read_proofs(run_dir: Path) -> Iterator[ServedLoss]:
+def _read_proofs(run_dir: Path) -> Iterator[ServingCheck]:
     for path in run_dir.glob("proofs/step_*.json"):
         tree = read_object(path)
         step, causes = as_step(tree.get("step")), tree.get("causes")
@@ -53,7 +53,7 @@ def _read_proofs(run_dir: Path) -> Iterator[ServedLoss]:
             )
             told = tuple(map(str, causes)) if isinstance(causes, list) else ()
             engine = str(tree.get("engine", ""))
-            yield ServedLoss(step, engine, val_loss, served_loss, tolerance, tree["is_equal"], told)
+            yield ServingCheck(step, engine, val_loss, served_loss, tolerance, tree["is_equal"], told)
 
 
 def _foretold(log: RunLog) -> int | None:
