@@ -96,10 +96,10 @@ class FakeRun:
 
 
 def read_ones(packet: Packet, **derived: Tensor) -> Totals:
-    """What the host would wait for: a packet of ones."""
+    """What the host would wait for: a packet of ones, in which nobody asks to stop or to save."""
     num_ranks = (len(packet.values) - len(packet.names)) // max(1, len(packet.fields))
     by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
-    return Totals(dict.fromkeys((*derived, *packet.names), 1.0), by_rank)
+    return Totals({name: float(not name.endswith("_requests")) for name in (*derived, *packet.names)}, by_rank)
 
 
 @contextmanager
