@@ -5,6 +5,7 @@ Nothing here imports torch before the configuration is known to be right.
 
 import logging
 import math
+import os
 import sys
 
 from omegaconf import OmegaConf
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from trainer.cli.__main__ import listing
 from trainer.config import Config, ConfigError, parse_duration_s
 from trainer.errors import EXIT_USAGE
-from trainer.run.compose import CONF_DIR, USAGE, load_config, with_words
+from trainer.run.compose import CONF_DIR, USAGE, load_config, with_recipe, with_words
 
 
 def main(argv: list[str]) -> int:
@@ -20,7 +21,8 @@ def main(argv: list[str]) -> int:
         print(f"{USAGE}\n\n{listing()}\n\n{(CONF_DIR / 'sft.yaml').read_text()}")
         return 0
     try:
-        config = load_config([word for word in argv if word not in ("--cfg", "job")] if "--cfg" in argv else argv)
+        words = [word for word in argv if word not in ("--cfg", "job")] if "--cfg" in argv else argv
+        config = load_config(with_recipe(words, os.environ))
     except ConfigError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return EXIT_USAGE

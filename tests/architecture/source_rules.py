@@ -39,7 +39,7 @@ def place_of(module: str) -> Place:
         return Place(floors[head], head)
     if head in PACKAGES_F2:
         return Place(2, head)
-    if head in ("__main__", "cli", *ROOMS_F5):
+    if head in ("__main__", "api", "cli", *ROOMS_F5):
         return Place(5, "entry")
     raise ValueError(f"{module} stands on no floor: put it into a known package, or extend DESIGN.md and this table")
 

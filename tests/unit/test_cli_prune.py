@@ -151,7 +151,7 @@ def resumed_step(run_dir: Path) -> int | None:
 def test_prune_never_changes_what_a_resume_loads(tmp_path: Path, call: Call, monkeypatch: Patch) -> None:
     """In any state, and killed (an error nobody catches) before any operation."""
     outcomes = set[int | str]()
-    for seed in short_or_full(range(20), full=range(60)):
+    for seed in short_or_full(range(40), full=range(60)):
         chance, run_dir = random.Random(seed), tmp_path / str(seed)
         random_state(run_dir, chance)
         before, operations = resumed_step(run_dir), list(range(chance.choice([10**4, chance.randrange(30)])))

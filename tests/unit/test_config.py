@@ -269,7 +269,7 @@ def test_cfg_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert "usage:" in printed and "python -m trainer.cli.report" in printed
+    assert "usage:" in printed and "bash run_sft.sh report" in printed
     assert [key for key in known_keys() if f"{key.rpartition('.')[2]}:" not in printed] == []
 
 

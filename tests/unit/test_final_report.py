@@ -22,4 +22,4 @@ def test_a_run_leaves_a_page_and_its_verdict(tmp_path: Path, caplog: pytest.LogC
 
 def test_a_report_that_fails_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_final_report(tmp_path / "nothing")
-    assert "no report: UnreadableLogError" in caplog.text and "python -m trainer.cli.report" in caplog.text
+    assert "no report: UnreadableLogError" in caplog.text and "bash run_sft.sh report" in caplog.text

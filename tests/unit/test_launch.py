@@ -125,8 +125,8 @@ def test_threads_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     env = rank_environment({"HOME": "/h"}, NodeLayout(), num_ranks=2, status_dir=tmp_path)
     assert env["OMP_NUM_THREADS"] == "4"
-    assert (env["HOME"], env["SFT_STATUS_DIR"]) == ("/h", str(tmp_path))
-    mine = {"OMP_NUM_THREADS": "3", "SFT_STATUS_DIR": "old"}
+    assert (env["HOME"], env["SFT_STATUS_DIR"], env["PYTHONSAFEPATH"]) == ("/h", str(tmp_path), "1")
+    mine = {"OMP_NUM_THREADS": "3", "SFT_STATUS_DIR": "old", "PYTHONSAFEPATH": ""}
     assert rank_environment(mine, NodeLayout(), num_ranks=2, status_dir=tmp_path) == {
         **mine,
         "SFT_STATUS_DIR": str(tmp_path),

@@ -232,7 +232,7 @@ def test_moments_are_drawn_by_seed_and_spread_over_the_run() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "3"], "argument --steps: must be a whole number of at least 4, got '3'\nusage: python -m trainer"),
+        (["--steps", "3"], "argument --steps: must be a whole number of at least 4, got '3'\nusage: bash run_sft.sh"),
         (["--kills=0"], "argument --kills: must be a whole number of at least 1, got '0'"),
         (["--seed=-1"], "argument --seed: must be a whole number of at least 0, got '-1'"),
         (["--step", "8", "--fast"], "unrecognized arguments: --fast"),
@@ -240,12 +240,12 @@ def test_moments_are_drawn_by_seed_and_spread_over_the_run() -> None:
         (["++trainer.total_training_steps=9"], "give --steps K instead"),
         (["trainer.resume_mode=disable"], "trainer.resume_mode=disable cannot be verified: add"),
         (["data.train_batchsize=8"], "unknown configuration key 'data.train_batchsize': did you mean"),
-        (["eight"], "'eight' is neither a number of ranks nor of the form key=value\nusage: python -m trainer.cli.che"),
+        (["eight"], "'eight' is neither a number of ranks nor of the form key=value\nusage: bash run_sft.sh che"),
         (
             ["0"],
-            "the number of ranks must be at least 1, got 0\nusage: python -m trainer.cli.checkpoint verify-resume [N]",
+            "the number of ranks must be at least 1, got 0\nusage: bash run_sft.sh checkpoint verify-resume [N]",
         ),
-        (["2", "3"], "'3' is not of the form key=value\nusage: python -m trainer.cli.checkpoint verify-resume [N]"),
+        (["2", "3"], "'3' is not of the form key=value\nusage: bash run_sft.sh checkpoint verify-resume [N]"),
     ],
 )
 def test_mistakes_are_2_before_anything_starts(
@@ -254,7 +254,7 @@ def test_mistakes_are_2_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     assert verify_resume.main(words) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("ERROR: ") and message in err and "run_sft" not in err
+    assert out == "" and err.startswith("ERROR: ") and message in err and "run_sft.sh [N]" not in err
     assert not list(tmp_path.iterdir())
 
 

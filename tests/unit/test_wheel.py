@@ -1,5 +1,6 @@
 """An installed package has all that a checkout has."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -20,15 +21,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name in ("trainer", "conf"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(source.parent)!r})"
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     (wheel,) = source.parent.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
+        assert "fsdp-sft = trainer.cli.__main__:main" in file.read(entry_points(file)).decode()
         file.extractall(target)
     return target
+
+
+def entry_points(file: zipfile.ZipFile) -> str:
+    return next(name for name in file.namelist() if name.endswith("entry_points.txt"))
 
 
 def test_a_wheel_holds_every_file_of_the_package(site: Path) -> None:
@@ -43,12 +49,36 @@ def files_below(root: Path) -> list[Path]:
     return [path for path in found if path.suffix != ".pyc"]
 
 
-def test_an_installed_package_composes_its_configuration_and_recipes(site: Path, tmp_path: Path) -> None:
+TRIES = """
+from pathlib import Path
+import trainer
+from trainer.api import ConfigError, TrainingError, load_config, train
+assert "site" in trainer.__file__, trainer.__file__
+assert load_config("experiment=gsm8k").data.prompt_key == "question"
+run = train("trainer.device=cpu", "optim.lr=0.002", num_ranks=1)
+(row,) = [row for row in run.metrics() if "train/loss" in row]
+assert row["train/lr(1e-3)"] == 2 and run.directory == Path("runs").absolute()
+assert run.checkpoint.name == "global_step_1" and (run.export / "config.json").is_file()
+try:
+    train("optim.lrr=1")
+except ConfigError as error:
+    assert "did you mean 'optim.lr'" in str(error), error
+"""
+
+
+def test_an_installed_package_trains_the_recipe_of_the_working_directory(site: Path, tmp_path: Path) -> None:
+    """Beside a folder of the same name, by the console's command, from a file that nobody has to name."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('a foreign package')")
+    recipe = (
+        f"optim: {{lr: 0.001, lr_warmup_steps_ratio: 0, lr_scheduler: constant}}\ntrainer: {{total_training_steps: 1, \
+default_local_dir: {tmp_path / 'runs'}}}\n"
+    )
+    (tmp_path / "sft.local.yaml").write_text(recipe)
     env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "trainer", "--cfg", "job", "experiment=gsm8k", "optim.lr=0.125"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "lr: 0.125" in done.stdout and "gsm8k" in done.stdout
-    where = [sys.executable, "-c", "import trainer; print(trainer.__file__)"]
-    found = subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60).stdout
-    assert Path(found.strip()).is_relative_to(site)
+    done = subprocess.run(
+        [sys.executable, "-c", TRIES], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("note: recipe sft.local.yaml") == 2  # once for each call
+    assert json.loads((tmp_path / "runs" / "run.json").read_text())

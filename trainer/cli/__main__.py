@@ -1,38 +1,67 @@
-"""`python -m trainer.cli`: the commands there are (floor 5, no torch)."""
+"""`fsdp-sft COMMAND …`, the same as `bash run_sft.sh COMMAND …` in a checkout (floor 5, no torch)."""
 
+import importlib
 import sys
 
+import trainer
+from trainer.config import did_you_mean
 from trainer.errors import EXIT_DONE, EXIT_USAGE
+from trainer.runtime.program import call
 
-COMMANDS = {
-    "plan": "whether a run fits its memory, and which override makes it fit",
-    "data": "what is trained: samples with masks, statistics, a comparison with other frameworks",
-    "watch": "how a run stands, while it trains or after it",
-    "report": "what happened in training runs, from their logs; --html writes the page",
-    "diagnose": "the report as JSON, its verdict as exit code",
-    "compare": "runs side by side",
-    "checkpoint": "list, prove, delete and export checkpoints; verify-resume proves that a recipe resumes",
-    "prove": "whether an export serves, in transformers or vLLM, the loss that its step was validated with",
-    "metrics": "what the metrics mean",
-    "replay": "steps of a run trained again without some of their rows: what changes",
-    "resend": "one clean tracker run from a run directory",
+TRAIN = "train"
+GROUPS = {
+    "before a run": {
+        "plan": ("what a run needs and takes, and which override makes it fit", "8 experiment=mine"),
+        "data": ("what is trained: samples with masks, statistics, a comparison", "preview experiment=mine"),
+    },
+    "a run": {
+        TRAIN: ("train, or go on where a run ended", "8 experiment=mine optim.lr=1e-5"),
+        "watch": ("how a run stands, while it trains or after it", "checkpoints/mine/first"),
+        "report": ("what happened in runs, from their logs; --html writes the page", "checkpoints/mine/first"),
+        "diagnose": ("the report as JSON, its verdict as exit code", "checkpoints/mine/first"),
+        "compare": ("runs side by side", "checkpoints/mine/first checkpoints/mine/second"),
+        "metrics": ("what the metrics mean", "train/loss"),
+        "resend": ("one clean tracker run from a run directory", "checkpoints/mine/first --to wandb"),
+        "replay": (
+            "steps trained again without some of their rows: what changes",
+            "checkpoints/mine/first --from 100 --steps 20 --without train.jsonl:7",
+        ),
+    },
+    "checkpoints": {
+        "checkpoint": ("list, prove, delete and export them; verify-resume proves a recipe", "ls checkpoints"),
+        "prove": ("whether an export serves the loss its step was validated with", "checkpoints/mine/first"),
+    },
 }
+"""By group and name: what a command does, and words to call it with."""
+COMMANDS = [name for group in GROUPS.values() for name in group]
 
 
 def listing() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  python -m trainer.cli.{name:{width}}  {about}" for name, about in COMMANDS.items()]
-    return "\n".join(["tools (each with --help):", *lines])
+    """Every command, with an example."""
+    lines = []
+    for group, commands in GROUPS.items():
+        lines.append(f"{group}:")
+        for name, (about, example) in commands.items():
+            lines += [f"  {name:10}  {about}", f"  {'':10}    {call(f'{name} {example}')}"]
+    return "\n".join(lines)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Also the console script, which passes no words."""
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print(listing())
+        print(f"usage: {call('COMMAND …')}   (each has --help)\n\n{listing()}")
         return EXIT_DONE
-    name = argv[0] if argv[0] in COMMANDS else "COMMAND"
-    print(f"ERROR: a command is called as: python -m trainer.cli.{name}\n{listing()}", file=sys.stderr)
-    return EXIT_USAGE
+    if argv[0] == "--version":
+        print(trainer.__version__)
+        return EXIT_DONE
+    if argv[0] not in COMMANDS:
+        hint = did_you_mean(argv[0], COMMANDS)
+        print(f"ERROR: there is no command '{argv[0]}'{hint and f': {hint}'}\n{listing()}", file=sys.stderr)
+        return EXIT_USAGE
+    module = "trainer.launch.__main__" if argv[0] == TRAIN else f"trainer.cli.{argv[0]}"
+    return int(importlib.import_module(module).main(argv[1:]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

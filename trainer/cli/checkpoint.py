@@ -36,6 +36,7 @@ from trainer.cli.arguments import Parser, answer
 from trainer.config import DTYPES
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.model.source import find_model
+from trainer.runtime.program import call
 
 VERIFY_RESUME = "verify-resume"
 AT_ONCE = ("ls", "verify", "prune")
@@ -58,7 +59,7 @@ def _command(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Each command names its function: from the parsed arguments to the exit code."""
     about = "List, prove, delete and export checkpoints, and prove that they resume."
-    parser = Parser(prog="python -m trainer.cli.checkpoint", description=about)
+    parser = Parser(prog=call("checkpoint"), description=about)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     about = "list checkpoints and leftovers, and which one a resume takes"

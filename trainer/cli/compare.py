@@ -14,6 +14,7 @@ from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_section
+from trainer.runtime.program import call
 
 
 def main(argv: list[str]) -> int:
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compare(argv: list[str]) -> int:
-    parser = Parser(prog="python -m trainer.cli.compare", description="Runs side by side.")
+    parser = Parser(prog=call("compare"), description="Runs side by side.")
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="run directories or log files, two or more")
     add_options(parser)
     arguments = parser.parse_args(argv)

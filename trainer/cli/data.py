@@ -1,4 +1,4 @@
-"""What is trained, shown: `python -m trainer.cli.data preview|stats|compare|ledger [options] [words ...]` (floor 5).
+"""What is trained, shown: `bash run_sft.sh data preview|stats|compare|ledger [options] [words ...]` (floor 5).
 
 The tokens come from the cache of the runs with these overrides, or are put there; no weights are read. Exit codes as
 those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73 cannot write, 130 interrupted; of `compare`
@@ -7,6 +7,7 @@ those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73 cannot w
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +17,12 @@ from trainer.cli.arguments import Parser, answer, write_file
 from trainer.config import Config, ConfigError
 from trainer.data_tools.frameworks import FRAMEWORKS
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
-from trainer.run.compose import load_config
+from trainer.run.compose import load_config, with_recipe
+from trainer.runtime.program import call
 
 EXIT_DIFFERENT = 1
 DEFAULT_NUM_EACH = 3
-PROG = "python -m trainer.cli.data"
+PROG = call("data")
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +44,7 @@ def _with_overrides(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace
     """The options, and the configuration that the rest of the words makes."""
     parser.add_argument("words", nargs="*", metavar="key=value", help="the overrides of the run")
     arguments = parser.parse_intermixed_args(argv)
-    return arguments, load_config(arguments.words)
+    return arguments, load_config(with_recipe(arguments.words, os.environ))
 
 
 def _preview(parser: Parser, argv: list[str]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer.cli.arguments import Parser
 from trainer.cli.report_options import add_options, answer, load
 from trainer.report.as_json import as_json
+from trainer.runtime.program import call
 
 EXIT_CODES = {"OK": 0, "INSUFFICIENT": 0, "ATTENTION": 1, "FAIL": 2}
 EXIT_WRONG_USAGE = 64
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
 
 
 def _diagnose(argv: list[str]) -> int:
-    parser = Parser(prog="python -m trainer.cli.diagnose", description="The report as JSON, its verdict as exit code.")
+    parser = Parser(prog=call("diagnose"), description="The report as JSON, its verdict as exit code.")
     parser.add_argument("path", metavar="PATH", type=Path, help="a run directory or a log file")
     add_options(parser)
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""`python -m trainer.cli.metrics [KEY...] [--write F]`: what the metrics mean (floor 5, no torch).
+"""`bash run_sft.sh metrics [KEY...] [--write F]`: what the metrics mean (floor 5, no torch).
 
 Without a key all of them by group; `--write` makes docs/metrics.md. Exit codes: 0 all keys known, 2 wrong usage or an
 unknown key, 73 cannot write.
@@ -16,12 +16,13 @@ from trainer.metrics import METRICS
 from trainer.metrics.table import ALIASES
 from trainer.metrics.words import BETTER, EVERY, GROUPS, OVER_RANKS, PLACEHOLDERS, REDUCERS, Metric, split_reducer
 from trainer.report.foreign_metrics import FOREIGN, Foreign, lookup
+from trainer.runtime.program import call
 
 INTRODUCTION = """\
 # Metrics
 
-What this trainer logs, made from `trainer/metrics/table.py` by `python -m trainer.cli.metrics --write docs/metrics.md`;
-`python -m trainer.cli.metrics KEY` tells the same of one key. Any other key can be logged as well. A suffix such as
+What this trainer logs, made from `trainer/metrics/table.py` by `bash run_sft.sh metrics --write docs/metrics.md`;
+`bash run_sft.sh metrics KEY` tells the same of one key. Any other key can be logged as well. A suffix such as
 `@sum` on a logged key says how ranks were reduced and is taken off.
 """
 OTHER_NAMES = """\
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m trainer.cli.metrics", description="What the metrics mean.", allow_abbrev=False)
+    parser = Parser(prog=call("metrics"), description="What the metrics mean.", allow_abbrev=False)
     parser.add_argument("keys", nargs="*", metavar="KEY", help="a key as it is logged (default: all)")
     parser.add_argument("--write", type=Path, metavar="F", help="write the page of all metrics (Markdown) to this file")
     return parser

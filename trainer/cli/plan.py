@@ -1,4 +1,4 @@
-"""Whether a run fits and what it takes, before anything is rented: `python -m trainer.cli.plan [N] [key=value ...]`.
+"""Whether a run fits and what it takes, before anything is rented: `bash run_sft.sh plan [N] [key=value ...]`.
 
 Floor 5. Needs config.json of the model, no weights, no GPU and no data. Exit codes: 0 fits, 1 does not, 2 wrong usage
 or configuration. torch is imported only once the configuration is known to be right.
@@ -25,6 +25,7 @@ from trainer.planner.forecast import (
 )
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, find_card, local_card, predict
 from trainer.run.compose import load_config, with_words
+from trainer.runtime.program import call
 
 if TYPE_CHECKING:
     from trainer.planner.disk import DiskPlan
@@ -78,7 +79,7 @@ def _plan(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> Namespace:
     """N and overrides as `words`, and the options. Raises `ConfigError`."""
     parser = Parser(
-        prog="python -m trainer.cli.plan",
+        prog=call("plan"),
         usage="%(prog)s [N] [key=value ...] [--memory-gib X] [--card NAME] [--price-per-gpu-hour X]",
         description="Predict memory, disk and time of a run, and name the smallest change that fits.",
         allow_abbrev=False,

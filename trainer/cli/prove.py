@@ -1,4 +1,4 @@
-"""Prove that an export serves the loss it was validated with: `python -m trainer.cli.prove CHECKPOINT` (floor 5).
+"""Prove that an export serves the loss it was validated with: `bash run_sft.sh prove CHECKPOINT` (floor 5).
 
 Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data, 73 cannot write, 130 interrupted.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.checkpoint_tools.listing import checkpoint_to_export
 from trainer.cli.arguments import Parser, answer
 from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DONE, DataError
+from trainer.runtime.program import call
 
 ENGINES = ("transformers", "vllm")
 
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
 
 def _prove(argv: list[str]) -> int:
     about = "Prove that an export serves the loss that its step was validated with: the tokens of the validation go to "
-    parser = Parser(prog="python -m trainer.cli.prove", description=f"{about}the engine, val/loss must come out.")
+    parser = Parser(prog=call("prove"), description=f"{about}the engine, val/loss must come out.")
     help_text = "a global_step_<step>, or a run directory: its newest checkpoint"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=help_text)
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what serves it (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Train steps of a run again without some of their rows: `python -m trainer.cli.replay RUN_DIR ...` (floor 5).
+"""Train steps of a run again without some of their rows: `bash run_sft.sh replay RUN_DIR ...` (floor 5).
 
 Exit codes: 0 done, 1 the steps with the rows are not those of the run, 2 wrong usage or rows that these steps do not
 have, 73 cannot write, 130 interrupted; that of the training where it fails.
@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer.cli.arguments import Parser, answer
 from trainer.cli.verify_resume import at_least
 from trainer.resume_proof.proof import in_work_directory, interruptible
+from trainer.runtime.program import call
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
 
 def _replay(argv: list[str]) -> int:
     about = "Train steps of a run again, as they were and without some of their rows, and say what differs."
-    parser = Parser(prog="python -m trainer.cli.replay", description=about)
+    parser = Parser(prog=call("replay"), description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<project_name>/<experiment_name>")
     parser.add_argument("--from", dest="step", metavar="STEP", type=at_least(1), required=True, help="of a checkpoint")
     parser.add_argument("--steps", metavar="N", type=at_least(1), required=True, help="how many after it")

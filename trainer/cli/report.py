@@ -21,6 +21,7 @@ from trainer.report.as_json import as_json
 from trainer.report.page import as_page
 from trainer.report.run_log import RunLog
 from trainer.report.terminal import print_report, print_section
+from trainer.runtime.program import call
 
 OURS = "fsdp-sft"
 
@@ -67,7 +68,7 @@ def _may_grow(log: RunLog) -> bool:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m trainer.cli.report", description="What happened in training runs, from their logs.")
+    parser = Parser(prog=call("report"), description="What happened in training runs, from their logs.")
     where = "a run directory or a log file, ours or another framework's"
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help=where)
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")

@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer.cli.arguments import Parser
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_DONE, EXIT_USAGE
+from trainer.runtime.program import call
 from trainer.tracking.resend import TARGETS, resend
 
 
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     about = "Make one clean tracker run from metrics.jsonl, each step once, whatever kills and rollbacks there were."
-    parser = Parser(prog="python -m trainer.cli.resend", description=about)
+    parser = Parser(prog=call("resend"), description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--to", choices=TARGETS, required=True, help="the tracker; wandb obeys WANDB_MODE")
     where = "a new directory for its files (default: RUN_DIR/resent/TRACKER)"

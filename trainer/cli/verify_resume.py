@@ -15,6 +15,7 @@ from trainer.config import ConfigError
 from trainer.launch.ranks import choose_num_ranks, count_gpus, node_layout, parse_arguments
 from trainer.resume_proof.proof import MIN_STEPS, Trial, interruptible, verify
 from trainer.run.compose import load_config
+from trainer.runtime.program import call
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +29,7 @@ def _verify(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    usage = "python -m trainer.cli.checkpoint verify-resume [N] [--steps K] [--kills M] [--seed S] [key=value ...]"
+    usage = f"{call('checkpoint verify-resume')} [N] [--steps K] [--kills M] [--seed S] [key=value ...]"
     text = "Prove that a recipe, killed and started again, gives the same numbers as in one piece."
     parser = Parser(usage=usage, description=text)
     parser.add_argument("--steps", metavar="K", type=at_least(MIN_STEPS), default=12, help="of each run; default 12")

@@ -17,6 +17,7 @@ from trainer.cli.arguments import Parser
 from trainer.cli.report_options import answer
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
+from trainer.runtime.program import call
 from trainer.watch.run_status import NUM_ROWS, RunStatus
 from trainer.watch.screen import lines
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def _watch(argv: list[str]) -> int:
-    parser = Parser(prog="python -m trainer.cli.watch", description="How a run stands, while it trains or after it.")
+    parser = Parser(prog=call("watch"), description="How a run stands, while it trains or after it.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--once", action="store_true", help="print once, also on a terminal")
     parser.add_argument("--rows", action="store_true", help=f"also print the last {NUM_ROWS} rows")

@@ -4,6 +4,7 @@ Floor 5; imports no torch, so that a mistyped key fails at once.
 """
 
 import os
+import re
 import signal
 import sys
 import uuid
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--agent"]:
         return run_agent(argv[1:])
+    if argv and re.fullmatch("[a-z][a-z-]*", argv[0]):
+        from trainer.cli.__main__ import main as run_command
+
+        return run_command(argv)
     signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # from here on they wait for `supervise`
     try:
         arguments = parse_arguments(argv)

@@ -14,10 +14,13 @@ from pathlib import Path
 
 from trainer.config import ConfigError, own_words
 from trainer.launch.network_interface import gloo_interface
+from trainer.run.compose import with_recipe
 
 USAGE = """usage: bash run_sft.sh [N] [key=value ...]
   N                      ranks on this machine; default: the number of GPUs, else 2
-  key=value              any key of conf/sft.yaml; experiment=NAME loads conf/experiment/NAME.yaml
+  key=value              any key of conf/sft.yaml; experiment=NAME loads conf/experiment/NAME.yaml, experiment=FILE.yaml
+                         that file; without it SFT_EXPERIMENT, or sft.local.yaml of the working directory
+  COMMAND …              plan, data, report, checkpoint, …: --help lists them
   --cfg job | --help     print the resolved configuration | all keys with their defaults
 several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per node under srun"""
 DEFAULT_NUM_CPU_RANKS = 2
@@ -55,17 +58,18 @@ class NodeLayout:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """The number of ranks, if given, and the words for hydra, in our own keys. Raises `ConfigError`."""
-    if not argv:
-        return Arguments(None, [])
-    first = argv[0]
+    """The number of ranks, if given, and the words for hydra, in our own keys and with the recipe that is meant.
+
+    Raises `ConfigError`.
+    """
+    first = argv[0] if argv else "="
     if re.fullmatch(r"[+-]?\d+", first):
         if int(first) < 1:
             raise ConfigError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
-        return Arguments(int(first), own_words(argv[1:]))
+        return Arguments(int(first), with_recipe(own_words(argv[1:]), os.environ))
     if "=" not in first and not first.startswith(("-", "~")):
         raise ConfigError(f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}")
-    return Arguments(None, own_words(argv))
+    return Arguments(None, with_recipe(own_words(argv), os.environ))
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
@@ -180,7 +184,8 @@ def thread_count(num_ranks: int, *, num_cores: int) -> int:
 def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status_dir: Path) -> dict[str, str]:
     """Environment of the ranks; what the user has set stays."""
     threads = thread_count(num_ranks, num_cores=len(os.sched_getaffinity(0)))
-    added = {"OMP_NUM_THREADS": str(threads)}
+    # `-m` would look in the folder of the caller first, which may hold a package of this name
+    added = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
     if layout.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
         added |= gloo_interface(layout.master_addr)
     return {**added, **env, "SFT_STATUS_DIR": str(status_dir)}

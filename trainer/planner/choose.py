@@ -15,6 +15,7 @@ from trainer.planner.forecast import Change, Forecast, default_memory_gib, forec
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, local_card, predict
 from trainer.run.compose import load_config, with_words
 from trainer.runtime.distributed import pick_device, require_divided
+from trainer.runtime.program import call
 
 MARGIN = 0.95
 """Of the memory may be filled: what lies outside of the step is estimated."""
@@ -56,7 +57,7 @@ def automatic(config: Config, num_ranks: int) -> list[str]:
         nearest = " ".join(taken.change.overrides)
         raise ConfigError(
             f"nothing fits {MARGIN:.0%} of {memory_gib:.1f} GiB; the nearest, {nearest}, takes "
-            f"{taken.forecast.needed_gib:.1f} GiB: `python -m trainer.cli.plan {num_ranks} …` names what else to change"
+            f"{taken.forecast.needed_gib:.1f} GiB: `{call(f'plan {num_ranks} …')}` names what else to change"
         )
     return list(taken.change.overrides)
 

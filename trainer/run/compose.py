@@ -1,10 +1,13 @@
 """The words of a command line as a checked configuration: defaults, recipe, overrides. Imports no torch."""
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
@@ -19,6 +22,7 @@ from trainer.tracking.facade import BACKENDS
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """`trainer/conf`, a link to the top-level `conf/`; in an installed package the files themselves."""
+LOCAL_RECIPE = "sft.local.yaml"
 PARTS: dict[str, Mapping[str, object]] = {
     "model.loss": LOSSES,
     "optim.name": OPTIMIZERS,
@@ -27,9 +31,22 @@ PARTS: dict[str, Mapping[str, object]] = {
 }
 """Keys whose values are names of parts: an entry in a dictionary is a value."""
 USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
-  experiment=NAME        load conf/experiment/NAME.yaml over the defaults
+  experiment=NAME        load conf/experiment/NAME.yaml, of the working directory or ours, over the defaults
+  experiment=FILE.yaml   load that file over the defaults; without the word what SFT_EXPERIMENT names, else
+                         sft.local.yaml of the working directory, if there is one
   --cfg job              print the resolved configuration and exit
   --help                 print this, the tools, and all keys with their defaults and meaning"""
+
+
+def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
+    """The words with the recipe that is meant where none names one, which is said in a line on stderr."""
+    if any(word.partition("=")[0].lstrip("+") == "experiment" for word in words):
+        return words
+    asked = env.get("SFT_EXPERIMENT")
+    if not asked and not Path(LOCAL_RECIPE).is_file():
+        return words
+    print(f"note: recipe {asked or LOCAL_RECIPE}{' (SFT_EXPERIMENT)' if asked else ''}", file=sys.stderr, flush=True)
+    return [f"experiment={asked or Path(LOCAL_RECIPE).absolute()}", *words]
 
 
 def load_config(words: list[str]) -> Config:
@@ -67,21 +84,65 @@ def as_word(value: Any) -> str:
 
 
 def _compose(words: list[str]) -> dict[str, Any]:
+    names = [word.partition("=")[2] for word in words if _is_recipe(word)]
     # hydra need not know what is a key: a name inside data.apply_chat_template_kwargs is the user's own
-    words = [word if word.startswith("experiment=") else f"++{word.lstrip('+')}" for word in words]
-    try:
-        for override in OverridesParser.create().parse_overrides(words):
-            if override.is_sweep_override():
-                raise _several_values(override.input_line)
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            tree: Any = OmegaConf.to_container(compose("sft", overrides=words), resolve=True)
-    except OverrideParseException as error:
-        raise ConfigError(f"cannot read '{error.override.lstrip('+')}': quote its value, key='\"value\"'") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        lines = (line for line in str(error).splitlines() if line.strip())
-        useful = [line for line in lines if "full_key" not in line and "object_type" not in line]
-        raise ConfigError("\n".join(useful[:6])) from error
+    words = [f"++{word.lstrip('+')}" for word in words if not _is_recipe(word)]
+    with TemporaryDirectory() as place:
+        recipe = find_recipe(names[-1]) if names else None
+        if recipe is not None:
+            Path(place, "experiment").mkdir()
+            Path(place, "experiment", "asked.yaml").write_text(f"# @package _global_\n{_read_recipe(recipe)}")
+            words = [f"hydra.searchpath=[file://{place}]", "experiment=asked", *words]
+        try:
+            for override in OverridesParser.create().parse_overrides(words):
+                if override.is_sweep_override():
+                    raise _several_values(override.input_line)
+            with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+                tree: Any = OmegaConf.to_container(compose("sft", overrides=words), resolve=True)
+        except OverrideParseException as error:
+            raise ConfigError(
+                f"cannot read '{error.override.lstrip('+')}': quote its value, key='\"value\"'"
+            ) from error
+        except (HydraException, OmegaConfBaseException) as error:
+            lines = (line for line in str(error).splitlines() if line.strip())
+            useful = [line for line in lines if "full_key" not in line and "object_type" not in line]
+            raise ConfigError("\n".join(useful[:6])) from error
     return dict(tree)
+
+
+def _is_recipe(word: str) -> bool:
+    return word.lstrip("+").startswith("experiment=")
+
+
+def find_recipe(name: str) -> Path | None:
+    """The file that `experiment=name` means; None for null. Raises `ConfigError` where there is none."""
+    if name in ("", "null"):
+        return None
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"experiment={name}: there is no such file")
+        return path
+    places = Path("conf", "experiment"), CONF_DIR / "experiment"
+    if found := [place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()]:
+        return found[0]
+    known = sorted({path.stem for place in places for path in place.glob("*.yaml")})
+    raise ConfigError(
+        f"no recipe '{name}' in conf/experiment: known are {', '.join(known)}; "
+        f"or give a file, experiment=path/to/it.yaml"
+    )
+
+
+def _read_recipe(path: Path) -> str:
+    """Raises `ConfigError` for what is no YAML, with its place."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"recipe {path}: {error}") from error
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
+    return text
 
 
 def _several_values(word: str | None) -> ConfigError:
@@ -104,7 +165,5 @@ def _problem_with(word: str) -> str | None:
     if not equals:
         return f"'{word}' is not of the form key=value\n{USAGE}"
     if key == "experiment":
-        experiments = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
-        known = f"no recipe '{value}' in conf/experiment: known are {', '.join(experiments)}"
-        return None if value in (*experiments, "null") else known
+        return None  # found or refused when it is read
     return problem_with_key(key, value)

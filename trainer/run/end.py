@@ -15,6 +15,7 @@ from trainer.run import finished
 from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.distributed import World, await_main
 from trainer.runtime.exit_codes import DOCUMENTED, explain
+from trainer.runtime.program import call
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.tracking import Tracking, events_file, metrics_file
 
@@ -111,6 +112,6 @@ def write_final_report(run_dir: Path) -> None:
         report = analyse(log)
         atomic_write(run_dir / REPORT, as_page([(report, log)]))
     except Exception as error:  # a fault of the report must not look like one of the training
-        logger.warning("no report: %s: %s; see python -m trainer.cli.report %s", type(error).__name__, error, run_dir)
+        logger.warning("no report: %s: %s; see %s", type(error).__name__, error, call(f"report {run_dir}"))
         return
     logger.info("report: %s %s (%s)", report.verdict, report.headline, run_dir / REPORT)

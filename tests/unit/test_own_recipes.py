@@ -1,0 +1,76 @@
+"""Recipes of users: files from anywhere, and the one that is meant where none is named."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import ConfigError
+from trainer.run.compose import load_config, with_recipe
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(path: str, text: str = "optim:\n  lr: 0.5\n") -> str:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+    return path
+
+
+def test_a_file_stands_between_the_defaults_and_the_words() -> None:
+    path = write("some where/own recipe.yaml", "optim:\n  lr: 0.5\n  clip_grad: 2\ntrainer: {seed: 5}\n")
+    config = load_config([f"experiment={path}", "optim.clip_grad=3"])
+    assert (config.optim.lr, config.optim.clip_grad, config.trainer.seed) == (0.5, 3, 5)
+    assert config.data == load_config([]).data
+    assert load_config(["optim.clip_grad=3", f"experiment={path}"]) == config
+
+
+def test_one_that_begins_as_ours_do_is_the_same() -> None:
+    texts = "# @package _global_\noptim: {lr: 0.5}\n", "optim: {lr: 0.5}\n"
+    first, second = (load_config([f"experiment={write(f'{number}.yaml', text)}"]) for number, text in enumerate(texts))
+    assert first == second
+
+
+def test_conf_of_the_working_directory_goes_before_ours() -> None:
+    assert load_config(["experiment=gsm8k"]).optim.lr != 0.5
+    write("conf/experiment/gsm8k.yaml")
+    write("conf/experiment/mine.yaml")
+    assert load_config(["experiment=gsm8k"]).optim.lr == load_config(["experiment=mine"]).optim.lr == 0.5
+    with pytest.raises(ConfigError, match=r"no recipe 'nope' in conf/experiment: known are gsm8k, lora_qwen7b, mine, "):
+        load_config(["experiment=nope"])
+
+
+def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_recipe(["a=1"], {}) == ["a=1"] and capsys.readouterr().err == ""
+    write("sft.local.yaml")
+    words = with_recipe(["trainer.seed=4"], {})
+    assert capsys.readouterr().err == "note: recipe sft.local.yaml\n"
+    assert (load_config(words).optim.lr, load_config(words).trainer.seed) == (0.5, 4)
+    assert with_recipe([], {"SFT_EXPERIMENT": "gsm8k"}) == ["experiment=gsm8k"]
+    assert capsys.readouterr().err == "note: recipe gsm8k (SFT_EXPERIMENT)\n"
+    for word in ("experiment=null", "experiment=gsm8k", "+experiment=gsm8k"):
+        assert with_recipe([word], {"SFT_EXPERIMENT": "other"}) == [word]
+    assert capsys.readouterr().err == "" and load_config(["experiment=null"]) == load_config([])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("optim: {lr: [", "recipe own.yaml: while parsing"),
+        ("- a\n- b\n", "recipe own.yaml holds no keys"),
+        ("optim:\n  lrr: 1\n", "did you mean 'optim.lr'"),
+        ("optim:\n  lr: high\n", "optim.lr"),
+        ("optim: 3\n", "optim"),
+    ],
+)
+def test_a_broken_one_is_refused_with_its_place(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config([f"experiment={write('own.yaml', text)}"])
+    assert reason in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_config(["experiment=gone.yaml"])

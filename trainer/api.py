@@ -1,0 +1,72 @@
+"""For scripts and notebooks (floor 5, no torch).
+
+from trainer.api import load_config, read_metrics, train
+run = train("experiment=mine.yaml", "optim.lr=1e-5", num_ranks=8)
+print(run.export, run.metrics()[-1]["val/loss"])
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import choice
+from trainer.config import Config, ConfigError
+from trainer.errors import EXIT_DONE
+from trainer.run import compose
+from trainer.tracking.metrics_file import FILE_NAME, read_metrics
+
+__all__ = ["ConfigError", "RunDirectory", "TrainingError", "load_config", "read_metrics", "train"]
+
+
+class TrainingError(RuntimeError):
+    """A run ended with another exit code than 0; the codes are those of the command line."""
+
+    def __init__(self, run_dir: Path, exit_code: int) -> None:
+        super().__init__(f"the run in {run_dir} ended with exit code {exit_code}; what it said stands above")
+        self.run_dir, self.exit_code = run_dir, exit_code
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """What a run has written so far; it may still be training."""
+
+    directory: Path
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row for each logged step, training and validation apart, without steps that a resume or rollback undid."""
+        return read_metrics(self.directory / FILE_NAME)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that a resume takes, if there is one."""
+        chosen = choice.select(self.directory).chosen
+        return None if chosen is None else chosen.path
+
+    @property
+    def export(self) -> Path | None:
+        """Its model for transformers and vLLM."""
+        return None if self.checkpoint is None else self.checkpoint / "huggingface"
+
+
+def load_config(*words: str) -> Config:
+    """The checked configuration of `key=value` and `experiment=…`. Raises `ConfigError`."""
+    return compose.load_config(list(words))
+
+
+def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
+    """Train, or go on where a run with these words ended, as `fsdp-sft train [num_ranks] [words …]` does.
+
+    `num_ranks`: the number of GPUs, else 2, if not given. What it prints goes to this process's output; a stop signal
+    to this process group ends it with a saved checkpoint. Raises `ConfigError` before anything starts, `TrainingError`
+    for a run that ended otherwise than done.
+    """
+    asked = compose.with_recipe(list(words), os.environ)
+    run_dir = Path(load_config(*asked).trainer.default_local_dir)
+    command = [sys.executable, "-m", "trainer.launch", *([] if num_ranks is None else [str(num_ranks)]), *asked]
+    code = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}).returncode  # as ranks are started
+    if code != EXIT_DONE:
+        raise TrainingError(run_dir, code)
+    return RunDirectory(run_dir)
