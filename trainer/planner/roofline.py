@@ -141,9 +141,12 @@ def local_card() -> Card | None:
     """That of this machine, or the default where there is none; None for a card that is not in the table."""
     import torch
 
-    if not torch.cuda.is_available():
-        return CARDS[DEFAULT_CARD]
-    words = set(re.split(r"[\s-]", torch.cuda.get_device_name().upper()))
+    return card_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else CARDS[DEFAULT_CARD]
+
+
+def card_called(device_name: str) -> Card | None:
+    """By torch's name of the device; None for one that is not in the table."""
+    words = set(re.split(r"[\s-]", device_name.upper()))
     return next((card for name, card in CARDS.items() if name in words and not words & {"PCIE", "NVL"}), None)
 
 

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +85,12 @@ class KilledRun:
     @property
     def step_s(self) -> float:
         """Median wall time of a step."""
-        return statistics.median(row["train/time(s)"] for row in self._rows())
+        return statistics.median(row["train/time(s)"] for row in self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of training, the newest attempt of each step; none before the first."""
+        path = self.run_dir / FILE_NAME
+        return [row for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
 
     def train(self) -> None:
         """In one piece. Raises `RunFailedError`."""
@@ -94,6 +99,14 @@ class KilledRun:
         with self._started() as process:
             process.wait()
         self._require_no_failure(process)
+        self._say(f"done in {time.monotonic() - started:.1f} s")
+
+    def train_until(self, step: int) -> None:
+        """Ended once that step is logged, where its rows are all that is wanted. Raises `RunFailedError`."""
+        started = time.monotonic()
+        self._say("started")
+        with self._started() as process:
+            self._wait(process, lambda: self._newest()[2] >= step)
         self._say(f"done in {time.monotonic() - started:.1f} s")
 
     def train_with_kills(self, moments: Iterable[Moment]) -> list[Kill]:
@@ -140,14 +153,9 @@ class KilledRun:
     def _saved_step(self) -> int:
         return layout.read_pointer(self.run_dir).step or 0
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """Of training, the newest attempt of each step; none before the first."""
-        path = self.run_dir / FILE_NAME
-        return [row for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
-
     def _newest(self) -> tuple[int, int, int]:
         """Number of the newest attempt, its first and its last step; zeros before the first row."""
-        rows = self._rows()
+        rows = self.rows()
         attempt = max((row["attempt"] for row in rows), default=0)
         steps = [row["step"] for row in rows if row["attempt"] == attempt]
         return attempt, min(steps, default=0), max(steps, default=0)
@@ -159,23 +167,8 @@ class KilledRun:
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen]:
-        """In a process group of its own, nothing of which outlives the block."""
-        env = {**os.environ, "TMPDIR": str(self.scratch), "USE_WANDB": "false"}
-        child_setup = partial(die_with_parent, os.getpid(), code=EXIT_CRASH)
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, *LAUNCHER, *self.words],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=child_setup,
-            )
-        try:
+        with started([*LAUNCHER, *self.words], {"TMPDIR": str(self.scratch), "USE_WANDB": "false"}, self.log) as process:
             yield process
-        finally:
-            kill_tree(process)
 
     def _require_no_failure(self, process: subprocess.Popen) -> None:
         if process.poll() in (None, *self.good_codes):
@@ -187,6 +180,26 @@ class KilledRun:
 
     def _say(self, text: str) -> None:
         print(f"{self.name}: {text}", flush=True)
+
+
+@contextmanager
+def started(words: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen]:
+    """A Python program in a process group of its own, nothing of which outlives the block."""
+    child_setup = partial(die_with_parent, os.getpid(), code=EXIT_CRASH)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=child_setup,
+        )
+    try:
+        yield process
+    finally:
+        kill_tree(process)
 
 
 def kill_tree(process: subprocess.Popen) -> None:

@@ -92,10 +92,8 @@ def in_work_directory(run_dir: Path, what: str, prove: Callable[[Path, Path], in
 
 
 def _prove(trial: Trial, work: Path, scratch: Path) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)  # parts of torch swallow the exception while they start
-    from trainer.resume_proof.bit_equality import compare_runs, digest_of_parameters
-
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
+    with uninterrupted():
+        from trainer.resume_proof.bit_equality import compare_runs, digest_of_parameters
     straight, control, resumed = (
         KilledRun(name, work, launcher_words(trial, work / name), scratch) for name in (STRAIGHT, CONTROL, RESUMED)
     )
@@ -173,6 +171,16 @@ def launcher_words(trial: Trial, run_dir: Path) -> tuple[str, ...]:
         "trainer.logger": "[console]",
     }
     return (str(trial.num_ranks), *defaults, *trial.overrides, *(f"{key}={value}" for key, value in settings.items()))
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """For imports: parts of torch swallow the exception while they start."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
 
 
 @contextmanager

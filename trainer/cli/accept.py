@@ -1,0 +1,77 @@
+"""Accept a machine: `python -m trainer.cli.accept [N] [key=value ...]`, a verdict for each line (floor 5).
+
+Exit codes: 0 nothing failed, 1 a line failed, 2 wrong usage, 73 cannot write, 130 interrupted.
+"""
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from trainer.acceptance.accept import accept, shareable, summary
+from trainer.acceptance.lines import FAIL, LINES
+from trainer.cli.arguments import Parser, answer, write_file
+from trainer.config import ConfigError
+from trainer.errors import EXIT_CRASH, EXIT_DONE
+from trainer.launch.ranks import choose_num_ranks, count_gpus, node_layout, parse_arguments
+from trainer.resume_proof.proof import Trial, interruptible
+from trainer.run.compose import load_config
+
+NUM_STEPS = 8
+
+
+def main(argv: list[str]) -> int:
+    return answer(lambda: _accept(argv), interrupted="interrupted: no verdict")
+
+
+def _accept(argv: list[str]) -> int:
+    options = _parser().parse_intermixed_args(argv)
+    trial, started = _trial(options), time.monotonic()
+    with interruptible():
+        found = accept(trial, only=options.only, keep=options.keep)
+    wall_s = time.monotonic() - started
+    print(f"{summary(found)}; {wall_s:.0f} s")
+    if options.json is not None:
+        write_file(options.json, json.dumps(shareable(trial, found, wall_s=wall_s), indent=1) + "\n")
+    return EXIT_CRASH if any(judgement.verdict == FAIL for judgement in found.values()) else EXIT_DONE
+
+
+def _parser() -> Parser:
+    width = max(map(len, LINES))
+    lines = "\n".join(f"  {name:{width}}  {about}" for name, (about, _) in LINES.items())
+    usage = "python -m trainer.cli.accept [N] [--device cpu] [--only LINE] [--json FILE] [--keep DIR] [key=value ...]"
+    text = "Judge this machine, and a recipe on it (default: the quickstart), in some minutes. The lines:\n" + lines
+    parser = Parser(usage=usage, description=text)
+    parser.add_argument("words", metavar="N | key=value", nargs="*", help="ranks and overrides, as for run_sft.sh")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="short for trainer.device=...")
+    about = "this line alone; may be given several times"
+    parser.add_argument("--only", metavar="LINE", choices=list(LINES), action="append", default=[], help=about)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="the verdicts, without names and paths, to share")
+    about = "runs and logs go into this new directory and stay (default: among the temporary files, removed)"
+    parser.add_argument("--keep", metavar="DIR", type=Path, help=about)
+    return parser
+
+
+def _trial(options: Namespace) -> Trial:
+    """Raises `ConfigError` for what the user got wrong, before anything starts."""
+    asked = parse_arguments(options.words)
+    overrides = [*asked.overrides, *([f"trainer.device={options.device}"] if options.device else [])]
+    config = load_config(overrides)
+    if node_layout(os.environ).num_nodes > 1:
+        raise ConfigError("this command works on one machine: set NNODES=1 and use the ranks of this machine alone")
+    num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+    return Trial(
+        num_ranks=choose_num_ranks(asked.num_ranks, num_gpus=num_gpus),
+        steps=NUM_STEPS,
+        kills=1,
+        seed=1,
+        overrides=tuple(overrides),
+        run_dir=Path(config.trainer.default_local_dir).resolve(),
+        is_on_gpu=num_gpus > 0,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
