@@ -27,6 +27,7 @@ from make_quickstart import ENGLISH, MODEL_CONFIG, train_tokenizer, write_tokeni
 from measuring import REPOSITORY, header, middle, table, write_result
 from speed_cpu import PEERS
 
+from trainer.acceptance.probe import matmul_tflops
 from trainer.runtime import seeding
 from trainer.tracking import read_metrics
 
@@ -156,20 +157,6 @@ def flops_per_token(case: Case, steps: int) -> float:
     return training_flops(config, lengths.tolist(), num_labels=num_labels) / float(lengths.sum())
 
 
-def ceiling_tflops(device: str, size: int) -> float:
-    a = torch.randn(size, size, dtype=torch.bfloat16, device=device)
-    best_s = float("inf")
-    for _ in range(8):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        a @ a
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best_s = min(best_s, time.perf_counter() - started)
-    return 2 * size**3 / best_s / 1e12
-
-
 def measure_size(size: str, directory: Path, arguments: argparse.Namespace, ceiling: float) -> list[dict[str, Any]]:
     case = make_case(directory / "case", size)
     write_samples(case, prepare_tokens(case, max_length=4096, truncation="right"))
@@ -226,7 +213,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    ceiling = ceiling_tflops(arguments.device, 8192 if arguments.device == "cuda" else 2048)
+    ceiling = matmul_tflops(torch.device(arguments.device), torch.bfloat16)
     rows: list[dict[str, Any]] = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as directory:

@@ -18,7 +18,7 @@ from trainer.acceptance.evidence import Evidence, MissingEvidenceError
 from trainer.acceptance.lines import FAIL, LINES, NOT_POSSIBLE, OK, WARN, Judge, Judgement
 from trainer.errors import CannotWriteError
 from trainer.resume_proof.killed_runs import RunFailedError
-from trainer.resume_proof.proof import Trial, uninterrupted
+from trainer.resume_proof.proof import Trial
 
 _PATH = re.compile(r"(?<![\w.])~?/[^\s:'\",;)\]]+")
 _KNOWN_VALUES = {"true", "false", "null", "auto", "selective", "offload", "packed", "per_document", "cpu", "cuda"}
@@ -30,8 +30,6 @@ def accept(trial: Trial, *, only: Collection[str], keep: Path | None) -> dict[st
     """{line: its judgement}, of the lines in `only` or of all. Nothing is left but what `keep` names."""
     found: dict[str, Judgement] = {}
     with _directories(keep) as (work, scratch):
-        with uninterrupted():
-            import torch  # noqa: F401
         evidence = Evidence(trial, work=work, scratch=scratch)
         for name, (_, judge) in LINES.items():
             if not only or name in only:

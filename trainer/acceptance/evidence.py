@@ -5,7 +5,6 @@ Each is made when a line first asks for it, once: several lines share a run.
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,14 +14,23 @@ from typing import TYPE_CHECKING, TypeVar
 from trainer.config import QUICKSTART, Config
 from trainer.errors import EXIT_CRASH
 from trainer.launch.ranks import thread_count
+from trainer.planner.forecast import Change, Forecast, default_memory_gib, forecaster
 from trainer.resume_proof.killed_runs import Kill, KilledRun, RunFailedError, started
-from trainer.resume_proof.proof import CONTROL, FREE, RESUMED, STRAIGHT, Trial, launcher_words, moments, quoted
+from trainer.resume_proof.proof import (
+    CONTROL,
+    FREE,
+    RESUMED,
+    STRAIGHT,
+    Trial,
+    launcher_words,
+    moments,
+    quoted,
+    uninterrupted,
+)
 from trainer.run.compose import load_config
-from trainer.runtime.distributed import free_port
 
 if TYPE_CHECKING:
     from trainer.acceptance.probe import Probe
-    from trainer.planner.forecast import Forecast
     from trainer.resume_proof.bit_equality import Comparison
 
 ONE_RANK, ONE_BY_ONE, PROBE = "one rank", "one by one", "probe"
@@ -94,7 +102,7 @@ class Evidence:
         return self._once(PROBE, self._probe)
 
     @property
-    def plan(self) -> "Forecast":
+    def plan(self) -> Forecast:
         return self._once("plan", self._plan)
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
@@ -124,7 +132,8 @@ class Evidence:
         return run
 
     def _compared(self, run: KilledRun) -> "Comparison":
-        from trainer.resume_proof.bit_equality import compare_runs
+        with uninterrupted():
+            from trainer.resume_proof.bit_equality import compare_runs
 
         return compare_runs(self.straight.run_dir, run.run_dir, steps=self.trial.steps)
 
@@ -133,8 +142,9 @@ class Evidence:
         kills = run.train_with_kills(moments(self.trial, step_s=straight.step_s))
         return Resumed(self._compared(run), kills)
 
-    def _plan(self) -> "Forecast":
-        from trainer.planner.forecast import Change, default_memory_gib, forecaster
+    def _plan(self) -> Forecast:
+        with uninterrupted():
+            import trainer.planner.memory_plan  # noqa: F401  # what the forecast imports late
 
         num_ranks = self.trial.num_ranks
         memory_gib = default_memory_gib(self.config, num_ranks)
@@ -142,7 +152,9 @@ class Evidence:
 
     def _probe(self) -> "list[Probe]":
         """Raises `RunFailedError` with the end of what a rank wrote."""
-        from trainer.acceptance.probe import read
+        with uninterrupted():
+            from trainer.acceptance.probe import read
+            from trainer.runtime.distributed import free_port
 
         output = self._work / PROBE
         output.mkdir()
@@ -191,13 +203,3 @@ def _cuts(trial: Trial, work: Path) -> list[str]:
         f"data.val_max_samples={batch_size}",
         f"data.cache_dir={quoted(work / 'cache')}",
     ]
-
-
-def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
-    import accelerate
-    import torch
-    import transformers
-
-    found = {package.__name__: str(package.__version__) for package in (torch, transformers, accelerate)}
-    return {"python": ".".join(map(str, sys.version_info[:3])), **found, "cuda": str(torch.version.cuda or "none")}

@@ -3,14 +3,17 @@
 A line is a function of the evidence and an entry in `LINES`, in the order in which they are judged.
 """
 
+import platform
 import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING
 
-from trainer.acceptance.evidence import NUM_COMPARED, Evidence, versions
+from trainer.acceptance.evidence import NUM_COMPARED, Evidence
+from trainer.launch.requirements import PYPROJECT, unmet_requirements
 from trainer.planner.forecast import GIB
 from trainer.planner.roofline import LAUNCH, card_called, predict
 from trainer.resume_proof.killed_runs import KilledRun, RunFailedError
@@ -33,6 +36,7 @@ float32; in bfloat16 rounding alone, an order of magnitude above what was seen o
 """
 SLOW, FAR_SLOWER = 0.7, 0.5
 """Shares of what a card's table and the roofline say, below which a line warns."""
+PACKAGES = ("torch", "transformers", "accelerate")
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 
 
@@ -49,12 +53,11 @@ Judge = Callable[[Evidence], Judgement]
 
 
 def judge_versions(evidence: Evidence) -> Judgement:
-    from trainer.launch.requirements import PYPROJECT, unmet_requirements
-
-    found = versions()
+    found: dict[str, float | str] = {name: metadata.version(name) for name in PACKAGES}
+    found["python"] = platform.python_version()
     unmet = unmet_requirements() if PYPROJECT.exists() else []
     text = ", ".join(f"{name} {version}" for name, version in found.items())
-    return Judgement(WARN if unmet else OK, text + (f"; not met: {', '.join(unmet)}" if unmet else ""), dict(found))
+    return Judgement(WARN if unmet else OK, text + (f"; not met: {', '.join(unmet)}" if unmet else ""), found)
 
 
 def judge_topology(evidence: Evidence) -> Judgement:
@@ -62,8 +65,10 @@ def judge_topology(evidence: Evidence) -> Judgement:
     devices = sorted({f"{probe.device} {probe.memory_gib:.0f} GiB" for probe in probes})
     if not evidence.trial.is_on_gpu:
         return Judgement(NOT_POSSIBLE, f"{len(probes)} ranks met over gloo on one CPU: there are no cards to look at")
-    numbers: dict[str, float | str] = {"ranks": len(probes), "devices": ", ".join(devices), "nccl": probes[0].nccl}
-    text = f"{len(probes)} x {', '.join(devices)}, NCCL {probes[0].nccl}"
+    first, number = probes[0], len(probes)
+    numbers: dict[str, float | str] = {"ranks": number, "devices": ", ".join(devices)}
+    numbers |= {"cuda": first.cuda, "nccl": first.nccl, "capability": first.capability}
+    text = f"{number} x {', '.join(devices)}, CUDA {first.cuda}, NCCL {first.nccl}"
     apart = sorted({rank for rank, probe in enumerate(probes) if len(probe.peers) < len(probes) - 1})
     if len(devices) > 1:
         return Judgement(WARN, f"{text}: the slowest card sets the pace", numbers)
@@ -197,7 +202,7 @@ def judge_speed(evidence: Evidence) -> Judgement:
 
 
 LINES: dict[str, tuple[str, Judge]] = {
-    "versions": ("of Python, torch, transformers and CUDA", judge_versions),
+    "versions": ("of torch, transformers, accelerate and Python, against what is required", judge_versions),
     "topology": ("which cards there are, and whether they reach each other", judge_topology),
     **{name: (about, partial(judge_kernel, name=name)) for name, about in KERNELS.items()},
     "matmul": ("a large matrix product against the card's rate", judge_matmul),

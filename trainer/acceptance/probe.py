@@ -32,6 +32,7 @@ class Probe:
     device: str
     memory_gib: float
     capability: str
+    cuda: str
     nccl: str
     peers: list[int]
     """Cards of this machine that this one reaches directly."""
@@ -69,6 +70,7 @@ def look(device: torch.device, num_ranks: int) -> Probe:
         device=distributed.device_name(device),
         memory_gib=0.0 if properties is None else properties.total_memory / 2**30,
         capability="" if properties is None else f"{properties.major}.{properties.minor}",
+        cuda=str(torch.version.cuda or ""),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if is_cuda else "",
         peers=[n for n in cards if n != device.index and torch.cuda.can_device_access_peer(device, n)],
         kernel_errors=errors,

@@ -14,6 +14,9 @@ GROUPS = {
         "plan": ("what a run needs and takes, and which override makes it fit", "8 experiment=mine"),
         "data": ("what is trained: samples with masks, statistics, a comparison", "preview experiment=mine"),
     },
+    "a machine": {
+        "accept": ("a verdict for each line: kernels, ranks, resume, memory, speed", "8 experiment=mine"),
+    },
     "a run": {
         TRAIN: ("train, or go on where a run ended", "8 experiment=mine optim.lr=1e-5"),
         "watch": ("how a run stands, while it trains or after it", "checkpoints/mine/first"),
