@@ -90,7 +90,8 @@ class Evidence:
     @property
     def repeated(self) -> "Comparison":
         """The straight run, and the same once more."""
-        return self._once(CONTROL, lambda: self._compared(self._trained(CONTROL, self.trial)))
+        straight = self.straight  # nothing is repeated where that fails
+        return self._once(CONTROL, lambda: self._compared(straight, self._trained(CONTROL, self.trial)))
 
     @property
     def resumed(self) -> Resumed:
@@ -131,16 +132,16 @@ class Evidence:
             run.train_until(until)
         return run
 
-    def _compared(self, run: KilledRun) -> "Comparison":
+    def _compared(self, straight: KilledRun, run: KilledRun) -> "Comparison":
         with uninterrupted():
             from trainer.resume_proof.bit_equality import compare_runs
 
-        return compare_runs(self.straight.run_dir, run.run_dir, steps=self.trial.steps)
+        return compare_runs(straight.run_dir, run.run_dir, steps=self.trial.steps)
 
     def _resume(self) -> Resumed:
         run, straight = self._run(RESUMED, self.trial), self.straight
         kills = run.train_with_kills(moments(self.trial, step_s=straight.step_s))
-        return Resumed(self._compared(run), kills)
+        return Resumed(self._compared(straight, run), kills)
 
     def _plan(self) -> Forecast:
         with uninterrupted():
