@@ -7,14 +7,8 @@ from typing import Any
 
 PACKAGES_F2 = ("data", "model", "optim", "checkpoint", "monitor", "guard", "tracking", "report", "quickstart")
 ROOMS_F5 = (
-    "launch",
-    "planner",
-    "resume_proof",
-    "serving_proof",
-    "acceptance",
-    "checkpoint_tools",
-    "data_tools",
-    "watch",
+    *("launch", "planner", "resume_proof", "serving_proof", "acceptance"),
+    *("checkpoint_tools", "data_tools", "watch"),
 )
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 350
