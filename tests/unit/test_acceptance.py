@@ -58,15 +58,15 @@ def add_in_any_order() -> None:
 
 
 def _tamper(change: Callable[[Any], Any]) -> None:
-    import torch.distributed as dist
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    real = dist.reduce_scatter_tensor
+    real = DefaultReduceScatter.__call__
 
-    def reduce(output: Any, input: Any, *more: Any, **options: Any) -> Any:  # torch's own names
-        change(input)
-        return real(output, input, *more, **options)
+    def reduce(self: Any, output_tensor: Any, input_tensor: Any, *more: Any, **options: Any) -> Any:
+        change(input_tensor)
+        return real(self, output_tensor, input_tensor, *more, **options)
 
-    dist.reduce_scatter_tensor = reduce
+    DefaultReduceScatter.__call__ = reduce  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -103,17 +103,17 @@ def forked(tmp_path: Path, monkeypatch: Patch) -> Callable[[Before | None], None
     return use
 
 
-def test_a_dropped_gradient_is_named(forked: Callable[..., None], tmp_path: Path, temporary: Path) -> None:
+def test_a_dropped_gradient_is_named(forked: Callable[..., None], tmp_path: Path) -> None:
     """The self-check compares two ways of computing on the same ranks: both lack it."""
     forked(drop_gradient)
     words = ("2", *whole_runs.tiny_model(tmp_path), "--device=cpu")
     code, found = judged(["self-check", "ranks"], tmp_path, *words)
     assert code == 1
     assert {name: entry["verdict"] for name, entry in found.items()} == {"self-check": OK, "ranks": FAIL}
-    assert found["ranks"]["numbers"]["train/grad_norm"] > 0.1 and not list(temporary.iterdir())
+    assert found["ranks"]["numbers"]["train/grad_norm"] > 0.1
 
 
-def test_a_sum_in_any_order_is_named(forked: Callable[..., None], tmp_path: Path, temporary: Path) -> None:
+def test_a_sum_in_any_order_is_named(forked: Callable[..., None], tmp_path: Path) -> None:
     forked(add_in_any_order)
     words = ("2", *whole_runs.tiny_model(tmp_path), "--device=cpu")
     code, found = judged(["repeat", "resume"], tmp_path, *words)
@@ -122,14 +122,13 @@ def test_a_sum_in_any_order_is_named(forked: Callable[..., None], tmp_path: Path
     assert found["repeat"]["text"].startswith("two equal runs differ, first at step 1, train/grad_norm: straight ")
 
 
-def test_sound_ranks_are_accepted(forked: Callable[..., None], tmp_path: Path, temporary: Path) -> None:
+def test_sound_ranks_are_accepted(forked: Callable[..., None], tmp_path: Path) -> None:
     forked(None)
     words = ("2", *whole_runs.tiny_model(tmp_path), "--device=cpu")
     code, found = judged(["ranks", "packing", "repeat", "memory"], tmp_path, *words)
     verdicts = {name: entry["verdict"] for name, entry in found.items()}
     assert (code, verdicts) == (0, {"ranks": OK, "packing": OK, "repeat": OK, "memory": NOT_POSSIBLE})
     assert found["ranks"]["numbers"]["train/grad_norm"] > 0, "another number of ranks adds in another order"
-    assert not list(temporary.iterdir())
 
 
 def test_a_sabotaged_kernel_and_a_wrong_rope_are_named(tmp_path: Path) -> None:
