@@ -149,7 +149,7 @@ class Evidence:
 
         num_ranks = self.trial.num_ranks
         memory_gib = default_memory_gib(self.config, num_ranks)
-        return forecaster(list(self.trial.overrides), memory_gib)(Change(num_ranks))
+        return forecaster(self.config, memory_gib)(Change(num_ranks))
 
     def _probe(self) -> "list[Probe]":
         """Raises `RunFailedError` with the end of what a rank wrote."""
