@@ -24,10 +24,9 @@ from trainer.resume_proof.proof import (
     Trial,
     launcher_words,
     moments,
-    quoted,
     uninterrupted,
 )
-from trainer.run.compose import load_config
+from trainer.run.compose import as_word, load_config
 
 if TYPE_CHECKING:
     from trainer.acceptance.probe import Probe
@@ -202,5 +201,5 @@ def _cuts(trial: Trial, work: Path) -> list[str]:
         *words,
         f"data.train_max_samples={num_rows}",
         f"data.val_max_samples={batch_size}",
-        f"data.cache_dir={quoted(work / 'cache')}",
+        f"data.cache_dir={as_word(str(work / 'cache'))}",
     ]

@@ -167,7 +167,9 @@ class KilledRun:
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen]:
-        with started([*LAUNCHER, *self.words], {"TMPDIR": str(self.scratch), "USE_WANDB": "false"}, self.log) as process:
+        with started(
+            [*LAUNCHER, *self.words], {"TMPDIR": str(self.scratch), "USE_WANDB": "false"}, self.log
+        ) as process:
             yield process
 
     def _require_no_failure(self, process: subprocess.Popen) -> None:
