@@ -1,4 +1,4 @@
-"""Accept a machine: `python -m trainer.cli.accept [N] [key=value ...]`, a verdict for each line (floor 5).
+"""Accept a machine: `bash run_sft.sh accept [N] [key=value ...]`, a verdict for each line (floor 5).
 
 Exit codes: 0 nothing failed, 1 a line failed, 2 wrong usage, 73 cannot write, 130 interrupted.
 """
@@ -41,7 +41,7 @@ def _accept(argv: list[str]) -> int:
 def _parser() -> Parser:
     width = max(map(len, LINES))
     lines = "\n".join(f"  {name:{width}}  {about}" for name, (about, _) in LINES.items())
-    usage = "python -m trainer.cli.accept [N] [--device cpu] [--only LINE] [--json FILE] [--keep DIR] [key=value ...]"
+    usage = "bash run_sft.sh accept [N] [--device cpu] [--only LINE] [--json FILE] [--keep DIR] [key=value ...]"
     text = "Judge this machine, and a recipe on it (default: the quickstart), in some minutes. The lines:\n" + lines
     parser = Parser(usage=usage, description=text)
     parser.add_argument("words", metavar="N | key=value", nargs="*", help="ranks and overrides, as for run_sft.sh")
