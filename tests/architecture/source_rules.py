@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-PACKAGES_F2 = ("data", "model", "optim", "checkpoint", "monitor", "guard", "tracking", "report", "quickstart")
+PACKAGES_F2 = (
+    *("data", "model", "optim", "checkpoint", "monitor", "guard", "tracking", "report", "quickstart"),
+    "serving",
+)
 ROOMS_F5 = (
-    *("launch", "planner", "resume_proof", "serving_proof", "acceptance"),
+    *("launch", "planner", "resume_proof", "serving_proof", "acceptance", "evaluation"),
     *("checkpoint_tools", "data_tools", "watch"),
 )
 MAX_FUNCTION_LINES = 50

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.checkpoint import fsio
+from trainer.checkpoint import fsio, lease
 from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.config import ConfigError
@@ -296,7 +296,7 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
 
 
 def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
-    """Delete old checkpoints; what cannot be deleted is logged and tried again next time.
+    """Delete old checkpoints; what cannot be deleted or is being read is logged and tried again next time.
 
     Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do not prove that the
     newest is good. `protect` holds the step this run resumed from, until a newer one is published.
@@ -304,8 +304,13 @@ def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) 
     for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
         trash = run_dir / f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}"
         try:
-            fsio.rename(path, trash)
-            fsio.remove_tree(trash)
+            with lease.deleting(path) as may_delete:
+                if may_delete:
+                    fsio.rename(path, trash)
+            if may_delete:
+                fsio.remove_tree(trash)
+            else:
+                logger.info("%s is being read, it is deleted at a later save", path)
         except OSError as error:
             logger.warning("cannot delete the old checkpoint %s: %s", path, error)
 

@@ -210,7 +210,7 @@ class CheckpointManager:
         """Point to the checkpoint of `step`, and delete those that are no longer to be kept."""
         is_own = (self.run_dir / layout.step_dir_name(step)).is_dir()  # else a run branches from that of another
         if self._world.is_main and is_own:
-            worth = rollback.worth_keeping(self.run_dir, history)
+            worth = rollback.worth_keeping(self.run_dir, history, self._saver.best_metric)
             layout.settle(self.run_dir, step, keep=self._saver.keep, protect={step, *worth})
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

@@ -14,6 +14,7 @@ from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
 from trainer.progress import History, Rollback, Rollbacks
+from trainer.runtime.evaluations import PREFIX, read_summaries
 
 logger = logging.getLogger(__name__)
 FILE = "rollbacks.json"
@@ -55,13 +56,21 @@ def candidates(run_dir: Path, *, onset: int, history: History, data: str | None)
     ]
 
 
-def worth_keeping(run_dir: Path, history: History) -> set[int]:
-    """Checkpoints that rotation spares: that of the best validation, and the newest one before the last trouble."""
-    committed = [info.step for info in layout.committed(run_dir)]
+def worth_keeping(run_dir: Path, history: History, best_metric: str = "val/loss") -> set[int]:
+    """Checkpoints that rotation spares: that of the best validation, the newest one before the last trouble, and the
+    best one of the evaluation `best_metric`, where it is one.
+    """
+    found = layout.committed(run_dir)
+    committed = [info.step for info in found]
     bounds = [] if history.best_step is None else [history.best_step]
     if history.episodes:
         bounds.append(history.episodes[-1][0] - STEPS_BEFORE_ONSET)
-    return {max(before) for bound in bounds if (before := [step for step in committed if step <= bound])}
+    spared = {max(before) for bound in bounds if (before := [step for step in committed if step <= bound])}
+    if best_metric.startswith(PREFIX):
+        rows = read_summaries(run_dir).get(best_metric, {})
+        scored = [info.step for info in found if _nonce(info) == rows.get(info.step, {}).get("nonce", "")]
+        spared |= {max(scored, key=lambda step: rows[step]["mean"])} if scored else set()
+    return spared
 
 
 def decide(

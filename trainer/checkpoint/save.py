@@ -46,10 +46,12 @@ class Saver:
         keep: int | None,
         fingerprints: Mapping[str, str],
         lock: RunLock | None,
+        best_metric: str = "val/loss",
     ) -> None:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
         self._source, self.fingerprints, self._lock = source, fingerprints, lock
+        self.best_metric = best_metric
         self._board, self._number, self._deadline = Board(world), 0, math.inf
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -160,7 +162,7 @@ class Saver:
             raise TimeoutError("the save took longer than trainer.checkpoint.save_timeout_s")
         self._require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
-        worth = rollback.worth_keeping(self.run_dir, snapshot.history)
+        worth = rollback.worth_keeping(self.run_dir, snapshot.history, self.best_metric)
         layout.settle(self.run_dir, manifest.step, keep=self.keep, protect=worth)
         return sum(record.size_bytes for record in records)
 

@@ -33,6 +33,7 @@ GROUPS = {
     "checkpoints": {
         "checkpoint": ("list, prove, delete and export them; verify-resume proves a recipe", "ls checkpoints"),
         "prove": ("whether an export serves the loss its step was validated with", "checkpoints/mine/first"),
+        "evaluate": ("score what they write: text, numbers, programs", "checkpoints/mine/first --score exec --watch"),
     },
 }
 """By group and name: what a command does, and words to call it with."""

@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from trainer.runtime.program import call
 from trainer.acceptance.accept import accept, shareable, summary
 from trainer.acceptance.lines import FAIL, LINES
 from trainer.cli.arguments import Parser, answer, write_file
@@ -41,7 +42,7 @@ def _accept(argv: list[str]) -> int:
 def _parser() -> Parser:
     width = max(map(len, LINES))
     lines = "\n".join(f"  {name:{width}}  {about}" for name, (about, _) in LINES.items())
-    usage = "bash run_sft.sh accept [N] [--device cpu] [--only LINE] [--json FILE] [--keep DIR] [key=value ...]"
+    usage = f"{call('accept')} [N] [--device cpu] [--only LINE] [--json FILE] [--keep DIR] [key=value ...]"
     text = "Judge this machine, and a recipe on it (default: the quickstart), in some minutes. The lines:\n" + lines
     parser = Parser(usage=usage, description=text)
     parser.add_argument("words", metavar="N | key=value", nargs="*", help="ranks and overrides, as for run_sft.sh")

@@ -100,6 +100,11 @@ def not_negative(value: float) -> str:
     return "" if value >= 0 else f"must not be negative, got {value}"
 
 
+def metric_of_best(value: str) -> str:
+    is_known = value == "val/loss" or (value.startswith("eval/") and len(value) > len("eval/"))
+    return "" if is_known else "must be val/loss or eval/NAME"
+
+
 def not_empty(value: Any) -> str:
     return "" if (value.strip() if isinstance(value, str) else value) else "is empty"
 

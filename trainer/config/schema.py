@@ -15,6 +15,7 @@ from trainer.config.keys import (
     group,
     inside_checkpoints,
     key,
+    metric_of_best,
     not_empty,
     not_negative,
     one_of,
@@ -276,6 +277,7 @@ class TrainerConfig:
         None, "end the run (exit 0) when so many validations in a row brought no better val/loss", _COUNT_OR_NULL
     )
     early_stop_min_delta: float = key(0.002, "what counts as better, in nats", not_negative)
+    best_metric: str = key("val/loss", "or eval/NAME of evaluate: its best checkpoint too is spared", metric_of_best)
     roll_detail: str = key(
         "off",
         "metrics under other systems' names too (docs/metrics.md), and time/ and memory/ of phases as ROLL, Alibaba's "

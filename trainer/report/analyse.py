@@ -24,6 +24,7 @@ from trainer.report.run_log import RunLog
 from trainer.report.statistics import Slope, slope
 from trainer.report.step_time import throughput
 from trainer.report.trends import trends
+from trainer.runtime.evaluations import deciding
 
 NUM_TOP = 3
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
@@ -42,12 +43,11 @@ def analyse(
     """Everything that can be said about a log.
 
     `thresholds` override single limits of the table of rules. `external` is a metric measured elsewhere, step -> value,
-    higher is better: it outranks the validation loss. Raises `ValueError` for an unknown profile or limit.
+    higher is better: it outranks the validation loss, as an evaluation of the run does where it is absent. Raises
+    `ValueError` for an unknown profile or limit.
     """
-    if profile not in ("auto", *PROFILES):
-        raise ValueError(f"unknown profile {profile!r}: use auto, {', '.join(PROFILES)}")
     limits = merged(thresholds)
-    run = AnalysedRun(log, recognise_profile(log) if profile == "auto" else profile, limits, external=external)
+    run = _evaluated(AnalysedRun(log, _profile(log, profile), limits, external=external))
     witnesses = observe(log, limits, is_generating=run.profile == "grpo")
     run = replace(run, anomalies=find_anomalies(witnesses, limits, last_step=run.total_steps))
     pairs = correlations(witnesses, limits)
@@ -81,7 +81,24 @@ def analyse(
         overridden=tuple(thresholds or ()),
         insufficient=tuple((one.rule.name, one.not_judged) for one in judged if one.not_judged),
         closing=_closing(run, verdict, findings),
+        evaluations=log.evaluations,
     )
+
+
+def _profile(log: RunLog, asked: str) -> str:
+    if asked not in ("auto", *PROFILES):
+        raise ValueError(f"unknown profile {asked!r}: use auto, {', '.join(PROFILES)}")
+    return recognise_profile(log) if asked == "auto" else asked
+
+
+def _evaluated(run: AnalysedRun) -> AnalysedRun:
+    """With the evaluation that decides, unless results from outside do."""
+    evaluations = run.log.evaluations
+    chosen = deciding(evaluations, str(run.config("trainer.best_metric")))
+    if chosen is None or run.external:
+        return run
+    means = {step: float(row["mean"]) for step, row in evaluations[chosen].items()}
+    return replace(run, external=means, external_name=chosen)
 
 
 def _title(path: Path) -> str:

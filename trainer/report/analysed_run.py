@@ -34,6 +34,8 @@ class AnalysedRun:
     limits: Mapping[str, float]
     anomalies: tuple[Anomaly, ...] = ()
     external: Mapping[int, float] | None = None
+    """Results that outrank the validation loss, higher is better, by step."""
+    external_name: str = "external result"
 
     def key(self, role: str) -> str | None:
         """The key under which this log has a role; of several devices that of the highest value."""

@@ -18,7 +18,6 @@ NUM_AROUND = 32
 """Training losses before a validation whose median is compared with it."""
 RESULTS = ("val_reward", "val_accuracy")
 """Roles of held-out results, what is optimised first."""
-EXTERNAL = "external result"
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,15 @@ def _criterion(run: AnalysedRun) -> Criterion | None:
     for role in RESULTS:
         if (points := run.find(role)) is not None:
             return Criterion(run.name(role), points)
-    return _external(run.external) if run.external else None
+    return _external(run)
 
 
-def _external(results: Mapping[int, float]) -> Criterion:
+def _external(run: AnalysedRun) -> Criterion | None:
     """Higher is better, as for a success rate."""
-    steps = sorted(results)
-    return Criterion(EXTERNAL, Series(np.array(steps), np.array([results[step] for step in steps])))
+    if not run.external:
+        return None
+    steps = sorted(run.external)
+    return Criterion(run.external_name, Series(np.array(steps), np.array([run.external[step] for step in steps])))
 
 
 def train_losses_at(val: Series, train: Series | None) -> Floats:
@@ -116,7 +117,7 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
         verdicts = judge_validations(points.values, trained, run.limits)
         gap = float(points.values[-1] - trained[-1])
     best = max(values, key=lambda step: found.sign * values[step])
-    deciding = _external(run.external) if run.external else found
+    deciding = _external(run) or found
     decisive = deciding.value_at()
     step, path, reason = _recommended(run, deciding)
     return Generalisation(
@@ -142,7 +143,7 @@ def _recommended(run: AnalysedRun, deciding: Criterion) -> tuple[int, Path | Non
     ranked = sorted(values, key=lambda step: -deciding.sign * values[step])
     best, kept = ranked[0], [step for step in ranked if step in existing]
     lead = f"{'Lowest' if deciding.sign < 0 else 'Highest'} {deciding.metric}"
-    outranks = " It outranks the validation loss." if deciding.metric == EXTERNAL else ""
+    outranks = " It outranks the validation loss." if run.external else ""
     if not kept:
         none = "no checkpoint is known" if not existing else "no complete checkpoint was validated"
         return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"

@@ -1,8 +1,9 @@
 """The result of an analysis: what text, page and JSON show alike. Nothing here computes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainer.report.run_log import ServingCheck
 
@@ -218,4 +219,6 @@ class Report:
     overridden: tuple[str, ...]
     insufficient: tuple[tuple[str, str], ...]
     closing: str
+    evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+    """As in the log."""
     """Two or three sentences: what to do next."""

@@ -86,6 +86,8 @@ class RunLog:
     """What `latest_checkpointed_iteration.txt` says."""
     total_steps: int | None = None
     """Planned, where the log or the configuration tells."""
+    evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+    """Name (as eval/code) -> step -> its summary in `evaluations.jsonl`."""
     num_attempts: int = 1
     num_lost_steps: int = 0
     """Steps that were trained again after a restart or a rollback."""

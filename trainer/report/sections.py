@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainer.report.formatting import ARROWS, MISSING, capitalised, companions, interval, number, percent, share, step
 from trainer.report.result import Anomaly, Finding, Report, Throughput
@@ -56,6 +57,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _anomalies(report),
         _validation(report),
         _serving(report),
+        *_evaluations(report),
         _learning_rate(report),
         _throughput(report.throughput),
         _checklist(report),
@@ -147,6 +149,28 @@ def _serving(report: Report) -> Section:
     equal = sum(proof.is_equal for proof in report.serving)
     lead = f"In {equal} of {len(rows)} proofs an export serves the loss its step was validated with." if rows else ""
     return Section("serving", "Served loss", lead, shown)
+
+
+def _evaluations(report: Report) -> Iterator[Section]:
+    """What checkpoints achieve beside the loss they were validated with; only where something was evaluated."""
+    names, found = list(report.evaluations), report.generalisation
+    if not names:
+        return
+    losses = found.values if found is not None else {}
+    rows: list[Row] = []
+    for at in sorted({at for results in report.evaluations.values() for at in results}):
+        cells = (_result(report.evaluations[name].get(at)) for name in names)
+        rows.append((step(at), number(losses[at]) if at in losses else MISSING, *cells))
+    metric = "validation" if found is None else found.metric
+    lead = "Means, with 95 % intervals: checkpoints whose intervals overlap may be equally good."
+    yield Section("evaluations", "Evaluations", lead, table(f"step, {metric}, {', '.join(names)}", rows, words=""))
+
+
+def _result(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return MISSING
+    has_bounds = all(isinstance(row.get(side), int | float) for side in ("low", "high"))
+    return number(row["mean"]) + (f" [{number(row['low'])}, {number(row['high'])}]" if has_bounds else "")
 
 
 def _learning_rate(report: Report) -> Section:

@@ -279,6 +279,7 @@ def _checkpoints(
             _adapter(config, inputs, model),
         ),
         keep=config.trainer.max_ckpt_to_keep,
+        best_metric=config.trainer.best_metric,
         lock=start.lock,
         fingerprints=start.fingerprints,
     )
@@ -286,9 +287,7 @@ def _checkpoints(
 
 
 def _adapter(config: Config, inputs: Inputs, model: PreTrainedModel) -> Adapter | None:
-    if not config.model.has_adapters:
-        return None
-    return Adapter(adapters.settings(model), Path(inputs.source.path))
+    return Adapter(adapters.settings(model), Path(inputs.source.path)) if config.model.has_adapters else None
 
 
 def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:

@@ -25,7 +25,7 @@ from trainer.run.inputs import resolve_source
 from trainer.run.prepared_data import PreparedData
 from trainer.runtime import distributed
 from trainer.runtime.heartbeat import Heartbeat
-from trainer.serving_proof.engines import PEFT_CONFIG, Sample, adapter_of
+from trainer.serving.engines import PEFT_CONFIG, Sample, adapter_of
 from trainer.weights import stored_in
 
 RELATIVE = 1e-5

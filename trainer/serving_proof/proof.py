@@ -25,8 +25,9 @@ from trainer.run.inputs import prepare_data_alone
 from trainer.run.prepared_data import PreparedData
 from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.json_lines import strict
-from trainer.serving_proof import diagnosis, engines
-from trainer.serving_proof.engines import Sample
+from trainer.serving import engines
+from trainer.serving.engines import Sample
+from trainer.serving_proof import diagnosis
 from trainer.tracking import metrics_file, read_metrics
 from trainer.tracking.run_info import read_config
 

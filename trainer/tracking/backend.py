@@ -18,6 +18,10 @@ class Backend(Protocol):
     def rewind(self, step: int) -> None:
         """The run went back to finished step `step`: rows of later steps come again with other values."""
 
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
+        """Rows of equal columns; where a tracker has no tables nothing is shown."""
+        return
+
     def alert(self, event: Event) -> None:
         """An event of level error."""
 

@@ -84,6 +84,7 @@ class Tracking:
     `WANDB_PROJECT` replaces the project name there, so that training and evaluation runs share one. Calls may come
     from any thread.
 
+    `group` names the run that this one belongs to, by default itself: W&B shows them together.
     `run_dir` is by default `trainer.default_local_dir` of `config`, else `checkpoints/<project>/<experiment>`.
 
     Raises `ConfigError` for an unknown backend or one whose package is missing and for a directory that holds another
@@ -100,6 +101,7 @@ class Tracking:
         *,
         run_dir: str | Path | None = None,
         total_steps: int | None = None,
+        group: str | None = None,
     ) -> None:
         config = config or {}
         run_dir = Path(run_dir or _local_dir(config) or Path("checkpoints", project_name, experiment_name))
@@ -120,6 +122,7 @@ class Tracking:
             total_steps=total_steps,
             attempt=self._metrics_file.attempt,
             run_file=run_file,
+            group=group or experiment_name,
         )
         self._sinks = [
             Sink(spec.build(self._info), name=name, close_timeout_s=spec.close_timeout_s, is_inline=spec.inline)
@@ -168,6 +171,13 @@ class Tracking:
             self._last_step = step
             self._metrics_file.append(row)
             self._send("log", row)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
+        """Show rows of equal columns, such as generated samples, in trackers that have tables; kept nowhere else."""
+        with self._lock:
+            self._require_open("table", step)
+            if rows:
+                self._send("table", name, step, rows)
 
     def rewind(self, step: int) -> None:
         """The run went back to finished step `step` inside this attempt: rows of later steps no longer count."""

@@ -34,6 +34,7 @@ def resend(run_dir: Path, *, target: str, output: Path) -> str:
         total_steps=description.get("total_steps"),
         attempt=1 + metrics_file.read_past(metrics_path).num_attempts,
         run_file=RunFile(output / run_info.FILE_NAME),
+        group=description.get("group", description.get("experiment_name", run_dir.resolve().name)),
         resume_step=-1,
     )
     backend = spec.build(info)

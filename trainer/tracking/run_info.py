@@ -102,6 +102,8 @@ class RunInfo:
     """Of the whole run; None where nobody said."""
     attempt: int
     run_file: RunFile
+    group: str
+    """Runs that trackers show together: a training and its evaluations."""
     resume_step: int = 0
     """Steps already done when this attempt starts, known before a backend opens; -1 if the first row is of step 0."""
 
@@ -112,7 +114,8 @@ class RunInfo:
     def description(self) -> dict[str, Any]:
         """What `run.json` says of the run, for those who read its directory."""
         total_steps = {} if self.total_steps is None else {"total_steps": self.total_steps}
-        return {**self.identity, **total_steps, "config": self.config}
+        group = {} if self.group == self.experiment_name else {"group": self.group}
+        return {**self.identity, **group, **total_steps, "config": self.config}
 
     @property
     def identity(self) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """TensorBoard event files in `run_dir/tensorboard`."""
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.metrics import METRICS
@@ -54,6 +55,14 @@ class TensorboardBackend(Backend):
         assert self._writer is not None
         self._write(row)
         # A killed attempt must not lose steps before its checkpoint.
+        self._writer.flush()
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
+        """As text, in a table of Markdown."""
+        assert self._writer is not None
+        lines = [[*rows[0]], ["---"] * len(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+        cells = ([cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines)
+        self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
         self._writer.flush()
 
     def rewind(self, step: int) -> None:

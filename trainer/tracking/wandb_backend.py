@@ -3,7 +3,7 @@
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.tracking import wandb_files
@@ -58,7 +58,8 @@ class WandbBackend(Backend):
             self._info.run_file.set("wandb", run_id)
         self._run = wandb.init(
             project=project(self._info),
-            name=os.environ.get("WANDB_NAME") or self._info.experiment_name,  # WANDB_RUN_GROUP it reads itself
+            name=self._name(),
+            group=os.environ.get("WANDB_RUN_GROUP") or self._info.group,
             config=dict(self._info.config),
             dir=str(self._info.run_dir),
             id=run_id,
@@ -90,6 +91,19 @@ class WandbBackend(Backend):
         if not self._run.offline:
             for kind, last in self._last_steps_online().items():
                 self._run.summary[LAST_STEP.format(kind)] = min(step, last)
+
+    def _name(self) -> str:
+        """WANDB_NAME is that of the training, not of its evaluations."""
+        is_own = self._info.group == self._info.experiment_name
+        return (os.environ.get("WANDB_NAME") if is_own else None) or self._info.experiment_name
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
+        import wandb
+
+        columns: list[str | int] = list(rows[0])
+        shown = wandb.Table(columns=columns, data=[list(row.values()) for row in rows])
+        self._run.log({name: shown, STEP: step}, step=self._next_step, commit=True)
+        self._next_step += 1
 
     def alert(self, event: Event) -> None:
         self._run.alert(f"{event.kind} at step {event.step}"[:MAX_TITLE_CHARS], event.message, level="ERROR")

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.parsing import Faults, as_number, as_step, flat, json_rows, parse_number
 from trainer.report.run_log import LogEvent, RunLog, ServingCheck
+from trainer.runtime.evaluations import read_summaries
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.live_run import is_live
 
@@ -35,6 +36,7 @@ def read_own(path: Path) -> RunLog:
         config=config,
         events=events,
         total_steps=planned or _foretold(log),
+        evaluations=read_summaries(run_dir),
         num_attempts=num_attempts,
         exit_code=exit_code,
         proofs=tuple(sorted(_read_proofs(run_dir), key=lambda proof: (proof.step, proof.engine))),

@@ -1,7 +1,8 @@
-"""Run by an interpreter that has vLLM: `python vllm_engine.py JOB` (floor 5, imports nothing of this package).
+"""Run by an interpreter that has vLLM: `python vllm_engine.py JOB` (floor 2, imports nothing of this package).
 
-JOB is a JSON file of {"model", "adapter", "rank", "ids": [[...], ...], "masks": [[...], ...], "answer"}; what comes
-into `answer` is {"sums": log-probability of the supervised tokens of each sample, "version"}.
+JOB is a JSON file of {"model", "adapter", "rank", "ids": [[...], ...], "answer"} and what is wanted. With "masks"
+[[...], ...] `answer` gets {"sums": log-probability of the supervised tokens of each sample, "version"}; with
+"sampling" {"max_new_tokens", "temperature", "seed", "stop_ids"} {"ids": tokens generated behind each, "version"}.
 """
 
 import json
@@ -20,14 +21,26 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     settings: dict[str, Any] = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": True}
-    settings["max_model_len"] = max(map(len, job["ids"])) + 1
+    wanted = job.get("sampling", {})
+    settings["max_model_len"] = max(map(len, job["ids"])) + wanted.get("max_new_tokens", 1)
     request = None
     if job["adapter"]:
         request = LoRARequest("trained", 1, job["adapter"])
         settings |= {"enable_lora": True, "max_lora_rank": max(LARGEST_DEFAULT_RANK, job["rank"])}
     llm = vllm.LLM(job["model"], **settings)
-    parameters = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    if wanted:
+        parameters = vllm.SamplingParams(
+            temperature=wanted["temperature"],
+            seed=wanted["seed"],
+            max_tokens=wanted["max_new_tokens"],
+            stop_token_ids=wanted["stop_ids"],
+            detokenize=False,
+        )
+    else:
+        parameters = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     answers = llm.generate([{"prompt_token_ids": ids} for ids in job["ids"]], parameters, lora_request=request)
+    if wanted:
+        return {"ids": [list(answer.outputs[0].token_ids) for answer in answers], "version": vllm.__version__}
     sums = []
     for ids, mask, answer in zip(job["ids"], job["masks"], answers, strict=True):
         pairs = zip(ids[1:], mask[1:], answer.prompt_logprobs[1:], strict=True)

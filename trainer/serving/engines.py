@@ -1,13 +1,13 @@
-"""What an exported directory gives the supervised tokens of samples, in transformers or in vLLM (floor 5)."""
+"""What an exported directory gives the supervised tokens of samples, in transformers or in vLLM (floor 2)."""
 
 import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 
 from trainer.config import ConfigError
-from trainer.serving_proof import vllm_engine
+from trainer.serving import vllm_engine
 from trainer.weights import whole_model
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -61,6 +61,12 @@ def in_transformers(
     export: Path, samples: Sequence[Sample], *, dtype: torch.dtype, has_adapter: bool = True
 ) -> np.ndarray:
     """Sums as transformers' own class computes them, one document after the other; `has_adapter` false: its base."""
+    model = load_model(export, dtype=dtype, has_adapter=has_adapter)
+    return np.array([_sum(model, sample) for sample in samples])
+
+
+def load_model(export: Path, *, dtype: torch.dtype | Literal["auto"], has_adapter: bool = True) -> Any:
+    """By transformers' own class, with the adapter where it is one; `dtype` "auto": as it was written."""
     path, adapter, _ = adapter_of(export)
     whole = whole_model(transformers.AutoConfig.from_pretrained(path))
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
@@ -68,8 +74,8 @@ def in_transformers(
     if adapter is not None and has_adapter:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, adapter).to(dtype)
-    return np.array([_sum(model.eval(), sample) for sample in samples])
+        model = PeftModel.from_pretrained(model, adapter).to(model.dtype)
+    return model.eval()
 
 
 @torch.no_grad()
@@ -81,19 +87,19 @@ def _sum(model: Any, sample: Sample) -> float:
 
 def in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> Served:
     """Sums as vLLM serves them, in a process of `python`, an interpreter that has it. Raises `ConfigError`."""
+    masks = [sample.mask.tolist() for sample in samples]
+    answer = ask_vllm(export, {"ids": [sample.ids.tolist() for sample in samples], "masks": masks}, python=python)
+    return Served(np.array(answer["sums"]), f"vllm {answer['version']}")
+
+
+def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str, Any]:
+    """What `vllm_engine.py` answers to a job about an export. Raises `ConfigError` with its last words."""
     model, adapter, rank = adapter_of(export)
-    with tempfile.TemporaryDirectory(prefix="sft-prove-") as work:
-        answer_file = Path(work, "answer.json")
-        job = {
-            "model": str(model),
-            "adapter": None if adapter is None else str(adapter),
-            "rank": rank,
-            "ids": [sample.ids.tolist() for sample in samples],
-            "masks": [sample.mask.tolist() for sample in samples],
-            "answer": str(answer_file),
-        }
-        Path(work, "job.json").write_text(json.dumps(job))
-        command = [python, str(vllm_engine.__file__), str(Path(work, "job.json"))]
+    with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
+        job_file, answer_file = Path(work, "job.json"), Path(work, "answer.json")
+        about = {"model": str(model), "adapter": None if adapter is None else str(adapter), "rank": rank}
+        job_file.write_text(json.dumps({**about, **asked, "answer": str(answer_file)}))
+        command = [python, str(vllm_engine.__file__), str(job_file)]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if ended.returncode != 0:
@@ -101,5 +107,5 @@ def in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> Served:
             raise ConfigError(
                 f"vLLM does not serve '{export}' ({' '.join(command[:2])} ended with {ended.returncode}):\n{said}"
             )
-        answer = json.loads(answer_file.read_text())
-    return Served(np.array(answer["sums"]), f"vllm {answer['version']}")
+        answer: dict[str, Any] = json.loads(answer_file.read_text())
+    return answer

@@ -1,0 +1,167 @@
+"""Scoring checkpoints: each once whatever ends it, the numbers right, the reader safe from rotation."""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from checkpoint_fakes import commit
+
+from trainer.checkpoint import layout, lease
+from trainer.checkpoint.rollback import worth_keeping
+from trainer.cli import evaluate as command
+from trainer.config import ConfigError
+from trainer.evaluation.evaluate import Evaluation, append_result, evaluate, interval
+from trainer.evaluation.questions import Question, read_questions
+from trainer.evaluation.sandbox import Limits
+from trainer.evaluation.scorers import make_scorer, program_of
+from trainer.progress import History
+from trainer.report.analyse import analyse
+from trainer.report.readers import read_run
+from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
+from trainer.serving.generation import Sampling, Turns
+from trainer.tracking import Tracking, read_metrics
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing after it runs."""
+
+
+class FakeEngine:
+    """Answers every question with its number, and is killed before the n-th answer."""
+
+    name = "fake 1"
+
+    def __init__(self, kill_before: int | None = None) -> None:
+        self.kill_before, self.asked = kill_before, list[int]()
+
+    def generate(self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling) -> Iterator[tuple[int, str]]:
+        for number, index in enumerate(prompts):
+            if number == self.kill_before:
+                raise Killed
+            self.asked.append(index)
+            yield index, str(index % 4)
+
+
+def asked_of(engine: FakeEngine, num_questions: int = 100) -> Evaluation:
+    turns = [{"role": "user", "content": "?"}]
+    questions = [Question(turns, str(i % 3), {"i": i}, f"q:{i}") for i in range(num_questions)]
+    scorer = make_scorer("exact", Limits())
+    return Evaluation("quiz", questions, "exact", scorer, "fake", engine, Sampling(), Limits())
+
+
+def run_with(root: Path, *steps: int) -> Path:
+    root.mkdir(exist_ok=True)
+    for step in steps:
+        path = commit(root, step)
+        (path / "huggingface").mkdir(exist_ok=True)
+        (path / "huggingface" / "config.json").write_text("{}")
+    return root
+
+
+def test_killed_five_times_it_goes_on_and_writes_every_sample_once(tmp_path: Path) -> None:
+    run_dir, chance = run_with(tmp_path, 10), random.Random(1)
+    info = layout.committed(run_dir)[0]
+    for _ in range(5):
+        with pytest.raises(Killed):
+            evaluate(run_dir, info, asked_of(FakeEngine(chance.randrange(20))), tell=print)
+        with (run_dir / FILE_NAME).open("a") as file:
+            file.write('{"kind":"sample","step":10,"ind')  # torn
+    assert evaluate(run_dir, info, asked_of(FakeEngine()), tell=print)
+    rows = read_evaluations(run_dir)
+    assert sorted(row["index"] for row in rows if row["kind"] == "sample") == list(range(100))
+    summary = read_summaries(run_dir)["eval/quiz"][10]
+    right = sum(i % 4 == i % 3 for i in range(100))
+    assert (summary["mean"], summary["n"]) == (right / 100, 100) and summary["low"] < right / 100 < summary["high"]
+    again = FakeEngine()
+    assert not evaluate(run_dir, info, asked_of(again), tell=print) and again.asked == []
+    assert all(json.loads(line) for line in (run_dir / FILE_NAME).read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "low", "high"), [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (81, 263, 0.25529, 0.36621)]
+)
+def test_the_interval_is_wilsons(right: int, n: int, low: float, high: float) -> None:
+    """The last row: Newcombe 1998, table I."""
+    assert interval([1.0] * right + [0.0] * (n - right)) == pytest.approx((right / n, low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected", "completion", "value"),
+    [
+        ("exact", "a b", " a\n b", 1),
+        ("exact", "a", "a.", 0),
+        ("regex", r"\b4\b", "it is 4.", 1),
+        ("regex", r"\b4\b", "44", 0),
+        ("numeric", "2 + 2 = 4\n#### 1,200", "so $1200.00.", 1),
+        ("numeric", "#### 0.5", "5 of 10, 1/2", 1),
+        ("numeric", "#### 18", "18 then #### 17", 0),
+        ("numeric", "18", "none", 0),
+        ("python:math.nothing", "", "", None),
+        ("nothing", "", "", None),
+    ],
+)
+def test_scorers(word: str, expected: str, completion: str, value: int | None) -> None:
+    if value is None:
+        with pytest.raises(ConfigError):
+            make_scorer(word, Limits())
+    else:
+        assert make_scorer(word, Limits())(Question([], expected, {}, "q:1"), completion).value == value
+
+
+def test_the_program_is_the_first_fenced_block() -> None:
+    assert program_of("Sure:\n```python\nx = 1\n```\n```\ny\n```") == "x = 1"
+    assert program_of("```python\nx = 1") == "x = 1" and program_of("x = 1") == "x = 1"
+
+
+def test_questions_of_rows(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ({"prompt": "p", "answer": 3}, {"messages": chat})))
+    first, second = read_questions(path, answer_key="answer")
+    assert (first.turns[0]["content"], first.expected) == ("p", 3)
+    assert (second.turns, second.expected) == (chat[:1], "b")
+
+
+def test_rotation_spares_what_is_read_and_the_best_that_was_scored(tmp_path: Path) -> None:
+    run_dir = run_with(tmp_path, 1, 2, 3, 4)
+    for step, value in ((2, 0.9), (3, 0.2)):
+        append_result(run_dir, name="code", step=step, value=value)
+    spared = worth_keeping(run_dir, History(), "eval/code")
+    assert spared == {2} and worth_keeping(run_dir, History()) == set()
+    with lease.reading(run_dir / "global_step_1") as is_there:
+        assert is_there
+        layout.rotate(run_dir, keep=1, protect=spared)
+        assert [info.step for info in layout.committed(run_dir)] == [1, 2, 4]
+    layout.rotate(run_dir, keep=1, protect=spared)
+    assert [info.step for info in layout.committed(run_dir)] == [2, 4]
+    with lease.reading(run_dir / "global_step_1") as is_there:
+        assert not is_there
+
+
+def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_with(tmp_path / "run", 10, 20)
+    tracking = Tracking("sft", "exp", [], {}, run_dir=run_dir, total_steps=20)
+    for step in range(1, 21):
+        tracking.log({"train/loss": 2.0 - step / 20}, step)
+        if step % 10 == 0:
+            tracking.log({"val/loss": 1.5 - step / 40}, step)
+    tracking.finish(0)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    for step, value in (("10", "0.75"), ("20", "0.5")):
+        assert command.main([str(run_dir), "--attach", step, "code", value]) == 0
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    logged = read_metrics(run_dir / "evaluation" / "code" / "metrics.jsonl")
+    assert [(row["step"], row["eval/code"]) for row in logged] == [(10, 0.75), (20, 0.5)]
+    described = json.loads((run_dir / "evaluation" / "code" / "run.json").read_text())
+    assert (described["project_name"], described["group"]) == ("sft", "exp")
+    found = analyse(read_run(run_dir)).generalisation
+    assert found is not None and found.recommended_step == 10 and math.isclose(found.expected_gain, 0.25)
+    assert "eval/code" in found.reason and "outranks" in found.reason
+    capsys.readouterr()
+    assert command.main([str(run_dir), "--attach", "10", "code", "nan"]) == 2
+    assert "--attach takes STEP NAME VALUE" in capsys.readouterr().err

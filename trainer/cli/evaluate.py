@@ -1,0 +1,216 @@
+"""Score checkpoints by what they write: `bash run_sft.sh evaluate RUN_DIR --score NAME` (floor 5).
+
+Beside the training and never in its ranks; docs/evaluation.md. Exit codes: 0 done, 2 wrong usage or nothing that can be
+served, 65 a question that cannot be asked or scored, 73 cannot write, 130 interrupted: the same command goes on.
+"""
+
+import argparse
+import logging
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.runtime.program import call
+from trainer.checkpoint import layout
+from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint_tools.listing import require_dir, require_run
+from trainer.cli.arguments import Parser, answer
+from trainer.config import ConfigError
+from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
+from trainer.runtime.evaluations import PREFIX, read_summaries
+from trainer.runtime.live_run import is_live
+
+if TYPE_CHECKING:
+    from trainer.evaluation.evaluate import Evaluation
+    from trainer.evaluation.publish import Publisher
+
+POLL_S = 5.0
+ENGINES = ("transformers", "vllm")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+Z = 1.959964
+
+
+def main(argv: list[str]) -> int:
+    return answer(lambda: _evaluate(argv), {DataError: EXIT_BAD_DATA}, interrupted="interrupted: run it again to go on")
+
+
+def _evaluate(argv: list[str]) -> int:
+    from trainer.evaluation.publish import Publisher
+
+    arguments = _parsed(argv)
+    path: Path = arguments.run_dir
+    step, run_dir = layout.parse_step(path.name), path
+    if step is not None:
+        require_dir(path)
+        arguments.step, run_dir = step, path.resolve().parent
+    require_run(run_dir)
+    publisher = Publisher(run_dir, arguments.name)
+    try:
+        publisher.publish()
+        if arguments.attach:
+            _attach(run_dir, arguments)
+        elif arguments.tasks:
+            for name in _run_tasks(run_dir, arguments):
+                _publish_once(run_dir, name)
+        else:
+            _score(run_dir, arguments, publisher)
+        publisher.publish()
+    finally:
+        publisher.close()
+    return EXIT_DONE
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    about = "Score checkpoints by what they write, beside the training. Without --step: all that are there."
+    parser = Parser(prog=call("evaluate"), description=about)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory, or one of its checkpoints")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step")
+    which.add_argument("--watch", action="store_true", help="also those to come, until the run has ended")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--score", metavar="SCORER", help="exact, regex, numeric, exec or python:module.function(row, completion)"
+    )
+    what.add_argument("--tasks", metavar="TASKS", help="benchmarks of lm-evaluation-harness, as gsm8k,ifeval")
+    what.add_argument("--attach", nargs=3, metavar=("STEP", "NAME", "VALUE"), help="a result measured elsewhere")
+    about = "rows of `messages` or `prompt`, and answers (default: the rows that the run holds out for validation)"
+    parser.add_argument("--prompts", metavar="FILE", type=Path, help=about)
+    about = "column of the answers (default: answer; exec: tests)"
+    parser.add_argument("--answer", metavar="COLUMN", help=about)
+    parser.add_argument("--name", metavar="NAME", help="logged as eval/NAME (default: of the file, else held_out)")
+    about = "transformers, vllm, or the address of an OpenAI-compatible server that serves the checkpoint"
+    parser.add_argument("--engine", default=ENGINES[0], help=about)
+    parser.add_argument(
+        "--python", metavar="PYTHON", default=sys.executable, help="an interpreter with vLLM or lm_eval"
+    )
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="exec: of one program")
+    parser.add_argument("--memory-mib", metavar="N", type=int, default=512, help="exec: of each of its processes")
+    arguments = parser.parse_args(argv)
+    arguments.name = arguments.name or (arguments.prompts.stem if arguments.prompts else "held_out")
+    if arguments.attach:
+        arguments.name = arguments.attach[1].removeprefix(PREFIX)
+    if not NAME.fullmatch(arguments.name):
+        raise ConfigError(f"--name '{arguments.name}' is no name: letters, digits, '_', '.' and '-'")
+    if arguments.engine not in ENGINES and "://" not in arguments.engine:
+        raise ConfigError(f"--engine is {', '.join(ENGINES)} or an address as http://HOST:8000/v1")
+    if "://" in arguments.engine and arguments.watch:
+        raise ConfigError("a server serves one checkpoint: name it with --step, or watch with another --engine")
+    return arguments
+
+
+def _score(run_dir: Path, arguments: argparse.Namespace, publisher: "Publisher") -> None:
+    from trainer.evaluation.evaluate import evaluate
+
+    asked = _asked(run_dir, arguments)
+    metric = PREFIX + asked.name
+    for info in _checkpoints(run_dir, arguments):
+        if evaluate(run_dir, info, asked, tell=print):
+            publisher.publish()
+        elif not read_summaries(run_dir).get(metric, {}).get(info.step):
+            continue
+        row = read_summaries(run_dir)[metric][info.step]
+        print(f"step {info.step}: {metric} {row['mean']:.4f} [{row['low']:.4f}, {row['high']:.4f}], {row['n']} samples")
+    rows, there = read_summaries(run_dir).get(metric, {}), {info.step for info in layout.committed(run_dir)}
+    if kept := [step for step in rows if step in there]:
+        best = max(kept, key=lambda step: rows[step]["mean"])
+        print(f"best of the checkpoints that are there: step {best}, {rows[best]['mean']:.4f}")
+
+
+def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
+    from trainer.evaluation.evaluate import Evaluation
+    from trainer.evaluation.questions import held_out_questions, read_questions
+    from trainer.evaluation.sandbox import Limits
+    from trainer.evaluation.scorers import answer_column, make_scorer
+    from trainer.serving.generation import Sampling, make_engine
+
+    limits = Limits(arguments.time_limit, arguments.memory_mib)
+    scorer = make_scorer(arguments.score, limits)
+    column = arguments.answer or answer_column(arguments.score)
+    file = arguments.prompts
+    questions = read_questions(file, answer_key=column) if file else held_out_questions(run_dir, answer_key=column)
+    return Evaluation(
+        name=arguments.name,
+        questions=questions,
+        scorer_word=arguments.score,
+        scorer=scorer,
+        engine_word=arguments.engine,
+        engine=make_engine(arguments.engine, arguments.python),
+        sampling=Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed),
+        limits=limits,
+    )
+
+
+def _checkpoints(run_dir: Path, arguments: argparse.Namespace) -> Iterator[CheckpointInfo]:
+    """Those asked for, the oldest first: it is the next to be deleted."""
+    if arguments.step is not None:
+        info = layout.inspect(run_dir / layout.step_dir_name(arguments.step))
+        if info.status != "committed":
+            raise ConfigError(f"'{info.path}' is no checkpoint that can be scored: {info.reason or 'written by verl'}")
+        yield info
+        return
+    seen: set[str] = set()
+    while True:
+        was_live = is_live(run_dir)
+        for info in layout.committed(run_dir):
+            assert info.manifest is not None
+            if info.manifest.nonce not in seen and info.path.is_dir():
+                seen.add(info.manifest.nonce)
+                yield info
+        if not (arguments.watch and was_live):
+            return
+        time.sleep(POLL_S)
+
+
+def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
+    from trainer.evaluation.evaluate import append_result
+
+    step, name, value = arguments.attach
+    try:
+        number = float(value)
+        is_right = step.isdecimal() and math.isfinite(number)
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ConfigError(f"--attach takes STEP NAME VALUE, numbers the first and the last; got {step} {name} {value}")
+    append_result(run_dir, name=arguments.name, step=int(step), value=number, scorer="attached")
+    print(f"step {int(step)}: {PREFIX}{arguments.name} {number:g}, attached")
+
+
+def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
+    """Names of what was found, each written down."""
+    from trainer.checkpoint import lease
+    from trainer.evaluation.evaluate import append_result
+    from trainer.evaluation.harness import run_tasks
+
+    for info in _checkpoints(run_dir, arguments):
+        with lease.reading(info.path) as is_there:
+            if not is_there:
+                print(f"step {info.step}: was deleted before it could be scored")
+                continue
+            export, engine = info.path / layout.HUGGINGFACE, arguments.engine
+            found = run_tasks(export, arguments.tasks, engine=engine, python=arguments.python, seed=arguments.seed)
+            for name, value, error in found:
+                bounds = {"low": value - Z * error, "high": value + Z * error} if error else {}
+                append_result(run_dir, name=name, step=info.step, value=value, scorer="lm_eval", **bounds)
+                print(f"step {info.step}: {PREFIX}{name} {value:.4f}")
+                yield name
+
+
+def _publish_once(run_dir: Path, name: str) -> None:
+    from trainer.evaluation.publish import Publisher
+
+    publisher = Publisher(run_dir, name)
+    publisher.publish()
+    publisher.close()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""How an answer is scored: a number from 0 to 1, and in words why it is not 1 (floor 5)."""
+
+import importlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+from trainer.config import ConfigError
+from trainer.errors import DataError
+from trainer.evaluation.questions import Question
+from trainer.evaluation.sandbox import Limits, require_sandbox, run_tests
+from trainer.runtime.evaluations import EXEC
+
+PYTHON = "python:"
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
+FINAL = "####"
+"""In front of GSM8K's final answer."""
+FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Score:
+    value: float
+    reason: str = ""
+
+
+class Scorer(Protocol):
+    def __call__(self, question: Question, completion: str) -> Score:
+        """May be called from several threads. Raises `DataError` for a row that cannot be scored."""
+
+
+class OwnScorer(Protocol):
+    """What `python:module.function` names."""
+
+    def __call__(self, row: Mapping[str, Any], completion: str) -> float: ...
+
+
+def answer_column(word: str) -> str:
+    return "tests" if word == EXEC else "answer"
+
+
+def make_scorer(word: str, limits: Limits) -> Scorer:
+    """Raises `ConfigError` for a word that names none, and for `exec` where programs cannot be shut in."""
+    if word.startswith(PYTHON):
+        return _own(word.removeprefix(PYTHON))
+    if word == EXEC:
+        require_sandbox()
+        return lambda question, completion: _executed(question, completion, limits)
+    if word not in SCORERS:
+        raise ConfigError(f"--score is any of {', '.join(SCORERS)}, {EXEC}, {PYTHON}module.function; got '{word}'")
+    return SCORERS[word]
+
+
+def exact(question: Question, completion: str) -> Score:
+    """White space apart."""
+    expected = _text(question)
+    return _judged(completion.split() == expected.split(), f"is not: {expected}")
+
+
+def regex(question: Question, completion: str) -> Score:
+    """The answer is a pattern that is searched in the completion."""
+    pattern = _text(question)
+    try:
+        return _judged(re.search(pattern, completion) is not None, f"has no {pattern}")
+    except re.error as error:
+        raise DataError(f"{question.place}: '{pattern}' is no regular expression: {error}") from error
+
+
+def numeric(question: Question, completion: str) -> Score:
+    """The number behind the last ####, else the last number, must be that of the answer."""
+    expected, found = _number(_text(question)), _number(completion)
+    if expected is None:
+        raise DataError(f"{question.place}: its answer holds no number")
+    return _judged(found == expected, "holds no number" if found is None else f"{found} is not {expected}")
+
+
+SCORERS: dict[str, Scorer] = {"exact": exact, "regex": regex, "numeric": numeric}
+
+
+def program_of(completion: str) -> str:
+    """The first fenced block, also one without its end; without any fence all of it."""
+    found = FENCED.search(completion)
+    return found[1] if found else completion
+
+
+def _executed(question: Question, completion: str, limits: Limits) -> Score:
+    tests = [question.expected] if isinstance(question.expected, str) else question.expected
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) and test.strip() for test in tests):
+        raise DataError(f"{question.place}: {EXEC} needs tests, a Python text or a list of them (--answer KEY)")
+    found = run_tests(program_of(completion), tests, limits)
+    return _judged(found.is_passed, found.reason)
+
+
+def _own(name: str) -> Scorer:
+    module, _, function = name.rpartition(".")
+    try:
+        score: OwnScorer = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        path = os.environ.get("PYTHONPATH", "")
+        raise ConfigError(f"--score {PYTHON}{name} cannot be imported ({error}); PYTHONPATH is '{path}'") from error
+
+    def own(question: Question, completion: str) -> Score:
+        value = score(question.row, completion)
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ConfigError(f"{name} gave {value!r:.80} for {question.place}: a score is a number from 0 to 1")
+        return Score(float(value))
+
+    return own
+
+
+def _judged(is_right: bool, reason: str) -> Score:
+    return Score(1.0) if is_right else Score(0.0, reason[:200])
+
+
+def _text(question: Question) -> str:
+    if not isinstance(question.expected, str | int | float):
+        raise DataError(f"{question.place}: it has no answer to compare with (--answer KEY names its column)")
+    return str(question.expected)
+
+
+def _number(text: str) -> Fraction | None:
+    found = NUMBER.findall(text.rpartition(FINAL)[2])
+    try:
+        return Fraction(found[-1].replace(",", "")) if found else None
+    except (ValueError, ZeroDivisionError):
+        return None
