@@ -5,14 +5,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-PACKAGES_F2 = (
-    *("data", "model", "optim", "checkpoint", "monitor", "guard", "tracking", "report", "quickstart"),
+PACKAGES_F2 = [
+    "data",
+    "model",
+    "optim",
+    "checkpoint",
+    "monitor",
+    "guard",
+    "tracking",
+    "report",
+    "quickstart",
     "serving",
-)
-ROOMS_F5 = (
-    *("launch", "planner", "resume_proof", "serving_proof", "acceptance", "evaluation"),
-    *("checkpoint_tools", "data_tools", "watch"),
-)
+]
+ROOMS_F5 = [
+    "launch",
+    "planner",
+    "resume_proof",
+    "serving_proof",
+    "acceptance",
+    "evaluation",
+    "checkpoint_tools",
+    "data_tools",
+    "watch",
+]
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 350
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")

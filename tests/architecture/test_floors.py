@@ -51,6 +51,10 @@ ALLOWED_WAITS = {
     "trainer/monitor/packet.py:Packet.read": "the one wait of a training or a validation step",
     "trainer/runtime/seeding.py:set_rng_state": "restores a checkpoint, before the first step",
 }
+ALLOWED_LOADS = {
+    "trainer/data/row_encoder.py": "rows on their way to a process that was forked: nothing from a file",
+    "trainer/evaluation/jail.py": "what a model wrote is run against tests: that is its purpose, shut in by the kernel",
+}
 
 
 def python_files(*roots: str) -> dict[str, str]:
@@ -172,7 +176,9 @@ def test_waits_are_named_by_method_and_innocent_code_is_left_alone() -> None:
 
 
 def test_nothing_loads_what_could_run_code() -> None:
-    assert [line for path, text in python_files("trainer").items() for line in rules.unsafe_loads(path, text)] == []
+    found = {path: lines for path, text in python_files("trainer").items() if (lines := rules.unsafe_loads(path, text))}
+    assert {path: lines for path, lines in found.items() if path not in ALLOWED_LOADS} == {}
+    assert set(ALLOWED_LOADS) == set(found), "the list names a file that no longer runs or loads any"
 
 
 @pytest.mark.parametrize(

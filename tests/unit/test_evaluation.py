@@ -15,7 +15,7 @@ from trainer.cli import evaluate as command
 from trainer.config import ConfigError
 from trainer.evaluation.evaluate import Evaluation, append_result, evaluate, interval
 from trainer.evaluation.questions import Question, read_questions
-from trainer.evaluation.sandbox import Limits
+from trainer.evaluation.sandbox import SandboxLimits
 from trainer.evaluation.scorers import make_scorer, program_of
 from trainer.progress import History
 from trainer.report.analyse import analyse
@@ -48,8 +48,8 @@ class FakeEngine:
 def asked_of(engine: FakeEngine, num_questions: int = 100) -> Evaluation:
     turns = [{"role": "user", "content": "?"}]
     questions = [Question(turns, str(i % 3), {"i": i}, f"q:{i}") for i in range(num_questions)]
-    scorer = make_scorer("exact", Limits())
-    return Evaluation("quiz", questions, "exact", scorer, "fake", engine, Sampling(), Limits())
+    scorer = make_scorer("exact", SandboxLimits())
+    return Evaluation("quiz", questions, "exact", scorer, "fake", engine, Sampling(), SandboxLimits())
 
 
 def run_with(root: Path, *steps: int) -> Path:
@@ -106,9 +106,9 @@ def test_the_interval_is_wilsons(right: int, n: int, low: float, high: float) ->
 def test_scorers(word: str, expected: str, completion: str, value: int | None) -> None:
     if value is None:
         with pytest.raises(ConfigError):
-            make_scorer(word, Limits())
+            make_scorer(word, SandboxLimits())
     else:
-        assert make_scorer(word, Limits())(Question([], expected, {}, "q:1"), completion).value == value
+        assert make_scorer(word, SandboxLimits())(Question([], expected, {}, "q:1"), completion).value == value
 
 
 def test_the_program_is_the_first_fenced_block() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 
-from trainer.evaluation.sandbox import Limits, run_tests
+from trainer.evaluation.sandbox import SandboxLimits, run_tests
 
 TEST = "solve(20) == 41"
 RIGHT = "def solve(x):\n    return 2 * x + 1\n"
-LIMITS = Limits(seconds=2.0, memory_mib=256)
+LIMITS = SandboxLimits(seconds=2.0, memory_mib=256)
 MARK = "/tmp/left_by_a_program"
 IN_CALL = "def solve(x):\n    import os, socket, sys, time, subprocess, ctypes\n"
 HOSTILE = {
@@ -110,9 +110,12 @@ def test_right_programs_pass() -> None:
         "def f(x):\n    raise KeyError(x)": ["try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass"],
     }
     for code, wanted in tests.items():
-        assert run_tests(code, wanted, Limits()).reason == ""
+        assert run_tests(code, wanted, SandboxLimits()).reason == ""
 
 
 def test_what_tests_do_not_ask_does_not_pass() -> None:
-    assert "called nothing" in run_tests(RIGHT, ["sum([1, 2]) == 3"], Limits()).reason
-    assert "redefines all" in run_tests("def all(x): return True\n" + RIGHT, ["all([solve(1) == 0])"], Limits()).reason
+    assert "called nothing" in run_tests(RIGHT, ["sum([1, 2]) == 3"], SandboxLimits()).reason
+    assert (
+        "redefines all"
+        in run_tests("def all(x): return True\n" + RIGHT, ["all([solve(1) == 0])"], SandboxLimits()).reason
+    )

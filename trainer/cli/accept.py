@@ -10,7 +10,6 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from trainer.runtime.program import call
 from trainer.acceptance.accept import accept, shareable, summary
 from trainer.acceptance.lines import FAIL, LINES
 from trainer.cli.arguments import Parser, answer, write_file
@@ -19,6 +18,7 @@ from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.launch.ranks import choose_num_ranks, count_gpus, node_layout, parse_arguments
 from trainer.resume_proof.proof import Trial, interruptible
 from trainer.run.compose import load_config
+from trainer.runtime.program import call
 
 NUM_STEPS = 8
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.runtime.program import call
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint_tools.listing import require_dir, require_run
@@ -23,6 +22,7 @@ from trainer.config import ConfigError
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
 from trainer.runtime.evaluations import PREFIX, read_summaries
 from trainer.runtime.live_run import is_live
+from trainer.runtime.program import call
 
 if TYPE_CHECKING:
     from trainer.evaluation.evaluate import Evaluation
@@ -126,11 +126,11 @@ def _score(run_dir: Path, arguments: argparse.Namespace, publisher: "Publisher")
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
     from trainer.evaluation.evaluate import Evaluation
     from trainer.evaluation.questions import held_out_questions, read_questions
-    from trainer.evaluation.sandbox import Limits
+    from trainer.evaluation.sandbox import SandboxLimits
     from trainer.evaluation.scorers import answer_column, make_scorer
     from trainer.serving.generation import Sampling, make_engine
 
-    limits = Limits(arguments.time_limit, arguments.memory_mib)
+    limits = SandboxLimits(arguments.time_limit, arguments.memory_mib)
     scorer = make_scorer(arguments.score, limits)
     column = arguments.answer or answer_column(arguments.score)
     file = arguments.prompts

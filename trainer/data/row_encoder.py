@@ -107,7 +107,7 @@ class RowEncoder:
     def encode_chunk(self, rows: list[bytes]) -> tuple[list[Result], Seen]:
         """Of pickled rows, with what was seen in these alone."""
         self.seen.clear()
-        return list(self._encode_here(map(pickle.loads, rows))), self.seen
+        return list(self._encode_here([pickle.loads(row) for row in rows])), self.seen
 
 
 _encoder: RowEncoder

@@ -19,7 +19,7 @@ from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.evaluation.questions import Question, digest_of_questions
-from trainer.evaluation.sandbox import Limits
+from trainer.evaluation.sandbox import SandboxLimits
 from trainer.evaluation.scorers import Score, Scorer
 from trainer.runtime.evaluations import FILE_NAME, PREFIX, SAMPLE, SUMMARY, read_evaluations
 from trainer.runtime.json_lines import AppendFile, strict
@@ -41,7 +41,7 @@ class Evaluation:
     engine_word: str
     engine: Engine
     sampling: Sampling
-    limits: Limits
+    limits: SandboxLimits
 
     def key(self, nonce: str) -> str:
         """Equal for equal questions to the same checkpoint: what has it is not asked again."""

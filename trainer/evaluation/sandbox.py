@@ -21,7 +21,7 @@ _numbers = itertools.count(os.getpid() * 64)
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Of one program: time it has, and the address space of each of its processes."""
 
     seconds: float = 10.0
@@ -37,12 +37,12 @@ class Verdict:
 
 def require_sandbox() -> None:
     """Raises `ConfigError` where programs cannot be shut in: code of a model never runs without."""
-    found = run_tests("def one():\n    return 1", ["one() == 1"], Limits(seconds=30.0))
+    found = run_tests("def one():\n    return 1", ["one() == 1"], SandboxLimits(seconds=30.0))
     if not found.is_passed:
         raise ConfigError(f"programs cannot be shut in here: {found.reason}")
 
 
-def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
+def run_tests(code: str, tests: list[str], limits: SandboxLimits) -> Verdict:
     """Whether all of `tests` hold for the program. Nothing of either is left when this returns."""
     deadline = time.monotonic() + limits.seconds
     ends, halves = socket.socketpair(), []
@@ -71,7 +71,7 @@ def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
     return Verdict(found["passed"], found["reason"])
 
 
-def _start(end: socket.socket, root: str, limits: Limits, job: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start(end: socket.socket, root: str, limits: SandboxLimits, job: dict[str, Any]) -> subprocess.Popen[bytes]:
     half = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(jail.__file__), str(end.fileno())],
         stdin=subprocess.PIPE,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from trainer.config import ConfigError
 from trainer.errors import DataError
 from trainer.evaluation.questions import Question
-from trainer.evaluation.sandbox import Limits, require_sandbox, run_tests
+from trainer.evaluation.sandbox import SandboxLimits, require_sandbox, run_tests
 from trainer.runtime.evaluations import EXEC
 
 PYTHON = "python:"
@@ -42,7 +42,7 @@ def answer_column(word: str) -> str:
     return "tests" if word == EXEC else "answer"
 
 
-def make_scorer(word: str, limits: Limits) -> Scorer:
+def make_scorer(word: str, limits: SandboxLimits) -> Scorer:
     """Raises `ConfigError` for a word that names none, and for `exec` where programs cannot be shut in."""
     if word.startswith(PYTHON):
         return _own(word.removeprefix(PYTHON))
@@ -86,7 +86,7 @@ def program_of(completion: str) -> str:
     return found[1] if found else completion
 
 
-def _executed(question: Question, completion: str, limits: Limits) -> Score:
+def _executed(question: Question, completion: str, limits: SandboxLimits) -> Score:
     tests = [question.expected] if isinstance(question.expected, str) else question.expected
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise DataError(f"{question.place}: {EXEC} needs tests, a Python text or a list of them (--answer KEY)")
