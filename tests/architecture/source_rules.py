@@ -5,29 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-PACKAGES_F2 = [
-    "data",
-    "model",
-    "optim",
-    "checkpoint",
-    "monitor",
-    "guard",
-    "tracking",
-    "report",
-    "quickstart",
-    "serving",
-]
-ROOMS_F5 = [
-    "launch",
-    "planner",
-    "resume_proof",
-    "serving_proof",
-    "acceptance",
-    "evaluation",
-    "checkpoint_tools",
-    "data_tools",
-    "watch",
-]
+F2 = "data model optim checkpoint monitor guard tracking report quickstart serving"
+F5 = "launch planner resume_proof serving_proof acceptance evaluation checkpoint_tools data_tools watch"
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 350
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
@@ -58,9 +37,9 @@ def place_of(module: str) -> Place:
     floors |= {"loop": 3, "run": 4}
     if head in floors:
         return Place(floors[head], head)
-    if head in PACKAGES_F2:
+    if head in F2.split():
         return Place(2, head)
-    if head in ("__main__", "api", "cli", *ROOMS_F5):
+    if head in ("__main__", "api", "cli", *F5.split()):
         return Place(5, "entry")
     raise ValueError(f"{module} stands on no floor: put it into a known package, or extend DESIGN.md and this table")
 
