@@ -87,8 +87,8 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU 8: nobody is told of one core for eight ranks",
-        RANKS,
-        "    if num_gpus and num_cores < CORES_PER_GPU_RANK * num_ranks:\n",
+        "doctor/machine.py",
+        "    if launch.num_gpus and num_cores < wanted:\n",
         "    if False:\n",
         (f"{MACHINE}::test_few_cores_beside_cards_are_warned_of",),
     ),

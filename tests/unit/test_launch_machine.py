@@ -13,8 +13,11 @@ import pytest
 from trainer.config import ConfigError
 from trainer.launch import __main__ as launch
 from trainer.launch import network_interface, ranks
+from trainer.doctor import machine
+from trainer.doctor.checked import Launch
 from trainer.launch.network_interface import gloo_interface
-from trainer.launch.ranks import NodeLayout, count_gpus, rank_environment, warn_of_few_cores
+from trainer.launch.ranks import NodeLayout, count_gpus, rank_environment
+from trainer.run.compose import load_config
 
 
 def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str) -> None:
@@ -98,9 +101,15 @@ def test_the_question_is_one_that_torch_understands() -> None:
 
 @pytest.mark.parametrize(("num_gpus", "num_cores", "is_warned"), [(8, 8, True), (8, 32, False), (0, 1, False)])
 def test_few_cores_beside_cards_are_warned_of(
-    num_gpus: int, num_cores: int, is_warned: bool, capsys: pytest.CaptureFixture[str]
+    num_gpus: int,
+    num_cores: int,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    warn_of_few_cores(8, num_gpus=num_gpus, num_cores=num_cores)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    monkeypatch.setattr(machine, "QUICK", {"cores": machine.cores})
+    machine.require_machine(Launch(load_config([]), 8, num_gpus))
     stderr = capsys.readouterr().err
     assert ("--cpus-per-task=32" in stderr) is is_warned and bool(stderr) is is_warned
 
@@ -157,7 +166,6 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     routes: dict[str, str],
     expected: dict,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     kernel = Routes(routes)
     monkeypatch.setattr(network_interface.socket, "getaddrinfo", kernel.getaddrinfo)
@@ -165,7 +173,8 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     entries = {name: [SimpleNamespace(address=a, family=family_of(a)) for a in interfaces[name]] for name in interfaces}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     assert gloo_interface("head") == expected
-    assert ("GLOO_SOCKET_IFNAME" in capsys.readouterr().err) is (expected == {})
+    said = machine.network(Launch(load_config([]), 1, layout=NodeLayout(2, 0, "head", 29500)))
+    assert ["set GLOO_SOCKET_IFNAME" in found.fix for found in said] == [True] * (expected == {})
 
 
 def test_only_runs_on_several_machines_are_told_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

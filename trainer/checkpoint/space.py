@@ -35,6 +35,12 @@ def warn_if_tight(run_dir: Path, needed_bytes: int, *, keep: int | None) -> None
         )
 
 
+def existing_parent(directory: Path) -> Path:
+    """Itself, or where it would be made."""
+    directory = directory.absolute()
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
 def readable(size_bytes: float) -> str:
     """`512 B`, `54.2 MiB`, `16.1 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -35,6 +35,10 @@ CHECKSUMS = "SHA256SUMS"
 """Lists every other file of a prepared directory, in the format of `sha256sum`."""
 
 
+class NotPreparedError(Exception):
+    """The tokens are not in the cache."""
+
+
 def prepare(
     files: list[Path],
     *,
@@ -43,14 +47,17 @@ def prepare(
     options: PrepareOptions,
     cache_dir: Path,
     progress: Callable[[], None] = lambda: None,
+    only_cached: bool = False,
 ) -> TokenDataset:
     """The samples of `files`, prepared unless the cache has them whole; the first process that asks does the work.
 
     `progress` is called with every row and while another process works: who waits is not hung, and who works is watched
     by itself. Raises `DataError` for rows or files that cannot be trained on, `CannotWriteError` when the cache cannot
-    be written.
+    be written, `NotPreparedError` for what is not there and would have to be, as `only_cached` says.
     """
     directory = cache_dir / "tokens" / _content_hash(files, tokenizer_digest, options, progress)
+    if only_cached and not (directory.is_dir() and find_damage(directory) is None):
+        raise NotPreparedError(directory)
     try:
         _make_whole(directory, partial(_fill, files, tokenizer, options, progress), progress)
     except OSError as error:

@@ -35,12 +35,17 @@ def as_tree(data: PreparedData) -> Tree:
     tree["read"] = {
         name: {key: getattr(dataset.summary, key) for key in keys} for dataset, name in reversed(datasets.items())
     }
-    known = scan(data.train).digests
-    tree["duplicates"] = {"train": inside(data.train, known), "validation_in_train": None}
-    if data.validation:
-        own = scan(data.validation).digests
-        tree["duplicates"]["validation_in_train"] = between(data.validation, own, data.train, known)
+    found = validation_in_train(data)
+    tree["duplicates"] = {"train": inside(data.train, scan(data.train).digests), "validation_in_train": found}
     return tree
+
+
+def validation_in_train(data: PreparedData) -> Tree | None:
+    """None without validation."""
+    if not data.validation:
+        return None
+    own, known = (scan(samples).digests for samples in (data.validation, data.train))
+    return between(data.validation, own, data.train, known)
 
 
 def _side(samples: Samples) -> Tree:

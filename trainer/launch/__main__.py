@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import Config, ConfigError
+from trainer.doctor.checked import Launch
+from trainer.doctor.machine import require_machine
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError, DataError
 from trainer.launch.ranks import (
     NodeLayout,
@@ -22,7 +24,6 @@ from trainer.launch.ranks import (
     node_layout,
     parse_arguments,
     rank_environment,
-    warn_of_few_cores,
 )
 from trainer.launch.supervise import run_agent, status_directory, supervise
 from trainer.launch.watchdog import Watchdog
@@ -59,13 +60,13 @@ def main(argv: list[str]) -> int:
         if layout.num_nodes == 1 and (message := _already_said(config, files, num_ranks)):
             print(message)
             return EXIT_DONE
+        require_machine(Launch(config, num_ranks, num_gpus, layout))
         overrides = arguments.overrides
         if config.automatic:
             overrides += chosen_words(num_ranks * layout.num_nodes, overrides)
     except (ConfigError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
-    warn_of_few_cores(num_ranks, num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
     if layout.num_nodes > 1:
         print(
             f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",

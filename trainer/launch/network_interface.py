@@ -1,7 +1,6 @@
 """The network interface over which this machine reaches the others of a run (floor 5, no torch)."""
 
 import socket
-import sys
 from socket import AF_INET, AF_INET6
 
 import psutil
@@ -21,14 +20,8 @@ def gloo_interface(master_addr: str) -> dict[str, str]:
     for host in (master_addr, *ANYWHERE):
         if name := _interface_to(host):
             return {"GLOO_SOCKET_IFNAME": name}
-    if len(names := _outward_interfaces()) == 1:
-        return {"GLOO_SOCKET_IFNAME": next(iter(names))}
-    print(
-        f"WARNING: no network interface leads to MASTER_ADDR={master_addr}; if the ranks cannot connect, set "
-        f"GLOO_SOCKET_IFNAME to the one that the other machines reach",
-        file=sys.stderr,
-    )
-    return {}
+    names = list(_outward_interfaces())
+    return {"GLOO_SOCKET_IFNAME": names[0]} if len(names) == 1 else {}
 
 
 def _interface_to(host: str) -> str | None:

@@ -26,7 +26,6 @@ several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per n
 DEFAULT_NUM_CPU_RANKS = 2
 DEFAULT_MASTER_PORT = 29500
 SLURM_PORTS = range(20000, 30000)
-CORES_PER_GPU_RANK = 4
 ASK_TORCH = """
 import torch
 number, reason = 0, f"torch {torch.__version__} is built without CUDA"
@@ -111,16 +110,6 @@ def chosen_words(num_ranks: int, overrides: Sequence[str]) -> list[str]:
     if done.returncode:
         raise ConfigError("the automatic settings could not be chosen: the reason stands above")
     return done.stdout.split()
-
-
-def warn_of_few_cores(num_ranks: int, *, num_gpus: int, num_cores: int) -> None:
-    """On a GPU machine a rank with its loader and saves needs some cores; SLURM gives one a task unless asked."""
-    if num_gpus and num_cores < CORES_PER_GPU_RANK * num_ranks:
-        print(
-            f"WARNING: {num_cores} CPU cores for {num_ranks} GPU ranks: below {CORES_PER_GPU_RANK} a rank training may "
-            f"wait for the CPU (SLURM: --cpus-per-task={CORES_PER_GPU_RANK * num_ranks} or more)",
-            file=sys.stderr,
-        )
 
 
 def node_layout(env: Mapping[str, str]) -> NodeLayout:

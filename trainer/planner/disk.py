@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint import export, fsio
+from trainer.checkpoint.space import existing_parent
 from trainer.config import Config
 from trainer.errors import DataError
 from trainer.planner.memory_plan import MemoryPlan
@@ -36,15 +37,12 @@ class DiskPlan:
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
     """What a model of several parts has besides its text part is not counted: no weights are read."""
-    directory = Path(config.trainer.default_local_dir).absolute()
-    while not directory.exists():
-        directory = directory.parent
     return DiskPlan(
         shard_bytes=plan.saved_bytes * plan.num_ranks,
         export_bytes=_export_bytes(config, plan),
         num_checkpoints=_num_checkpoints(config),
         token_bytes=_token_bytes(config),
-        free_bytes=fsio.free_bytes(directory),
+        free_bytes=fsio.free_bytes(existing_parent(Path(config.trainer.default_local_dir))),
     )
 
 

@@ -38,21 +38,35 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     files, model_dir = find_files(config), find_model_dir(config.model, progress=progress)
     stamp = finished.stamp_of(config, files, model_dir, num_ranks=rank_and_size()[1])
     source = source_at(config, model_dir)
-    # what config.json alone refuses is refused before anything is tokenised
-    per_document_reason(config.model, source, max_length=config.data.max_length)
-    require_splittable(config.model, source, max_length=config.data.max_length)
-    require_parts(config.model, source)
+    require_trainable(config, source)
     if (whole := whole_checkpoint(source)) is not None:
         logger.info("trains the text part; %d other tensors pass through", len(whole.others))
     data = prepare_data(config, files, source, progress=progress)
     return Inputs(**vars(data), source=source, whole=whole, stamp=stamp)
 
 
-def prepare_data_alone(config: Config) -> PreparedData:
-    """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and config.json are enough."""
-    files = find_files(config)
-    without_weights = replace(config, model=replace(config.model, random_weights=True))
-    return prepare_data(config, files, resolve_source(without_weights), progress=lambda: None)
+def require_trainable(config: Config, source: ModelSource) -> str | None:
+    """Raises `ConfigError` for what config.json alone refuses, before anything is tokenised; why documents run one by
+    one, None if they run packed.
+    """
+    reason = per_document_reason(config.model, source, max_length=config.data.max_length)
+    require_splittable(config.model, source, max_length=config.data.max_length)
+    require_parts(config.model, source)
+    return reason
+
+
+def prepare_data_alone(config: Config, *, only_cached: bool = False) -> PreparedData:
+    """The tokens of `prepare_inputs`, from the same cache; of the model its tokenizer and config.json are enough.
+
+    Raises `NotPreparedError` where they would have to be made and only those `only_cached` are asked for.
+    """
+    source = source_without_weights(config)
+    return prepare_data(config, find_files(config), source, progress=lambda: None, only_cached=only_cached)
+
+
+def source_without_weights(config: Config) -> ModelSource:
+    """Of a Hub id config.json and tokenizer alone are fetched."""
+    return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
 
 
 def resolve_source(config: Config) -> ModelSource:

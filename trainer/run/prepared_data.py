@@ -1,9 +1,10 @@
 """The tokens and masks of a run and their tokenizer, prepared: a step of its own, for who only looks at them."""
 
 import copy
+import itertools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, Source
 from trainer.data.chat import tokenizer_digest
+from trainer.data.conversation import columns_of
 from trainer.data.growth import Division, TrainingData
-from trainer.data.row_encoder import PrepareOptions
+from trainer.data.readers import iter_rows
+from trainer.data.row_encoder import PrepareOptions, Result, RowEncoder
+from trainer.data.rows import Row
 from trainer.data.samples import SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
@@ -42,27 +46,22 @@ class PreparedData(TrainingData):
         return replace(self, **vars(self.division.resume(saved, position)))
 
 
-def prepare_data(config: Config, files: DataFiles, model: ModelSource, *, progress: Callable[[], None]) -> PreparedData:
+def prepare_data(
+    config: Config, files: DataFiles, model: ModelSource, *, progress: Callable[[], None], only_cached: bool = False
+) -> PreparedData:
     """The samples of `files`, with the tokenizer of `model`; the first process that asks does the work.
 
-    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`.
+    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`, and with `only_cached`
+    `NotPreparedError` where there is work to do.
     """
-    data = config.data
-    own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.model.trust_remote_code)
+    data, renderer = config.data, _renderer(config, model)
 
-    @cache
-    def renderer(chat_template: str | None) -> Renderer:
-        tokenizer = copy.copy(own)
-        tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
-        if chat_template in TEMPLATE_NAMES:
-            _require_tokens(tokenizer, chat_template)
-        return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
+    def prepared(side: Files) -> tuple[SourceSamples, ...]:
+        return tuple(_prepare(config, side, renderer, model.new_tokens, progress, only_cached=only_cached))
 
     division = Division(
-        sources=tuple(_prepare(config, files.train, renderer, model.new_tokens, progress)),
-        val_sources=tuple(_prepare(config, files.validation, renderer, model.new_tokens, progress))
-        if files.validation
-        else None,
+        sources=prepared(files.train),
+        val_sources=prepared(files.validation) if files.validation else None,
         val_ratio=data.val_ratio,
         val_limit=None if data.val_max_samples == -1 else data.val_max_samples,
         seed=config.trainer.seed,
@@ -80,6 +79,34 @@ def prepare_data(config: Config, files: DataFiles, model: ModelSource, *, progre
         tokenizer_digest=digest,
         chat_template=read_chat_template(data.chat_template),
     )
+
+
+def encode_first_rows(
+    config: Config, files: DataFiles, model: ModelSource
+) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
+    """What the first row of each file becomes, and the tokenizer that makes it. Raises `DataError`, `ConfigError`."""
+    renderer = _renderer(config, model)
+    for source, paths in (*files.train, *files.validation):
+        tokenizer, _, options = _encoding(config, source, renderer, model.new_tokens)
+        columns = columns_of(source.keys)
+        rows = [row for path in paths for row in itertools.islice(iter_rows(path, columns), 1)]
+        for row, result in zip(rows, RowEncoder(tokenizer, options).encode(rows), strict=True):
+            yield row, result, tokenizer
+
+
+def _renderer(config: Config, model: ModelSource) -> Callable[[str | None], Renderer]:
+    """By the name of a chat template."""
+    own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.model.trust_remote_code)
+
+    @cache
+    def renderer(chat_template: str | None) -> Renderer:
+        tokenizer = copy.copy(own)
+        tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
+        if chat_template in TEMPLATE_NAMES:
+            _require_tokens(tokenizer, chat_template)
+        return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
+
+    return renderer
 
 
 def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -102,36 +129,46 @@ def _prepare(
     renderer: Callable[[str | None], Renderer],
     new_tokens: Mapping[str, int],
     progress: Callable[[], None],
+    *,
+    only_cached: bool,
 ) -> list[SourceSamples]:
     """Each source with a cache entry of its own."""
-    data, prepared = config.data, []
+    prepared = []
     for source, files in sources:
-        # neither template nor turns say anything of plain text: what is said of them must not prepare it anew
-        is_text = source.keys.text_key is not None
-        tokenizer, digest = renderer(None if is_text else source.chat_template)
-        options = PrepareOptions(
-            keys=source.keys,
-            max_length=data.max_length,
-            truncation=data.truncation,
-            on_bad_row=data.on_bad_row,
-            max_bad_fraction=data.max_bad_fraction,
-            max_samples=source.max_samples,
-            special_in_content=data.special_in_content,
-            new_tokens=new_tokens,
-        )
-        if not is_text:
-            kwargs = data.apply_chat_template_kwargs
-            options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
+        tokenizer, digest, options = _encoding(config, source, renderer, new_tokens)
         try:
             dataset = prepare(
                 files,
                 tokenizer=tokenizer,
                 tokenizer_digest=digest,
                 options=options,
-                cache_dir=Path(data.cache_dir),
+                cache_dir=Path(config.data.cache_dir),
                 progress=progress,
+                only_cached=only_cached,
             )
         except DataError as error:
             raise error if len(sources) == 1 else DataError(f"source '{source.name}': {error}") from error
         prepared.append(dataset.whole(source.name, source.repeat))
     return prepared
+
+
+def _encoding(
+    config: Config, source: Source, renderer: Callable[[str | None], Renderer], new_tokens: Mapping[str, int]
+) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
+    """With what the rows of a source become tokens; the second is the digest of the first."""
+    # neither template nor turns say anything of plain text: what is said of them must not prepare it anew
+    data, is_text = config.data, source.keys.text_key is not None
+    options = PrepareOptions(
+        keys=source.keys,
+        max_length=data.max_length,
+        truncation=data.truncation,
+        on_bad_row=data.on_bad_row,
+        max_bad_fraction=data.max_bad_fraction,
+        max_samples=source.max_samples,
+        special_in_content=data.special_in_content,
+        new_tokens=new_tokens,
+    )
+    if not is_text:
+        kwargs = data.apply_chat_template_kwargs
+        options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
+    return *renderer(None if is_text else source.chat_template), options

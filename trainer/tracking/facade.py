@@ -106,7 +106,7 @@ class Tracking:
         config = config or {}
         run_dir = Path(run_dir or _local_dir(config) or Path("checkpoints", project_name, experiment_name))
         names = [default_backend] if isinstance(default_backend, str) else list(dict.fromkeys(default_backend))
-        self._specs = {name: importable(name) for name in _with_environment(names)}
+        self._specs = {name: importable(name) for name in with_environment(names)}
         run_file = RunFile(run_dir / run_info.FILE_NAME)
         run_file.require(project_name, experiment_name)
         if (pid := live_run.trainer_pid(run_dir)) not in (None, os.getpid()):
@@ -258,7 +258,7 @@ def _local_dir(config: Mapping[str, Any]) -> str | None:
     return next((str(found) for place in (*places, config) if (found := place.get("default_local_dir"))), None)
 
 
-def _with_environment(names: list[str]) -> list[str]:
+def with_environment(names: list[str]) -> list[str]:
     """The backends chosen, with or without "wandb" as USE_WANDB says."""
     wish = os.environ.get(USE_WANDB, "").lower()
     if wish not in ("", "true", "false"):
@@ -276,7 +276,7 @@ def _where_logs_are(info: RunInfo, specs: Mapping[str, BackendSpec]) -> str:
 
 def require_installed(names: Sequence[str]) -> None:
     """The packages of all backends chosen are there, asked without importing them. Raises `ConfigError`."""
-    for name in _with_environment(list(names)):
+    for name in with_environment(list(names)):
         spec = _spec(name)
         for module in spec.modules:
             if importlib.util.find_spec(module.partition(".")[0]) is None:

@@ -33,6 +33,14 @@ def where(info: RunInfo) -> str:
     return f"project {project(info)}, its address follows"
 
 
+def require_login() -> None:
+    """Without a key wandb would ask for one on the terminal. Raises `RuntimeError`, and what wandb says of a bad one."""
+    import wandb
+
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        raise RuntimeError("no API key: run `wandb login`, or set WANDB_MODE=offline")
+
+
 class WandbBackend(Backend):
     """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never go back.
 
@@ -49,9 +57,7 @@ class WandbBackend(Backend):
     def open(self) -> None:
         import wandb
 
-        # Without a key wandb would ask for one on the terminal.
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no API key: run `wandb login`, or set WANDB_MODE=offline")
+        require_login()
         run_id = self._info.run_file.get("wandb")
         if run_id is None:
             run_id = uuid.uuid4().hex[:12]

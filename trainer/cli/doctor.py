@@ -1,0 +1,52 @@
+"""What can be known before a run is started, as one list: `bash run_sft.sh doctor [N] [key=value ...]`.
+
+Floor 5. Exit codes: 0 nothing fails (it may warn), 1 something fails, 2 wrong usage or configuration.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+from trainer.cli.arguments import Parser, answer
+from trainer.doctor.checkup import examine, launch_of
+from trainer.launch.ranks import parse_arguments
+from trainer.run.compose import load_config
+from trainer.runtime.program import call
+
+EXIT_WELL, EXIT_FAILS = 0, 1
+
+
+def main(argv: list[str]) -> int:
+    return answer(lambda: _doctor(argv))
+
+
+def _doctor(argv: list[str]) -> int:
+    parser = Parser(
+        prog=call("doctor"),
+        usage="%(prog)s [N] [key=value ...] [--json]",
+        description="Everything that can be known before a run is started: each line ok, warn or fail, with the fix.",
+        allow_abbrev=False,
+    )
+    about = "N: ranks on this machine (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
+    parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
+    parser.add_argument("--json", action="store_true", help="the list as JSON, at the end")
+    options = parser.parse_intermixed_args(argv)
+    asked = parse_arguments(options.words)
+    said, waiting = [], []
+    for name, found in examine(launch_of(load_config(asked.overrides), asked.num_ranks)):
+        if found is None:
+            waiting.append(name)
+            continue
+        said.append({"check": name, **asdict(found)})
+        if not options.json:
+            fix = f"\n      fix: {found.fix}" if found.fix else ""
+            print(f"{found.level:4}  {name}: {found.what}{fix}", flush=True)
+    if options.json:
+        print(json.dumps({"checks": said, "not_checked": waiting}, indent=1))
+    elif waiting:
+        print(f"not looked at before that is mended: {', '.join(waiting)}")
+    return EXIT_FAILS if any(one["level"] == "fail" for one in said) else EXIT_WELL
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
