@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from trainer.config import ConfigError
-from trainer.launch import __main__ as launch
-from trainer.launch import network_interface, ranks
 from trainer.doctor import machine
 from trainer.doctor.checked import Launch
+from trainer.launch import __main__ as launch
+from trainer.launch import network_interface, ranks
 from trainer.launch.network_interface import gloo_interface
 from trainer.launch.ranks import NodeLayout, count_gpus, rank_environment
 from trainer.run.compose import load_config

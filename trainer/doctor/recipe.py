@@ -88,7 +88,7 @@ def login(launch: Launch) -> Iterator[Checked]:
     try:
         wandb_backend.require_login()
     except Exception as error:  # wandb raises many kinds
-        yield Checked("fail", f"wandb: {error}", "`wandb login`, or WANDB_MODE=offline and `wandb sync` afterwards")
+        yield Checked("fail", f"wandb: {error}", "or train without it: USE_WANDB=false")
 
 
 def architecture(launch: Launch) -> Iterator[Checked]:
@@ -119,16 +119,13 @@ def rows(launch: Launch) -> Iterator[Checked]:
     for row, result, tokenizer in found:
         place = location(row.file, row.line)
         if isinstance(result, UnusableError):
-            fix = "repair it, or leave such rows out with data.on_bad_row=skip" if is_strict else "it is left out"
+            fix = "mend it, or leave such rows out with data.on_bad_row=skip" if is_strict else "it is left out"
             yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
         elif result and not described:
             described, sample = True, result[0]
-            end, num_supervised = sample.input_ids[sample.loss_mask][-1:].tolist(), int(sample.loss_mask.sum())
-            said = f"{num_supervised} of {len(sample.input_ids)} tokens supervised, the last {tokenizer.decode(end)!r}"
-            yield Checked("ok", f"{place}: {said}")
-            if not set(end) <= set(tokenizer.added_tokens_decoder):
-                fix = "end assistant turns in data.chat_template with the token at which engines stop"
-                yield Checked("warn", f"{place}: no special token ends what is supervised: it may not stop", fix)
+            supervised = sample.input_ids[sample.loss_mask]
+            said = f"{len(supervised)} of {len(sample.input_ids)} tokens supervised, the last "
+            yield Checked("ok", f"{place}: {said}{tokenizer.decode(supervised[-1:])!r}")
 
 
 def cache(launch: Launch) -> Iterator[Checked]:

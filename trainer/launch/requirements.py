@@ -9,8 +9,12 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 def unmet_requirements(extra: str | None = None) -> list[str]:
     """The requirements, of `extra` too, that are absent or of another version."""
-    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    wanted = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
+    if PYPROJECT.is_file():
+        project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+        wanted = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
+    else:  # installed from a wheel
+        known = importlib.metadata.requires("fsdp-sft") or []
+        wanted = [text for text in known if "extra ==" not in text]
     return [text for text in wanted if not _is_met(text)]
 
 

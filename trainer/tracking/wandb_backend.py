@@ -34,7 +34,7 @@ def where(info: RunInfo) -> str:
 
 
 def require_login() -> None:
-    """Without a key wandb would ask for one on the terminal. Raises `RuntimeError`, and what wandb says of a bad one."""
+    """Without a key wandb would ask for one on the terminal. Raises `RuntimeError`, or wandb's error of a bad one."""
     import wandb
 
     if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
