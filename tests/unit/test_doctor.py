@@ -154,11 +154,16 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "locked memory": ("", lambda s: (s.cards(), s.write("rdma/mlx5_0", "")), "?limits", "ulimit -l unlimited"),
     "core files": ("", lambda s: s.limit(RLIMIT_CORE=resource.RLIM_INFINITY), "?limits", "ulimit -c 0"),
     "clock in 1970": ("", lambda s: s.clock(), "?clock", "1970-01-01"),
-    "no such interface": ("", lambda s: s.env(NCCL_SOCKET_IFNAME="ib0"), "!network", "unset NCCL_SOCKET_IFNAME"),
+    "no such interface": (
+        "",
+        lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")),
+        "!network",
+        "unset NCCL_SOCKET_IFNAME",
+    ),
     "no such machine": (
         "",
         lambda s: (s.offline(), s.env(NNODES="2", NODE_RANK="0", MASTER_ADDR="head")),
-        "!network",
+        "?network",
         "MASTER_ADDR=head",
     ),
     "rule": ("'trainer.guard.rules=[\"train/loss >\"]'", lambda s: None, "!guard", "train/loss >"),
@@ -221,7 +226,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "leak": ("", lambda s: s.leaking(), "?cache", "take them out of one side"),
     "big model": ("", lambda s: s.memory(0.5), "!memory and disk", "the smallest change that fits"),
     "little memory": ("", lambda s: s.host(1), "!memory and disk", "async_save=false"),
-    "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "free some space, or choose another disk"),
+    "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "run: 6 checkpoints"),
     "tight disk": ("", lambda s: s.free(200 << 20), "?memory and disk", "lower trainer.max_ckpt_to_keep"),
 }
 

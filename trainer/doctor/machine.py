@@ -67,7 +67,8 @@ def cores(launch: Launch) -> Iterator[Checked]:
 
 
 def shared_memory(launch: Launch) -> Iterator[Checked]:
-    if launch.num_gpus and launch.num_ranks > 1 and (free_bytes := fsio.free_bytes(SHARED_MEMORY)) < MIN_SHARED_BYTES:
+    free_bytes = fsio.free_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else 0
+    if launch.num_gpus and launch.num_ranks > 1 and free_bytes < MIN_SHARED_BYTES:
         what = f"{SHARED_MEMORY} has {readable(free_bytes)} free, too little for NCCL between {launch.num_ranks} cards"
         yield Checked("warn", what, "start the container with --shm-size=1g or more, or --ipc=host")
 
@@ -82,7 +83,7 @@ def limits(launch: Launch) -> Iterator[Checked]:
     if launch.num_gpus and locked != resource.RLIM_INFINITY and any(RDMA_DEVICES.glob("*")):
         what = f"only {readable(locked)} of memory may be locked, and the buffers of RDMA are"
         yield Checked("warn", what, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
-    if core == resource.RLIM_INFINITY and not CORE_PATTERN.read_text().startswith("|"):
+    if core == resource.RLIM_INFINITY and CORE_PATTERN.is_file() and CORE_PATTERN.read_text()[0] != "|":
         yield Checked("warn", "a rank that crashes writes all its memory to a file, core", "ulimit -c 0")
 
 
@@ -94,28 +95,29 @@ def clock(launch: Launch) -> Iterator[Checked]:
 
 
 def network(launch: Launch) -> Iterator[Checked]:
-    interfaces, master = psutil.net_if_addrs(), launch.layout.master_addr
-    for key, is_prefix in (("NCCL_SOCKET_IFNAME", True), ("GLOO_SOCKET_IFNAME", False)):
+    for key in ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if launch.num_gpus else [])):
         wanted = os.environ.get(key, "")
-        found = [name for name in interfaces for word in wanted.split(",") if _is_meant(name, word, is_prefix)]
-        if wanted and not found and not wanted.startswith("^"):
+        interfaces = list(psutil.net_if_addrs()) if wanted and wanted[0] != "^" else []  # ^: all but these
+        if interfaces and not any(_is_meant(name, word, key) for name in interfaces for word in wanted.split(",")):
             what = f"{key}={wanted} names no network interface here; there are {', '.join(interfaces)}"
             yield Checked("fail", what, f"unset {key}, or name one of them")
     if launch.layout.num_nodes == 1:
         return
+    master = launch.layout.master_addr
     try:
         socket.getaddrinfo(master, launch.layout.master_port)
     except OSError as error:
-        yield Checked("fail", f"MASTER_ADDR={master}: {error.strerror}", "give the first machine's name or address")
+        fix = "give the first machine's name or address, unless it is still starting"
+        yield Checked("warn", f"MASTER_ADDR={master} is not known here: {error.strerror or error}", fix)
         return
     if "GLOO_SOCKET_IFNAME" not in os.environ and not gloo_interface(master):
         fix = "if the ranks cannot connect, set GLOO_SOCKET_IFNAME to the one that the other machines reach"
         yield Checked("warn", f"no network interface leads to MASTER_ADDR={master}", fix)
 
 
-def _is_meant(name: str, word: str, is_prefix: bool) -> bool:
-    """NCCL takes the beginning of a name, `=name` a whole one."""
-    return name == word.removeprefix("=") or (is_prefix and not word.startswith("=") and name.startswith(word))
+def _is_meant(name: str, word: str, key: str) -> bool:
+    """NCCL takes the beginning of a name, and `=name` for a whole one."""
+    return name == word.removeprefix("=") or (key.startswith("NCCL") and name.startswith(word))
 
 
 QUICK: dict[str, Check] = {

@@ -12,7 +12,6 @@ import psutil
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.space import SPARE, existing_parent, readable
-from trainer.config import QUICKSTART
 from trainer.data.rows import UnusableError, location
 from trainer.doctor.checked import Check, Checked, Launch
 from trainer.run import preflight
@@ -165,18 +164,16 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
         what = f"{readable(host_bytes)} of host memory are needed, and this machine has {readable(total_bytes)}"
         yield Checked("fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines")
     disk, run_dir = plan_disk(config, found.plan), Path(config.trainer.default_local_dir)
-    to_come = max(1, (disk.num_checkpoints or 1) - len(layout.committed(run_dir)))
-    yield _room(run_dir, disk.checkpoint_bytes, to_come)
-    if disk.token_bytes and config.data.train_files != QUICKSTART:
-        yield _room(Path(config.data.cache_dir), disk.token_bytes, 1)
+    one, to_come = disk.checkpoint_bytes, max(1, (disk.num_checkpoints or 1) - len(layout.committed(run_dir)))
+    yield _room(run_dir, one, one * to_come, f"{to_come} checkpoints of {readable(one)}")
+    tokens = disk.token_bytes or 0  # which may be there already
+    yield _room(Path(config.data.cache_dir), 0, tokens, f"prepared tokens, about {readable(tokens)}")
 
 
-def _room(directory: Path, size_bytes: int, number: int) -> Checked:
-    """For as many of that size."""
+def _room(directory: Path, least_bytes: int, most_bytes: int, what: str) -> Checked:
     free_bytes = fsio.free_bytes(existing_parent(directory))
-    what = f"{directory}: {number} times {readable(size_bytes)} to come, {readable(free_bytes)} free"
-    if free_bytes < size_bytes * SPARE:
-        return Checked("fail", what, "free some space, or choose another disk")
-    if free_bytes < number * size_bytes * SPARE:
-        return Checked("warn", what, "free some space, or lower trainer.max_ckpt_to_keep")
-    return Checked("ok", what)
+    what = f"{directory}: {what} to come, {readable(free_bytes)} free"
+    if free_bytes >= most_bytes * SPARE:
+        return Checked("ok", what)
+    fix = "free some space, choose another disk, or lower trainer.max_ckpt_to_keep"
+    return Checked("fail" if free_bytes < least_bytes * SPARE else "warn", what, fix)
