@@ -223,6 +223,12 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "template": ("data.chat_template=t", lambda s: s.write("t", "{% if %}"), "!rows", "template is broken in line 1"),
     "no end": ("data.chat_template=t", lambda s: s.write("t", ENDLESS), "!rows", "never learn to stop"),
     "tokens": ("data.chat_template=llama3", lambda s: None, "!rows", "model.new_tokens="),
+    "no tokenizer": (
+        MINE,
+        lambda s: (s.model(), s.write("model/tokenizer.json", "{")),
+        "!rows",
+        "copy a whole one there",
+    ),
     "leak": ("", lambda s: s.leaking(), "?cache", "take them out of one side"),
     "big model": ("", lambda s: s.memory(0.5), "!memory and disk", "the smallest change that fits"),
     "little memory": ("", lambda s: s.host(1), "!memory and disk", "async_save=false"),
@@ -264,7 +270,7 @@ def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(
     assert doctor.main([*WORDS]) == 0
     out = capsys.readouterr().out
     assert "continues from run/global_step_2" in out and "prepared: 4 samples, 1 for validation" in out
-    assert "H100; torch" in out and "NCCL 2.29.3" in out
+    assert "[[Bye 0<|im_end|>]]" in out and "H100; torch" in out and "NCCL 2.29.3" in out
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -114,6 +114,16 @@ def test_few_cores_beside_cards_are_warned_of(
     assert ("--cpus-per-task=32" in stderr) is is_warned and bool(stderr) is is_warned
 
 
+def test_what_is_wrong_with_the_machine_is_said_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    assert launch.main(["2", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    assert "GLOO_SOCKET_IFNAME=none0 names no network interface here" in capsys.readouterr().err
+
+
 class Routes:
     """Stands for the kernel: from which address of this machine each host is reached."""
 

@@ -57,6 +57,7 @@ MISTAKES = {
     "trainer.guard.rules=['train/loss >']": (2, "'trainer.guard.rules': rule 'train/loss >'"),
     "trainer.guard.rules=['kl > 10: stop']": (2, "the guard does not see 'kl'"),
     "trainer.resume_mode=resume_path\ttrainer.resume_from_path=gone/global_step_4": (2, "is no usable checkpoint"),
+    "trainer.default_local_dir=other": (2, "holds the run 'theirs' of project 'p'"),
     "trainer.resume_mode=disable\ttrainer.default_local_dir=old": (2, "holds checkpoints up to step 3"),
     "data.train_files=rows.jsonl\tmodel.partial_pretrain=whole": (99, ""),
     "model.partial_pretrain=no-weights\tmodel.random_weights=true": (99, ""),
@@ -67,6 +68,8 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path:
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "old" / "global_step_3").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"project_name": "p", "experiment_name": "theirs"}')
     write_model(tmp_path / "whole")
     write_model(tmp_path / "no-config", config_json=None)
     write_model(tmp_path / "no-tokenizer", tokenizer_json=None)

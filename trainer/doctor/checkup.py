@@ -59,5 +59,6 @@ def examine(launch: Launch) -> Iterator[tuple[str, Checked | None]]:
 def _said(check: Check, launch: Launch) -> list[Checked]:
     try:
         return list(check(launch)) or [Checked("ok", "nothing is wrong")]
-    except (ConfigError, DataError, CannotWriteError, OSError) as error:
-        return [Checked("fail", str(error))]
+    except Exception as error:  # whatever a run would end with
+        says_itself = isinstance(error, ConfigError | DataError | CannotWriteError | OSError)
+        return [Checked("fail", str(error) if says_itself else f"{type(error).__name__}: {error}")]

@@ -21,7 +21,7 @@ from trainer.runtime.live_run import is_live
 from trainer.tracking import wandb_backend
 from trainer.tracking.facade import with_environment
 
-NUM_SHOWN = 3
+NUM_SHOWN, SHOWN_CHARS = 3, 120
 
 
 def _ask(name: str, launch: Launch) -> Iterator[Checked]:
@@ -109,6 +109,7 @@ def architecture(launch: Launch) -> Iterator[Checked]:
 
 def rows(launch: Launch) -> Iterator[Checked]:
     """The first row of each file, through template and tokenizer."""
+    from trainer.data.preview import preview
     from trainer.run.inputs import source_without_weights
     from trainer.run.prepared_data import encode_first_rows
 
@@ -122,9 +123,8 @@ def rows(launch: Launch) -> Iterator[Checked]:
             yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
         elif result and not described:
             described, sample = True, result[0]
-            supervised = sample.input_ids[sample.loss_mask]
-            said = f"{len(supervised)} of {len(sample.input_ids)} tokens supervised, the last "
-            yield Checked("ok", f"{place}: {said}{tokenizer.decode(supervised[-1:])!r}")
+            shown = " ".join(preview(sample.input_ids, sample.loss_mask, tokenizer, color=False).split())
+            yield Checked("ok", f"{place}, its end, with what is supervised in [[ ]]: …{shown[-SHOWN_CHARS:]}")
 
 
 def cache(launch: Launch) -> Iterator[Checked]:

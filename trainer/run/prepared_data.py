@@ -95,8 +95,14 @@ def encode_first_rows(
 
 
 def _renderer(config: Config, model: ModelSource) -> Callable[[str | None], Renderer]:
-    """By the name of a chat template."""
-    own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.model.trust_remote_code)
+    """By the name of a chat template. Raises `ConfigError`."""
+    try:
+        own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # tokenizers raise many kinds
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"the tokenizer in {model.path} cannot be loaded ({reason}); copy a whole one there"
+        ) from error
 
     @cache
     def renderer(chat_template: str | None) -> Renderer:
