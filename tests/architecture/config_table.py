@@ -89,9 +89,9 @@ def with_tables(page: str) -> str:
 
 
 def keys_named_in(markdown: str) -> set[str]:
-    """Every `section.key` a text mentions, but for what is only the name of a module; `data.pt` is a file."""
+    """Every `section.key` a text mentions, but for what is only the name of a module; two are files."""
     keys = known_keys()
-    return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {"data.pt"}
+    return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {"data.pt", "data.md"}
 
 
 def _is_module(name: str) -> bool:

@@ -1,0 +1,29 @@
+"""Three runs that differ in the learning rate alone, side by side.
+
+python examples/three_rates.py [key=value ...]; without words the quickstart's model and data.
+A run that is complete is not repeated: add a rate and start it again.
+"""
+
+import sys
+
+from trainer.api import train
+from trainer.cli.compare import main as compare
+
+RATES = ("1e-4", "1e-3", "1e-2")
+WORDS = (
+    "data.train_max_samples=200",
+    "data.train_batch_size=8",
+    "trainer.project_name=examples",
+    "trainer.total_training_steps=20",
+    "trainer.test_freq=10",
+    "trainer.save_freq=-1",
+)
+
+
+def main() -> int:
+    runs = [train(*WORDS, f"optim.lr={rate}", f"trainer.experiment_name=rate_{rate}", *sys.argv[1:]) for rate in RATES]
+    return compare([str(run.directory) for run in runs])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
