@@ -9,9 +9,11 @@ import resource
 import shlex
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -32,42 +34,44 @@ GIB = 2**30
 ROW = '{{"messages": [{{"role": "user", "content": "Hi {0}"}}, {{"role": "assistant", "content": "Bye {0}"}}]}}\n'
 
 
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise error
+
+    return refuse
+
+
 class Scene:
     """A good machine and recipe, in the working directory; its methods plant faults."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch, self.limits = patch, {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 65536}
-        Path("rows.jsonl").write_text("".join(ROW.format(number) for number in range(4)))
-        Path("val.jsonl").write_text(ROW.format("there"))
+        self.write("rows.jsonl", "".join(ROW.format(number) for number in range(4)))
+        self.write("val.jsonl", ROW.format("there"))
         for name in [name for name in os.environ if name.startswith(("WANDB", "NCCL", "GLOO", "SLURM", "NNODES"))]:
             patch.delenv(name)
-        patch.setattr(machine.resource, "getrlimit", lambda kind: (self.limits.get(kind, 8 << 20), 1 << 30))
+        patch.setattr(machine.resource, "getrlimit", lambda kind: (self.limits.get(kind, 8 << 20), GIB))
         patch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
         patch.setattr(machine, "RDMA_DEVICES", Path("rdma"))
         self.free()
 
+    def write(self, name: str, text: str) -> None:
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+
     def free(self, size_bytes: int = 100 * GIB, shared_bytes: int = GIB) -> None:
         self.patch.setattr(fsio, "free_bytes", lambda path: shared_bytes if "shm" in str(path) else size_bytes)
 
-    def limit(self, **changes: int) -> None:
-        self.limits |= {getattr(resource, name): value for name, value in changes.items()}
+    def limit(self, kind: int, number: int) -> None:
+        self.limits[kind] = number
 
-    def cards(self, number: int = 2, *, has_all: bool = True) -> None:
+    def cards(self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900) -> None:
         self.patch.setattr(checkup, "count_gpus", lambda: number)
-        self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-        self.patch.setattr(torch.cuda, "mem_get_info", lambda card: ((80 if has_all else 8) * GIB, 80 * GIB))
+        self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+        self.patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=host_gib * GIB))
+        self.patch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib * GIB, 80 * GIB))
         self.patch.setattr(torch.cuda, "get_device_name", lambda card: "H100")
         self.patch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
-
-    def no_cards(self, reason: str) -> None:
-        def count_gpus() -> int:
-            raise ConfigError(reason)
-
-        self.patch.setattr(checkup, "count_gpus", count_gpus)
-
-    def cores(self, number: int) -> None:
-        self.cards()
-        self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(number)))
 
     def refuse(self, kind: str, place: str) -> None:
         def observer(operation: fsio.Operation) -> None:
@@ -78,117 +82,72 @@ class Scene:
         Path(place).mkdir()
 
     def without(self, module: str) -> None:
-        found = importlib.util.find_spec
+        found, version = importlib.util.find_spec, importlib.metadata.version
+        gone = raising(importlib.metadata.PackageNotFoundError())
         self.patch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
+        self.patch.setattr(importlib.metadata, "version", lambda name: (gone if name == module else version)(name))
 
-    def uninstall(self, name: str) -> None:
-        version = importlib.metadata.version
-
-        def of(asked: str) -> str:
-            if asked == name:
-                raise importlib.metadata.PackageNotFoundError
-            return version(asked)
-
-        self.patch.setattr(importlib.metadata, "version", of)
-
-    def offline(self) -> None:
-        def refuse(*args: object, **kwargs: object) -> None:
-            raise OSError("Network is unreachable")
-
-        self.patch.setattr("huggingface_hub.HfApi.model_info", refuse)
-        self.patch.setattr(socket, "getaddrinfo", refuse)
+    def offline(self, **env: str) -> None:
+        self.patch.setattr("huggingface_hub.HfApi.model_info", raising(OSError("Network is unreachable")))
+        self.patch.setattr(socket, "getaddrinfo", raising(OSError("Network is unreachable")))
+        self.env(**env)
 
     def env(self, **values: str) -> None:
         for name, value in values.items():
             self.patch.setenv(name, value)
 
-    def clock(self) -> None:
-        real = machine.time
-        self.patch.setattr(
-            machine, "time", SimpleNamespace(time=lambda: 0.0, strftime=real.strftime, gmtime=real.gmtime)
-        )
-
-    def write(self, name: str, text: str) -> None:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(text)
+    def clock(self, now_s: float) -> None:
+        faked = SimpleNamespace(time=lambda: now_s, strftime=time.strftime, gmtime=time.gmtime)
+        self.patch.setattr(machine, "time", faked)
 
     def model(self, **changes: object) -> None:
         shutil.copytree(MODEL_DIR, "model")
-        tree = json.loads(Path("model/config.json").read_text()) | changes
-        Path("model/config.json").write_text(json.dumps(tree))
-        Path("model/model.safetensors").touch()
+        self.write("model/config.json", json.dumps(json.loads(Path("model/config.json").read_text()) | changes))
+        self.write("model/model.safetensors", "")
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, pointer: str = "2") -> None:
         Path("run").mkdir()
         save(Path("run").absolute(), 2)
+        self.write("run/latest_checkpointed_iteration.txt", pointer)
 
-    def leaking(self) -> None:
-        shutil.copy("rows.jsonl", "val.jsonl")
+    def prepare(self) -> None:
         prepare_data_alone(load_config(WORDS))
-
-    def memory(self, gib: float) -> None:
-        self.patch.setattr(forecast, "default_memory_gib", lambda config, num_ranks: gib)
-
-    def host(self, gib: int) -> None:
-        self.cards()
-        self.patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=gib * GIB / 1000))
 
 
 WORDS = ["data.train_files=rows.jsonl", "data.val_files=val.jsonl", "data.cache_dir=tokens"]
-WORDS += ["trainer.default_local_dir=run", "trainer.device=auto"]
+WORDS += ["trainer.default_local_dir=run"]
 MINE = "model.partial_pretrain=./model"
+POINTER, NO_KEY = "run/latest_checkpointed_iteration.txt", {"WANDB_MODE": "online", "NETRC": "none"}
 LIVE = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+OTHER = '{"project_name": "p", "experiment_name": "e"}'
 ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}"
+LORA = f"{MINE} model.lora_rank=8"
+RULE = "'trainer.guard.rules=[\"train/loss >\"]'"
 Plant = Callable[[Scene], object]
 FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says and how to mend it
-    "tokenizers is missing": ("", lambda s: s.uninstall("tokenizers"), "!requirements", "pip install 'tokenizers"),
+    "a package": ("", lambda s: s.without("tokenizers"), "!requirements", "pip install 'tokenizers"),
     "too few cards": ("8", lambda s: s.cards(4), "!cards", "start at most 4"),
-    "torch and driver": ("", lambda s: s.no_cards("the driver is too old"), "!cards", "too old"),
+    "driver": ("", lambda s: s.patch.setattr(checkup, "count_gpus", raising(ConfigError("old"))), "!cards", "old"),
     "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
-    "a busy card": ("", lambda s: s.cards(has_all=False), "?cards", "CUDA_VISIBLE_DEVICES"),
+    "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
     "which machine": ("", lambda s: s.env(NNODES="2"), "!cards", "NODE_RANK is not set"),
-    "few cores": ("", lambda s: s.cores(2), "?cores", "--cpus-per-task=8"),
+    "few cores": ("", lambda s: s.cards(num_cores=2), "?cores", "--cpus-per-task=8"),
     "little shm": ("", lambda s: (s.cards(), s.free(shared_bytes=64 << 20)), "?/dev/shm", "--shm-size=1g"),
-    "few open files": ("", lambda s: s.limit(RLIMIT_NOFILE=256), "?limits", "ulimit -n 65536"),
+    "few open files": ("", lambda s: s.limit(resource.RLIMIT_NOFILE, 256), "?limits", "ulimit -n 65536"),
     "locked memory": ("", lambda s: (s.cards(), s.write("rdma/mlx5_0", "")), "?limits", "ulimit -l unlimited"),
-    "core files": ("", lambda s: s.limit(RLIMIT_CORE=resource.RLIM_INFINITY), "?limits", "ulimit -c 0"),
-    "clock in 1970": ("", lambda s: s.clock(), "?clock", "1970-01-01"),
-    "no such interface": (
-        "",
-        lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")),
-        "!network",
-        "unset NCCL_SOCKET_IFNAME",
-    ),
-    "no such machine": (
-        "",
-        lambda s: (s.offline(), s.env(NNODES="2", NODE_RANK="0", MASTER_ADDR="head")),
-        "?network",
-        "MASTER_ADDR=head",
-    ),
-    "rule": ("'trainer.guard.rules=[\"train/loss >\"]'", lambda s: None, "!guard", "train/loss >"),
-    "mlflow is missing": ("trainer.logger=[mlflow]", lambda s: s.without("mlflow"), "!trackers", "pip install"),
+    "core files": ("", lambda s: (s.cards(), s.limit(resource.RLIMIT_CORE, -1)), "?limits", "ulimit -c 0"),
+    "clock in 1970": ("", lambda s: s.clock(0.0), "?clock", "1970-01-01"),
+    "interface": ("", lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")), "!network", "unset NCCL_SOCKET_IFNAME"),
+    "first": ("", lambda s: s.offline(NNODES="2", NODE_RANK="0", MASTER_ADDR="head"), "?network", "MASTER_ADDR=head"),
+    "rule": (RULE, lambda s: None, "!guard", "train/loss >"),
+    "no mlflow": ("trainer.logger=[mlflow]", lambda s: s.without("mlflow"), "!trackers", "pip install"),
     "no template": ("data.chat_template=no.jinja", lambda s: None, "!template", "No such file"),
-    "peft is missing": (
-        f"{MINE} model.lora_rank=8",
-        lambda s: (s.model(), s.without("peft")),
-        "!adapters",
-        "pip install 'peft",
-    ),
-    "no adapter": (
-        f"{MINE} model.lora_adapter_path=no",
-        lambda s: s.model(),
-        "!adapters",
-        "adapter_config.json is not there",
-    ),
-    "Hub, no network": ("model.partial_pretrain=a/b", lambda s: s.offline(), "!model", "run 'hf download a/b'"),
+    "no peft": (LORA, lambda s: (s.model(), s.without("peft")), "!adapters", "pip install 'peft"),
+    "no adapter": (f"{MINE} model.lora_adapter_path=no", lambda s: s.model(), "!adapters", "adapter_config.json is"),
+    "no network": ("model.partial_pretrain=a/b", lambda s: s.offline(), "!model", "run 'hf download a/b'"),
     "no model": ("model.partial_pretrain=./nope", lambda s: None, "!model", "there is no such directory"),
-    "another run": (
-        "",
-        lambda s: s.write("run/run.json", '{"project_name": "p", "experiment_name": "e"}'),
-        "!run directory",
-        "trainer.experiment_name",
-    ),
+    "another run": ("", lambda s: s.write("run/run.json", OTHER), "!run directory", "trainer.experiment_name"),
     "no file": ("data.train_files=no.jsonl", lambda s: None, "!files", "give an existing path"),
     "format": ("data.train_files=rows.csv", lambda s: s.write("rows.csv", "a,b"), "!files", "convert it"),
     "read-only": ("", lambda s: s.refuse("create", "run"), "!directories", "trainer.default_local_dir=run"),
@@ -197,41 +156,21 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "no fsync": ("", lambda s: s.refuse("fsync", "run"), "!directories", "choose a directory"),
     "no locks": ("", lambda s: s.patch.setattr(recipe, "try_lock", lambda file: False), "?directories", "with locks"),
     "trains now": ("", lambda s: s.write("run/.train.lock", LIVE), "!resume", "wait for it or stop it"),
-    "pointer": ("", lambda s: s.write("run/latest_checkpointed_iteration.txt", "x"), "!resume", "Restore one of them"),
-    "moved pointer": (
-        "",
-        lambda s: (s.checkpoint(), s.write("run/latest_checkpointed_iteration.txt", "x")),
-        "?resume",
-        "checkpoint ls",
-    ),
-    "no resume": (
-        "trainer.resume_mode=disable",
-        lambda s: Path("run/global_step_3").mkdir(parents=True),
-        "!resume",
-        "use resume_mode=auto",
-    ),
-    "no key": (
-        "trainer.logger=[wandb]",
-        lambda s: s.env(WANDB_MODE="online", NETRC="none", WANDB_CONFIG_DIR="none"),
-        "!login",
-        "WANDB_MODE=offline",
-    ),
+    "pointer to nothing": ("", lambda s: s.write(POINTER, "x"), "!resume", "Restore one of them"),
+    "damaged pointer": ("", lambda s: s.checkpoint("x"), "?resume", "checkpoint ls"),
+    "no resume": ("trainer.resume_mode=disable", lambda s: s.checkpoint(), "!resume", "use resume_mode=auto"),
+    "no key": ("trainer.logger=[wandb]", lambda s: s.env(**NO_KEY), "!login", "WANDB_MODE=offline"),
     "quantized": (MINE, lambda s: s.model(quantization_config={}), "!architecture", "bfloat16 or float32 weights"),
     "too long": (MINE, lambda s: s.model(max_position_embeddings=512), "?architecture", "data.max_length=512"),
     "broken row": ("", lambda s: s.write("rows.jsonl", "{\n"), "!rows", "rows.jsonl:1: broken JSON"),
     "left out": ("data.on_bad_row=skip", lambda s: s.write("rows.jsonl", "{\n"), "?rows", "it is left out"),
     "template": ("data.chat_template=t", lambda s: s.write("t", "{% if %}"), "!rows", "template is broken in line 1"),
     "no end": ("data.chat_template=t", lambda s: s.write("t", ENDLESS), "!rows", "never learn to stop"),
-    "tokens": ("data.chat_template=llama3", lambda s: None, "!rows", "model.new_tokens="),
-    "no tokenizer": (
-        MINE,
-        lambda s: (s.model(), s.write("model/tokenizer.json", "{")),
-        "!rows",
-        "copy a whole one there",
-    ),
-    "leak": ("", lambda s: s.leaking(), "?cache", "take them out of one side"),
-    "big model": ("", lambda s: s.memory(0.5), "!memory and disk", "the smallest change that fits"),
-    "little memory": ("", lambda s: s.host(1), "!memory and disk", "async_save=false"),
+    "no such tokens": ("data.chat_template=llama3", lambda s: None, "!rows", "model.new_tokens="),
+    "tokenizer": (MINE, lambda s: (s.model(), s.write("model/tokenizer.json", "{")), "!rows", "copy a whole one"),
+    "leak": ("data.val_files=rows.jsonl", lambda s: s.prepare(), "?cache", "take them out of one side"),
+    "big model": ("trainer.device=cpu", lambda s: s.cards(host_gib=0.5), "!memory and disk", "smallest change"),
+    "little host memory": ("", lambda s: s.cards(host_gib=0.01), "!memory and disk", "async_save=false"),
     "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "run: 6 checkpoints"),
     "tight disk": ("", lambda s: s.free(200 << 20), "?memory and disk", "lower trainer.max_ckpt_to_keep"),
 }
@@ -264,7 +203,7 @@ def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(
 ) -> None:
     assert complaints("", capsys) == (0, [])
     assert sorted(path.name for path in Path().iterdir()) == ["rows.jsonl", "val.jsonl"]
-    prepare_data_alone(load_config(WORDS))
+    scene.prepare()
     scene.checkpoint()
     scene.cards()
     assert doctor.main([*WORDS]) == 0

@@ -23,7 +23,7 @@ MIN_OPEN_FILES = 1024
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 30
 """What NCCL's documentation gives a container; Docker's own 64 MiB are too few for its buffers."""
-RDMA_DEVICES, CORE_PATTERN = Path("/sys/class/infiniband"), Path("/proc/sys/kernel/core_pattern")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 DAY_S = 86400.0
 MIN_FREE_SHARE = 0.9
 """Of a card's memory; its driver keeps some."""
@@ -83,8 +83,9 @@ def limits(launch: Launch) -> Iterator[Checked]:
     if launch.num_gpus and locked != resource.RLIM_INFINITY and any(RDMA_DEVICES.glob("*")):
         what = f"only {readable(locked)} of memory may be locked, and the buffers of RDMA are"
         yield Checked("warn", what, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
-    if core == resource.RLIM_INFINITY and CORE_PATTERN.is_file() and CORE_PATTERN.read_text()[0] != "|":
-        yield Checked("warn", "a rank that crashes writes all its memory to a file, core", "ulimit -c 0")
+    if launch.num_gpus and core == resource.RLIM_INFINITY:
+        what = "a rank that crashes may write all its host memory to a core file"
+        yield Checked("warn", what, "ulimit -c 0 (docker run --ulimit core=0)")
 
 
 def clock(launch: Launch) -> Iterator[Checked]:
