@@ -167,7 +167,7 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
     one, to_come = disk.checkpoint_bytes, max(1, (disk.num_checkpoints or 1) - len(layout.committed(run_dir)))
     yield _room(run_dir, one, one * to_come, f"{to_come} checkpoints of {readable(one)}")
     tokens = disk.token_bytes or 0  # which may be there already
-    yield _room(Path(config.data.cache_dir), 0, tokens, f"prepared tokens, about {readable(tokens)}")
+    yield _room(Path(config.data.cache_dir), 0, tokens, f"up to {readable(tokens)} of prepared tokens")
 
 
 def _room(directory: Path, least_bytes: int, most_bytes: int, what: str) -> Checked:
