@@ -6,14 +6,14 @@
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING, Field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.config import Config, SourceConfig, known_keys
-from trainer.config.keys import declared, default_of, keys_of
+from trainer.config.keys import declared, keys_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHEET, PAGE = REPOSITORY / "conf/sft.yaml", REPOSITORY / "docs/config.md"
@@ -30,8 +30,9 @@ COLUMN, WIDTH = 33, 120
 _NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
 
 
-def written(value: Any) -> str:
-    """As in YAML, on one line."""
+def written(own: "Field[Any]") -> str:
+    """The default, as in YAML, on one line."""
+    value = own.default if own.default_factory is MISSING else own.default_factory()
     if value is MISSING:
         return "required"
     return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n...\n").rstrip("\n")
@@ -50,7 +51,7 @@ def _lines(cls: type, name: str, depth: int) -> Iterator[str]:
         if is_dataclass(own.type):
             yield from _lines(own.type, name, depth + 1)
         else:
-            yield from _commented(f"{indent}{name}: {written(default_of(own))}", own.metadata["meaning"])
+            yield from _commented(f"{indent}{name}: {written(own)}", own.metadata["meaning"])
 
 
 def _commented(text: str, meaning: str) -> Iterator[str]:
@@ -69,7 +70,7 @@ def _as_comment(docstring: str) -> str:
 def table(cls: type = Config) -> str:
     """The keys as a Markdown table."""
     rows = [
-        f"| `{dotted}` | `{written(default_of(own))}` | {own.metadata['meaning'].replace('|', '/')} |"
+        f"| `{dotted}` | `{written(own)}` | {own.metadata['meaning'].replace('|', '/')} |"
         for dotted, own in keys_of(cls).items()
     ]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])

@@ -61,8 +61,8 @@ def write_run(run_dir: Path) -> Path:
     run_dir.mkdir()
     metrics = MetricsFile(run_dir / FILE_NAME)
     for step in range(1, STEPS + 1):
-        metrics.append(MetricsRow.of(row(step), step))
-    metrics.append(MetricsRow.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS))
+        metrics.write(MetricsRow.of(row(step), step))
+    metrics.write(MetricsRow.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS))
     metrics.close()
     with process_group():
         states = [rank_state(rank) for rank in range(WORLD_SIZE)]

@@ -98,7 +98,6 @@ def forked(tmp_path: Path, monkeypatch: Patch) -> Callable[[Before | None], None
             assert code == 0, output
 
         monkeypatch.setattr(KilledRun, "train", train)
-        monkeypatch.setattr(KilledRun, "train_until", train)
 
     return use
 

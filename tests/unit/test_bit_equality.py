@@ -31,7 +31,7 @@ def compare(runs: tuple[Path, Path]) -> Comparison:
 def log_again(run_dir: Path, step: int, **changes: float) -> None:
     """A newer attempt of one step, with other values."""
     metrics = MetricsFile(run_dir / FILE_NAME)
-    metrics.append(MetricsRow.of(row(step) | {f"train/{name}": value for name, value in changes.items()}, step))
+    metrics.write(MetricsRow.of(row(step) | {f"train/{name}": value for name, value in changes.items()}, step))
     metrics.close()
 
 

@@ -125,10 +125,7 @@ class Evidence:
 
     def _trained(self, name: str, trial: Trial, *, until: int | None = None) -> KilledRun:
         run = self._run(name, trial)
-        if until is None:
-            run.train()
-        else:
-            run.train_until(until)
+        run.train(until)
         return run
 
     def _compared(self, straight: KilledRun, run: KilledRun) -> "Comparison":

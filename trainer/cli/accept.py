@@ -4,7 +4,6 @@ Exit codes: 0 nothing failed, 1 a line failed, 2 wrong usage, 73 cannot write, 1
 """
 
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -13,9 +12,9 @@ from pathlib import Path
 from trainer.acceptance.accept import accept, shareable, summary
 from trainer.acceptance.lines import FAIL, LINES
 from trainer.cli.arguments import Parser, answer, write_file
-from trainer.config import ConfigError
+from trainer.cli.verify_resume import trial_of
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.launch.ranks import choose_num_ranks, count_gpus, node_layout, parse_arguments
+from trainer.launch.ranks import parse_arguments
 from trainer.resume_proof.proof import Trial, interruptible
 from trainer.run.compose import load_config
 from trainer.runtime.program import call
@@ -57,21 +56,9 @@ def _parser() -> Parser:
 
 def _trial(options: Namespace) -> Trial:
     """Raises `ConfigError` for what the user got wrong, before anything starts."""
-    asked = parse_arguments(options.words)
-    overrides = [*asked.overrides, *([f"trainer.device={options.device}"] if options.device else [])]
-    config = load_config(overrides)
-    if node_layout(os.environ).num_nodes > 1:
-        raise ConfigError("this command works on one machine: set NNODES=1 and use the ranks of this machine alone")
-    num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
-    return Trial(
-        num_ranks=choose_num_ranks(asked.num_ranks, num_gpus=num_gpus),
-        steps=NUM_STEPS,
-        kills=1,
-        seed=1,
-        overrides=tuple(overrides),
-        run_dir=Path(config.trainer.default_local_dir).resolve(),
-        is_on_gpu=num_gpus > 0,
-    )
+    device = [f"trainer.device={options.device}"] if options.device else []
+    asked = parse_arguments([*options.words, *device])
+    return trial_of(asked, load_config(asked.overrides), steps=NUM_STEPS)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,17 @@ def answer(command: Callable[[], int], codes: Codes | None = None, *, interrupte
         return next(code for kind, code in known.items() if isinstance(error, kind))
 
 
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Of an option: a whole number."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got '{text}'")
+        return int(text)
+
+    return number
+
+
 def write_file(path: Path, text: str) -> None:
     """Whole or not at all. Raises `CannotWriteError`."""
     try:

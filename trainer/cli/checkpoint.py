@@ -32,7 +32,7 @@ from trainer.checkpoint_tools.listing import (
     tree_bytes,
 )
 from trainer.checkpoint_tools.prune import plan_pruning, prune
-from trainer.cli.arguments import Parser, answer
+from trainer.cli.arguments import Parser, answer, at_least
 from trainer.config import DTYPES
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.model.source import find_model
@@ -80,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     rule = "The checkpoint a resume takes stays, and is proven before anything goes. Refused while the run trains."
     command = commands.add_parser("prune", help=about, description=f"{about}. {rule}")
     command.add_argument("run_dir", metavar="RUN_DIR", type=_path)
-    command.add_argument("--keep", metavar="N", type=_keep, required=True, help="the newest N stay, and the pointer's")
+    about = "the newest N stay, and the pointer's"
+    command.add_argument("--keep", metavar="N", type=at_least(1), required=True, help=about)
     command.add_argument("--corrupt", action="store_true", help="delete what was set aside as damaged, too")
     command.add_argument("--yes", action="store_true", help="delete")
     command.set_defaults(run=_prune)
@@ -110,12 +111,6 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("is empty (an unset variable?)")
     return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
-
-
-def _keep(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got '{text}'")
-    return int(text)
 
 
 def _ls(arguments: argparse.Namespace) -> int:

@@ -8,8 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, answer
-from trainer.cli.verify_resume import at_least
+from trainer.cli.arguments import Parser, answer, at_least
 from trainer.resume_proof.proof import in_work_directory, interruptible
 from trainer.runtime.program import call
 

@@ -4,15 +4,14 @@ Exit codes: 0 equal, 1 different or not judged, 2 wrong usage, 73 cannot write, 
 run fails.
 """
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, answer
-from trainer.config import ConfigError
-from trainer.launch.ranks import choose_num_ranks, count_gpus, node_layout, parse_arguments
+from trainer.cli.arguments import Parser, answer, at_least
+from trainer.config import Config, ConfigError
+from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus, node_layout, parse_arguments
 from trainer.resume_proof.proof import MIN_STEPS, Trial, interruptible, verify
 from trainer.run.compose import load_config
 from trainer.runtime.program import call
@@ -39,22 +38,13 @@ def _parser() -> Parser:
     return parser
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got '{text}'")
-        return int(text)
-
-    return number
-
-
 def parse_trial(argv: Sequence[str]) -> Trial:
     """Raises `ConfigError` for what the user got wrong, before anything starts."""
     parser = _parser()
     arguments = parser.parse_intermixed_args(argv)
     try:
         asked = parse_arguments(arguments.words)
-        trainer = load_config(asked.overrides).trainer
+        config = load_config(asked.overrides)
     except ConfigError as error:
         message, *usage_of_others = str(error).split("\nusage: ")
         if not usage_of_others:
@@ -62,18 +52,23 @@ def parse_trial(argv: Sequence[str]) -> Trial:
         parser.error(message)
     if any(word.lstrip("+").startswith("trainer.total_training_steps=") for word in asked.overrides):
         raise ConfigError("trainer.total_training_steps is set by this command: give --steps K instead")
-    if trainer.resume_mode != "auto":
-        raise ConfigError(f"trainer.resume_mode={trainer.resume_mode} cannot be verified: add trainer.resume_mode=auto")
+    if (mode := config.trainer.resume_mode) != "auto":
+        raise ConfigError(f"trainer.resume_mode={mode} cannot be verified: add trainer.resume_mode=auto")
+    return trial_of(asked, config, steps=arguments.steps, kills=arguments.kills, seed=arguments.seed)
+
+
+def trial_of(asked: Arguments, config: Config, *, steps: int, kills: int = 1, seed: int = 1) -> Trial:
+    """Raises `ConfigError` on one of several machines."""
     if node_layout(os.environ).num_nodes > 1:
         raise ConfigError("this command works on one machine: set NNODES=1 and use the ranks of this machine alone")
-    num_gpus = 0 if trainer.device == "cpu" else count_gpus()
+    num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
     return Trial(
         num_ranks=choose_num_ranks(asked.num_ranks, num_gpus=num_gpus),
-        steps=arguments.steps,
-        kills=arguments.kills,
-        seed=arguments.seed,
+        steps=steps,
+        kills=kills,
+        seed=seed,
         overrides=tuple(asked.overrides),
-        run_dir=Path(trainer.default_local_dir).resolve(),
+        run_dir=Path(config.trainer.default_local_dir).resolve(),
         is_on_gpu=num_gpus > 0,
     )
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass
 from typing import Any
 
 Check = Callable[[Any], str]
@@ -45,10 +45,6 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:
         dotted = f"{prefix}{name}"
         found |= keys_of(own.type, f"{dotted}.") if is_dataclass(own.type) else {dotted: own}  # type: ignore[arg-type]
     return found
-
-
-def default_of(own: "Field[Any]") -> Any:
-    return own.default if own.default_factory is MISSING else own.default_factory()
 
 
 def one_of(*allowed: str) -> Check:

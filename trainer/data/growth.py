@@ -16,8 +16,6 @@ from trainer.data.order import FEISTEL, LISTED, Share
 from trainer.data.samples import Samples, SourceSamples, TokenDataset
 from trainer.progress import Position
 
-SAVED = ("sources", "order", "earlier")
-"""What of the state of the data a run goes on from."""
 UNKNOWN = "the checkpoint does not say source by source what it was trained on"
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,21 +92,15 @@ class KilledRun:
         path = self.run_dir / FILE_NAME
         return [row for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
 
-    def train(self) -> None:
-        """In one piece. Raises `RunFailedError`."""
-        started = time.monotonic()
-        self._say("started")
-        with self._started() as process:
-            process.wait()
-        self._require_no_failure(process)
-        self._say(f"done in {time.monotonic() - started:.1f} s")
+    def train(self, until: int | None = None) -> None:
+        """In one piece; ended once step `until` is logged, where its rows are all that is wanted.
 
-    def train_until(self, step: int) -> None:
-        """Ended once that step is logged, where its rows are all that is wanted. Raises `RunFailedError`."""
+        Raises `RunFailedError`.
+        """
         started = time.monotonic()
         self._say("started")
         with self._started() as process:
-            self._wait(process, lambda: self._newest()[2] >= step)
+            self._wait(process, lambda: until is not None and self._newest()[2] >= until)
         self._say(f"done in {time.monotonic() - started:.1f} s")
 
     def train_with_kills(self, moments: Iterable[Moment]) -> list[Kill]:
@@ -165,12 +159,8 @@ class KilledRun:
         newest, first, _ = self._newest()
         return first - 1 if newest > attempt else self._saved_step
 
-    @contextmanager
-    def _started(self) -> Iterator[subprocess.Popen]:
-        with started(
-            [*LAUNCHER, *self.words], {"TMPDIR": str(self.scratch), "USE_WANDB": "false"}, self.log
-        ) as process:
-            yield process
+    def _started(self) -> AbstractContextManager[subprocess.Popen]:
+        return started([*LAUNCHER, *self.words], {"TMPDIR": str(self.scratch), "USE_WANDB": "false"}, self.log)
 
     def _require_no_failure(self, process: subprocess.Popen) -> None:
         if process.poll() in (None, *self.good_codes):

@@ -36,23 +36,15 @@ class Event:
             raise ValueError(f"event '{self.kind}': '{min(taken)}' is a column of {FILE_NAME}: rename that field")
 
 
-class EventsFile:
-    """Errors are those of `AppendFile`."""
-
+class EventsFile(AppendFile):
     def __init__(self, path: Path, *, attempt: int) -> None:
-        self._file = AppendFile(path)
+        super().__init__(path)
         self._attempt = attempt
 
-    def append(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         columns = {"ts": round(time.time(), 3), "attempt": self._attempt, "step": event.step, "kind": event.kind}
         columns |= {"level": event.level, "message": event.message}
-        self._file.append(columns | strict(event.fields))
-
-    def sync_soon(self) -> None:
-        self._file.sync_soon()
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(columns | strict(event.fields))
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

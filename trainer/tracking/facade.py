@@ -169,7 +169,7 @@ class Tracking:
                 # only a training row says where the run goes on; a result may be of any of its steps
                 self.start(step - 1 if row.kind == "train" else max(step, self.past.last_step))
             self._last_step = step
-            self._metrics_file.append(row)
+            self._metrics_file.write(row)
             self._send("log", row)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
@@ -193,7 +193,7 @@ class Tracking:
         event = Event(kind, step, message, level, fields)
         with self._lock:
             self._require_open("event", step)
-            self._events_file.append(event)
+            self._events_file.write(event)
             if level == "error" and self._has_started:  # backends open once the resume step is known
                 self._send("alert", event)
         if level in LOG_LEVELS:
@@ -226,7 +226,7 @@ class Tracking:
         if self._has_started or exit_code != EXIT_DONE:
             level = "info" if exit_code == EXIT_DONE else "warn"
             message = f"attempt {self.attempt} ended after step {self._last_step} with exit code {exit_code}"
-            self._events_file.append(Event("end", self._last_step, message, level, {"exit_code": exit_code}))
+            self._events_file.write(Event("end", self._last_step, message, level, {"exit_code": exit_code}))
         self._events_file.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -86,11 +86,11 @@ def _checked(data: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-class MetricsFile:
-    """Appends rows and markers; `past` is what was there when it was opened. Errors are those of `AppendFile`."""
+class MetricsFile(AppendFile):
+    """Of rows and markers; `past` is what was there when it was opened."""
 
     def __init__(self, path: Path) -> None:
-        self._file = AppendFile(path)
+        super().__init__(path)
         self.past = read_past(path)
 
     @property
@@ -98,23 +98,17 @@ class MetricsFile:
         """Counts the openings that wrote a line."""
         return 1 + self.past.num_attempts
 
-    def append(self, row: MetricsRow) -> None:
+    def write(self, row: MetricsRow) -> None:
         nonfinite = {key: str(value) for key, value in row.data.items() if not math.isfinite(value)}
         content = self._columns(row.step, row.kind, row.ts)
         content |= {key: None if key in nonfinite else value for key, value in row.data.items()}
         if nonfinite:
             content["nonfinite"] = nonfinite
-        self._file.append(content)
+        self.append(content)
 
     def mark(self, kind: str, step: int) -> None:
         """Write a marker: `kind` is `START` or `ROLLBACK`."""
-        self._file.append(self._columns(step, kind, round(time.time(), 3)))
-
-    def sync_soon(self) -> None:
-        self._file.sync_soon()
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(self._columns(step, kind, round(time.time(), 3)))
 
     def _columns(self, step: int, kind: str, ts: float) -> dict[str, Any]:
         return {"step": step, "attempt": self.attempt, "kind": kind, "ts": ts}

@@ -2,16 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.metrics import METRICS
 from trainer.tracking import tensorboard_events
 from trainer.tracking.backend import Backend, Held
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 def where(info: RunInfo) -> str:
@@ -40,26 +37,23 @@ class TensorboardBackend(Backend):
     def __init__(self, info: RunInfo) -> None:
         self._info = info
         self._directory = info.run_dir / "tensorboard"
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None
         self._held = Held({})
 
     def open(self) -> None:
         self._held = Held(tensorboard_events.last_steps(self._directory))
         self.rewind(self._info.resume_step)
-        assert self._writer is not None
         self._writer.add_custom_scalars(layout())
         for row in self._info.earlier_rows():
             self._write(row)
 
     def log(self, row: MetricsRow) -> None:
-        assert self._writer is not None
         self._write(row)
         # A killed attempt must not lose steps before its checkpoint.
         self._writer.flush()
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
         """As text, in a table of Markdown."""
-        assert self._writer is not None
         lines = [[*rows[0]], ["---"] * len(rows[0]), *([str(value) for value in row.values()] for row in rows)]
         cells = ([cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines)
         self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
@@ -75,10 +69,8 @@ class TensorboardBackend(Backend):
         self._writer = SummaryWriter(str(self._directory), purge_step=step + 1)
 
     def close(self, exit_code: int) -> None:
-        assert self._writer is not None
         self._writer.close()
 
     def _write(self, row: MetricsRow) -> None:
-        assert self._writer is not None
         for key, value in self._held.missing(row).items():
             self._writer.add_scalar(key, value, row.step, walltime=row.ts)
