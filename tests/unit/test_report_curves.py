@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from trainer.report.axis import Scale, axis_labels, scale_of
-from trainer.report.curves import bin_means, decimate, gaps, smooth, within
+from trainer.report.curves import bin_means, decimate, gaps, smooth
 from trainer.report.formatting import clean, interval, number
 from trainer.report.run_log import Series
+from trainer.report.statistics import within
 from trainer.report.svg import NUM_COLUMNS, Panel
 
 SEED = 5

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 POLL_S = 5.0
 ENGINES = ("transformers", "vllm")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-Z = 1.959964
 
 
 def main(argv: list[str]) -> int:
@@ -48,19 +48,17 @@ def _evaluate(argv: list[str]) -> int:
         require_dir(path)
         arguments.step, run_dir = step, path.resolve().parent
     require_run(run_dir)
-    publisher = Publisher(run_dir, arguments.name)
-    try:
+    with closing(Publisher(run_dir, arguments.name)) as publisher:
         publisher.publish()
         if arguments.attach:
             _attach(run_dir, arguments)
         elif arguments.tasks:
             for name in _run_tasks(run_dir, arguments):
-                _publish_once(run_dir, name)
+                with closing(Publisher(run_dir, name)) as own:
+                    own.publish()
         else:
             _score(run_dir, arguments, publisher)
         publisher.publish()
-    finally:
-        publisher.close()
     return EXIT_DONE
 
 
@@ -186,7 +184,7 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
 def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
     """Names of what was found, each written down."""
     from trainer.checkpoint import lease
-    from trainer.evaluation.evaluate import append_result
+    from trainer.evaluation.evaluate import Z, append_result
     from trainer.evaluation.harness import run_tasks
 
     for info in _checkpoints(run_dir, arguments):
@@ -201,14 +199,6 @@ def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
                 append_result(run_dir, name=name, step=info.step, value=value, scorer="lm_eval", **bounds)
                 print(f"step {info.step}: {PREFIX}{name} {value:.4f}")
                 yield name
-
-
-def _publish_once(run_dir: Path, name: str) -> None:
-    from trainer.evaluation.publish import Publisher
-
-    publisher = Publisher(run_dir, name)
-    publisher.publish()
-    publisher.close()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import math
 import numpy as np
 
 from trainer.detection.robust import spread
-from trainer.report.curves import finite, within
 from trainer.report.formatting import number
 from trainer.report.formatting import step as step_words
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
+from trainer.report.statistics import finite, within
 
 ALWAYS = "train/loss"
 MIN_SCORE = 6.0

@@ -11,10 +11,11 @@ from trainer.report.anomalies import is_of
 from trainer.report.causes import is_led_by_rate, moved_along
 from trainer.report.formatting import span
 from trainer.report.learning_rate import learning_rate
-from trainer.report.measure import Measure, beyond, first_part, stretch
+from trainer.report.measure import Measure, beyond, stretch
 from trainer.report.raised_rate import scheduled
 from trainer.report.result import LearningRate
 from trainer.report.run_log import Series
+from trainer.report.statistics import within
 
 CERTAIN_WARMUP = 0.9
 """Frameworks differ by a step or two in where a warm-up ends."""
@@ -30,7 +31,7 @@ def gradient_range(run: AnalysedRun) -> Iterator[Measure]:
     """The share of points outside the usual range: of the run, and of its first steps."""
     series = run.get("grad")
     low, high = run.limits["grad_low"], run.limits["grad_high"]
-    for row, part in (("main", series), ("start", first_part(series, run.limits["first_steps"]))):
+    for row, part in (("main", series), ("start", within(series, 0, run.limits["first_steps"]))):
         if row == "main" or len(part) >= MIN_FIRST:
             median = float(np.median(part.values))
             share = float(((part.values < low) | (part.values > high)).mean())

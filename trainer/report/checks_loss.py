@@ -10,10 +10,10 @@ from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.anomalies import is_of
 from trainer.report.causes import is_led_by_rate
 from trainer.report.formatting import listed, number
-from trainer.report.measure import Measure, first_part, going_wrong
+from trainer.report.measure import Measure, going_wrong
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
-from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise, onset, slope
+from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise, onset, slope, within
 from trainer.report.trends import phases
 
 MAX_WINDOWS = 20_000
@@ -58,14 +58,14 @@ def falling(run: AnalysedRun) -> Iterator[Measure]:
     if len(series) < NUM_STRETCHES:
         raise NotJudged(f"{len(series)} points of loss, {NUM_STRETCHES} are needed")
     whole, lasting = slope(series), [a.steps[0] for a in run.anomalies if is_of(a, "loss") and not a.has_recovered]
-    before = first_part(series, lasting[0] - 1) if lasting else series
+    before = within(series, 0, lasting[0] - 1) if lasting else series
     yield Measure(
         value=whole.p_value,
         steps=steps_of(series, 0, len(series)),
         words={"change": whole.change, "level": whole.level},
         is_fault=not whole.is_falling(p) and not slope(before).is_falling(p) and _early_rise(run, series) is None,
     )
-    first = first_part(series, run.limits["first_steps"])
+    first = within(series, 0, run.limits["first_steps"])
     if len(first) >= NUM_STRETCHES:
         trend, quarter = slope(bins(first, NUM_STRETCHES)), len(first) // 4
         levels = {"before": np.median(first.values[:quarter]), "after": np.median(first.values[-quarter:])}

@@ -8,9 +8,9 @@ import numpy as np
 from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
 from trainer.report.collapse import collapse
 from trainer.report.formatting import number
-from trainer.report.measure import Measure, beyond, first_part
+from trainer.report.measure import Measure, beyond
 from trainer.report.run_log import Series
-from trainer.report.statistics import slope
+from trainer.report.statistics import slope, within
 from trainer.report.step_time import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_steps
 
 MIN_POINTS = 20
@@ -35,7 +35,7 @@ def _times(run: AnalysedRun) -> Series:
 def slowing(run: AnalysedRun) -> Iterator[Measure]:
     """A lasting slowdown with its onset; else growth over the run, or in its first steps alone."""
     if run.find("time") is not None:
-        first = first_part(ordinary_steps(run), run.limits["first_steps"])
+        first = within(ordinary_steps(run), 0, run.limits["first_steps"])
         if len(first) >= MIN_FIRST:
             yield _growth(run, "start", first)
     if (slowdown := _slowdown(run)) is not None:

@@ -16,11 +16,6 @@ NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 """Stands for a metric that was not logged."""
 
 
-def within(series: Series, first: int, last: int) -> Series:
-    keep = slice(*np.searchsorted(series.steps, [first, last + 1]))
-    return Series(series.steps[keep], series.values[keep])
-
-
 def smooth(series: Series, weight: float) -> Series:
     """Exponential mean of the finite values, corrected for its start.
 

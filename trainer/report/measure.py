@@ -75,12 +75,6 @@ def going_wrong(run: AnalysedRun, role: str, row: str, *, good: float) -> Iterat
         yield Measure(row, trend.change, steps_of(last, 0, needed), words)
 
 
-def first_part(series: Series, last_step: float) -> Series:
-    """The points up to a step."""
-    stop = int(np.searchsorted(series.steps, last_step, side="right"))
-    return Series(series.steps[:stop], series.values[:stop])
-
-
 def _late_mean(series: Series) -> float:
     late = series.values[series.steps > NUM_WARMING]
     if not len(late):

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.report.axis import Scale, scale_of
-from trainer.report.curves import NOTHING, SMOOTHINGS, bin_means, finite, smooth, within
+from trainer.report.curves import NOTHING, SMOOTHINGS, bin_means, smooth
 from trainer.report.formatting import companions, interval, number, percent, step
 from trainer.report.result import Anomaly, Report
 from trainer.report.run_log import RunLog, Series
+from trainer.report.statistics import finite, within
 from trainer.report.svg import Panel
 
 PHASE = re.compile(r"time/train/(?!step|update|shard|checkpoint|eval)(\w+)_s")

@@ -22,6 +22,12 @@ def finite(series: Series) -> Series:
     return series if mask.all() else Series(series.steps[mask], series.values[mask])
 
 
+def within(series: Series, first: float, last: float) -> Series:
+    """The points from one step to another."""
+    keep = slice(np.searchsorted(series.steps, first), np.searchsorted(series.steps, last, side="right"))
+    return Series(series.steps[keep], series.values[keep])
+
+
 def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
     """Means of `num_bins` stretches of equally many points, at their mean steps; short series stay as they are."""
     if len(series) <= num_bins:

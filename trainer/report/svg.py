@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.report.axis import Scale, axis_labels
-from trainer.report.curves import column_bounds, decimate, finite, gaps
+from trainer.report.curves import column_bounds, decimate, gaps
 from trainer.report.formatting import clean_lines, interval, number, step
 from trainer.report.run_log import Series
+from trainer.report.statistics import finite
 
 UNITS = 1000
 NUM_COLUMNS = 400

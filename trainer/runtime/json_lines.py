@@ -48,6 +48,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """Nested mappings as one with joined names; at most 32 levels, deeper ones stay as they are."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name.count(separator) < 32:
+            leaves |= flat(value, f"{name}{separator}", separator)
+        else:
+            leaves[name] = value
+    return leaves
+
+
 class JsonLines:
     """(offset in bytes, JSON object) of the whole lines of a file, each time those that were added since the last.
 

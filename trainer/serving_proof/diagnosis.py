@@ -15,7 +15,7 @@ from trainer.checkpoint.base_weights import digest
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import verify_files
-from trainer.checkpoint.shards import ShardReader, read_torch
+from trainer.checkpoint.shards import ShardReader
 from trainer.checkpoint.state import ModelShards, load_state
 from trainer.config import Config, ConfigError
 from trainer.data.loader import pack
@@ -25,6 +25,7 @@ from trainer.run.inputs import resolve_source
 from trainer.run.prepared_data import PreparedData
 from trainer.runtime import distributed
 from trainer.runtime.heartbeat import Heartbeat
+from trainer.runtime.json_lines import flat
 from trainer.serving.engines import PEFT_CONFIG, Sample, adapter_of
 from trainer.weights import stored_in
 
@@ -107,14 +108,8 @@ def _tensors(info: CheckpointInfo, export: Path) -> Iterator[str]:
     assert info.manifest is not None
     manifest = info.manifest
     shapes = {name: torch.empty(found.shape, device="meta") for name, found in manifest.tensors.items()}
-    extra = read_torch(info.path / layout.extra_file(manifest.world_size, 0))
-    reader = ShardReader(
-        info.path,
-        world_size=manifest.world_size,
-        num_shards=manifest.num_shards,
-        parameters=shapes,
-        buffers=extra.get("buffers", {}),
-    )
+    size, num_shards = manifest.world_size, manifest.num_shards
+    reader = ShardReader(info.path, world_size=size, num_shards=num_shards, parameters=shapes, buffers={})
     others = []
     for file in sorted(export.glob("*.safetensors")):
         try:
@@ -134,17 +129,10 @@ def _settings(source: Path, export: Path) -> Iterator[str]:
     """What config.json says otherwise than that of the model which was trained."""
     if not (export / "config.json").exists():
         return
-    trained, exported = (_flat(json.loads((path / "config.json").read_text())) for path in (source, export))
+    trained, exported = (flat(json.loads((path / "config.json").read_text())) for path in (source, export))
     for key in sorted(trained.keys() & exported.keys()):
         if key.rpartition(".")[2] not in NO_MATTER and trained[key] != exported[key]:
             yield f"config.json: {key} is {exported[key]}, the model was trained with {trained[key]}"
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _trained_sums(info: CheckpointInfo, config: Config, validation: Samples) -> Iterator[float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
+from trainer.runtime.json_lines import flat
 from trainer.tracking.backend import Backend, Held, last_steps
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
@@ -141,14 +142,7 @@ class MlflowBackend(Backend):
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, artifacts)
         run = self._client.create_run(experiment_id, run_name=self._info.experiment_name)
-        params = [Param(key, value[:MAX_PARAM_CHARS]) for key, value in _flat(self._info.config)]
+        params = [Param(key, str(value)[:MAX_PARAM_CHARS]) for key, value in flat(self._info.config).items()]
         for start in range(0, len(params), MAX_PARAMS_PER_CALL):
             self._client.log_batch(run.info.run_id, params=params[start : start + MAX_PARAMS_PER_CALL])
         return run
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    leaves: list[tuple[str, str]] = []
-    for key, value in tree.items():
-        leaves += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
-    return leaves

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from trainer.report.readers.aliases import canonical
 from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
-from trainer.report.readers.parsing import Faults, as_number, flat
+from trainer.report.readers.parsing import Faults, as_number
 from trainer.report.run_log import RunLog, Series
+from trainer.runtime.json_lines import flat
 
 BLOCK_ROWS = 16384
 MAX_COLUMNS = 20000

@@ -9,10 +9,10 @@ import numpy as np
 
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.own import is_own_row, read_own
-from trainer.report.readers.parsing import Faults, as_number, as_step, flat, fraction_total, json_rows
+from trainer.report.readers.parsing import Faults, as_number, as_step, fraction_total, json_rows
 from trainer.report.readers.transformers_state import MEAN_NOTE, NAN_NOTE, SUMMARY, read_transformers, state_files
 from trainer.report.run_log import RunLog, Series, UnreadableLogError
-from trainer.runtime.json_lines import read_object
+from trainer.runtime.json_lines import flat, read_object
 
 SUFFIXES = (".jsonl", ".ndjson")
 ROWS_TO_LOOK_AT = 64

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import Faults, as_number, as_step, flat, json_rows, parse_number
+from trainer.report.readers.parsing import Faults, as_number, as_step, json_rows, parse_number
 from trainer.report.run_log import LogEvent, RunLog, ServingCheck
 from trainer.runtime.evaluations import read_summaries
-from trainer.runtime.json_lines import read_object
+from trainer.runtime.json_lines import flat, read_object
 from trainer.runtime.live_run import is_live
 
 MARKERS = ("start", "rollback")

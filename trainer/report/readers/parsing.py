@@ -1,9 +1,9 @@
-"""Small tolerant parsers that the readers share: JSON lines, numbers inside strings, steps, flat configurations."""
+"""Small tolerant parsers that the readers share: JSON lines, numbers inside strings, steps."""
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -121,15 +121,3 @@ def fraction_total(value: Any) -> int | None:
     """6000 of "2800/6000"."""
     match = _FRACTION.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
     return as_step(int(match[2])) if match else None
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """Nested mappings as one with joined names; at most 32 levels, deeper ones stay as they are."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and name.count(separator) < 32:
-            leaves |= flat(value, f"{name}{separator}", separator)
-        else:
-            leaves[name] = value
-    return leaves

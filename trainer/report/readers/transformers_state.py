@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.report.readers.frame import Frame
-from trainer.report.readers.parsing import as_step, flat
+from trainer.report.readers.parsing import as_step
 from trainer.report.run_log import RunLog, UnreadableLogError
-from trainer.runtime.json_lines import read_object
+from trainer.runtime.json_lines import flat, read_object
 
 FILE_NAME = "trainer_state.json"
 NAN_NOTE = (
