@@ -16,16 +16,7 @@ from trainer.errors import EXIT_CRASH
 from trainer.launch.ranks import thread_count
 from trainer.planner.forecast import Change, Forecast, default_memory_gib, forecaster
 from trainer.resume_proof.killed_runs import Kill, KilledRun, RunFailedError, started
-from trainer.resume_proof.proof import (
-    CONTROL,
-    FREE,
-    RESUMED,
-    STRAIGHT,
-    Trial,
-    launcher_words,
-    moments,
-    uninterrupted,
-)
+from trainer.resume_proof.proof import CONTROL, FREE, RESUMED, STRAIGHT, Trial, launcher_words, moments, uninterrupted
 from trainer.run.compose import as_word, load_config
 
 if TYPE_CHECKING:

@@ -36,12 +36,7 @@ class CheckpointManager:
     """Owns `<run_dir>/global_step_*` of one run. Methods are collective."""
 
     def __init__(
-        self,
-        saver: Saver,
-        *,
-        state: State,
-        tell: Tell,
-        retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
+        self, saver: Saver, *, state: State, tell: Tell, retry_after_s: tuple[float, ...] = RETRY_AFTER_S
     ) -> None:
         """`state` is what is saved; `tell` is told what became of each save."""
         self.run_dir, self._world = saver.run_dir, saver.world

@@ -13,15 +13,7 @@ from trainer import weights
 from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, digest
-from trainer.checkpoint.export import (
-    OTHER_PARTS,
-    ExportSource,
-    Plans,
-    num_bytes,
-    plan_export,
-    plan_lora,
-    write_export,
-)
+from trainer.checkpoint.export import OTHER_PARTS, ExportSource, Plans, num_bytes, plan_export, plan_lora, write_export
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers

@@ -16,21 +16,7 @@ from pathlib import Path
 from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio
 from trainer.checkpoint.space import readable
-from trainer.checkpoint_tools.listing import (
-    RUNS_ROOT,
-    as_lines,
-    as_tree,
-    checkpoint_to_export,
-    checkpoints_at,
-    is_run,
-    printable,
-    prove,
-    read_run,
-    require_dir,
-    require_run,
-    runs_below,
-    tree_bytes,
-)
+from trainer.checkpoint_tools import listing
 from trainer.checkpoint_tools.prune import plan_pruning, prune
 from trainer.cli.arguments import Parser, answer, at_least
 from trainer.config import DTYPES
@@ -66,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "ls", help=about, description=f"{about}; judged by names and sizes, also during a run"
     )
-    where = f"a run directory, or one with runs below it (default: {RUNS_ROOT})"
+    where = f"a run directory, or one with runs below it (default: {listing.RUNS_ROOT})"
     command.add_argument("directory", metavar="RUN_DIR", nargs="?", type=_path, help=where)
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=_ls)
@@ -114,24 +100,24 @@ def _path(text: str) -> Path:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    root = arguments.directory or RUNS_ROOT
-    require_dir(root)
-    runs = [root] if is_run(fsio.list_dir(root)) else list(runs_below(root))
-    if not runs and arguments.directory:
-        require_run(root)
-    listings = [read_run(run_dir) for run_dir in runs]
+    root = arguments.directory or listing.RUNS_ROOT
+    listing.require_dir(root)
+    run_dirs = [root] if listing.is_run(fsio.list_dir(root)) else list(listing.runs_below(root))
+    if not run_dirs and arguments.directory:
+        listing.require_run(root)
+    runs = [listing.read_run(run_dir) for run_dir in run_dirs]
     if arguments.json:
-        print(json.dumps({"runs": [as_tree(listing) for listing in listings]}, indent=1))
+        print(json.dumps({"runs": [listing.as_tree(run) for run in runs]}, indent=1))
     else:
-        print("\n\n".join("\n".join(as_lines(listing)) for listing in listings) or f"no run below '{root}' yet")
+        print("\n\n".join("\n".join(listing.as_lines(run)) for run in runs) or f"no run below '{root}' yet")
     return EXIT_DONE
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     code = EXIT_DONE
-    for path in [checkpoint for given in arguments.paths for checkpoint in checkpoints_at(given)]:
-        started, size_bytes = time.perf_counter(), tree_bytes(path)
-        problems = prove(path)
+    for path in [checkpoint for given in arguments.paths for checkpoint in listing.checkpoints_at(given)]:
+        started, size_bytes = time.perf_counter(), listing.tree_bytes(path)
+        problems = listing.prove(path)
         rate = f"{size_bytes / 1e9 / (time.perf_counter() - started):.2f} GB/s"
         if not problems:
             lines = [f"ok      {path}  {readable(size_bytes)}, {rate}"]
@@ -139,17 +125,17 @@ def _verify(arguments: argparse.Namespace) -> int:
             lines = [f"gone    {path}  deleted meanwhile"]
         else:
             code, lines = EXIT_CRASH, [f"FAILED  {path}", *(f"        {problem}" for problem in problems)]
-        print("\n".join(map(printable, lines)), flush=True)
+        print("\n".join(map(listing.printable, lines)), flush=True)
     return code
 
 
 def _prune(arguments: argparse.Namespace) -> int:
     pruning = plan_pruning(arguments.run_dir, keep=arguments.keep, is_corrupt_deleted=arguments.corrupt)
-    sizes_bytes = {path: tree_bytes(path) for path in pruning.to_delete}
+    sizes_bytes = {path: listing.tree_bytes(path) for path in pruning.to_delete}
     lines = [f"{arguments.run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
     verb = "delete" if arguments.yes else "would delete"
     lines += [f"  {verb} {path.name}  {readable(size_bytes)}" for path, size_bytes in sizes_bytes.items()]
-    print("\n".join(map(printable, lines)), flush=True)
+    print("\n".join(map(listing.printable, lines)), flush=True)
     total = readable(sum(sizes_bytes.values()))
     if not pruning.to_delete or not arguments.yes:
         print(f"{total}; nothing is deleted without --yes" if pruning.to_delete else "nothing to delete")
@@ -160,16 +146,17 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    (checkpoint, notes), target = checkpoint_to_export(arguments.checkpoint), arguments.target
+    (checkpoint, notes), target = listing.checkpoint_to_export(arguments.checkpoint), arguments.target
     for note in notes:
-        print(printable(note))
+        print(listing.printable(note))
     started = time.perf_counter()
     from trainer.checkpoint.offline_export import export_from_shards
 
-    print(printable(f"exporting {checkpoint} in {arguments.dtype}"), flush=True)
+    print(listing.printable(f"exporting {checkpoint} in {arguments.dtype}"), flush=True)
     base = _base(arguments.base, checkpoint)
     export_from_shards(checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=base)
-    print(printable(f"wrote {target}  {readable(tree_bytes(target))}, {time.perf_counter() - started:.1f} s"))
+    size = readable(listing.tree_bytes(target))
+    print(listing.printable(f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s"))
     return EXIT_DONE
 
 

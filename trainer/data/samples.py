@@ -12,20 +12,11 @@ from typing import Any
 import numpy as np
 
 from trainer.config import ConfigError
+from trainer.data import sample_writer
 from trainer.data.held_out import AllBut, Draw, Rows
 from trainer.data.order import Share
 from trainer.data.rows import location
-from trainer.data.sample_writer import (
-    BAD_ROWS,
-    OVER_LONG_ROWS,
-    ROW,
-    ROWS,
-    SUPERVISED,
-    TOKEN,
-    TOKENS,
-    SamplesDigest,
-    Summary,
-)
+from trainer.data.sample_writer import SamplesDigest, Summary
 from trainer.errors import DataError
 
 PIECE = 1 << 20
@@ -62,7 +53,7 @@ class TokenDataset:
         """Token ids (int32) and loss mask (bool) of one sample."""
         end = int(self.rows["end"][index])
         tokens = self.tokens[end - int(self.lengths[index]) : end]
-        return tokens & ~SUPERVISED, tokens < 0
+        return tokens & ~sample_writer.SUPERVISED, tokens < 0
 
     def location(self, index: int) -> str:
         """Where a sample comes from, as `file:line`."""
@@ -75,11 +66,12 @@ class TokenDataset:
         summary, notes = self.summary, []
         if summary.num_bad_rows:
             kinds = ", ".join(f"{kind} {count}" for kind, count in summary.bad_rows_by_kind.items())
-            notes.append(f"left out {summary.num_bad_rows} bad rows ({kinds}), listed in {self.directory / BAD_ROWS}")
+            listed = self.directory / sample_writer.BAD_ROWS
+            notes.append(f"left out {summary.num_bad_rows} bad rows ({kinds}), listed in {listed}")
         if summary.num_dropped or summary.num_truncated:
             notes.append(
                 f"over-long rows: {summary.num_dropped} dropped, {summary.num_truncated} cut by "
-                f"{summary.num_cut_tokens} tokens, listed in {self.directory / OVER_LONG_ROWS}"
+                f"{summary.num_cut_tokens} tokens, listed in {self.directory / sample_writer.OVER_LONG_ROWS}"
             )
         if summary.unread_keys:
             keys = ", ".join(f"'{key}' {count}" for key, count in summary.unread_keys.items())
@@ -112,8 +104,8 @@ class TokenDataset:
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     """Map a prepared directory. `files` are where its rows came from, for messages."""
-    tokens: np.ndarray = np.memmap(directory / TOKENS, TOKEN, "r")
-    rows: np.ndarray = np.memmap(directory / ROWS, ROW, "r")
+    tokens: np.ndarray = np.memmap(directory / sample_writer.TOKENS, sample_writer.TOKEN, "r")
+    rows: np.ndarray = np.memmap(directory / sample_writer.ROWS, sample_writer.ROW, "r")
     summary = Summary(**json.loads((directory / "summary.json").read_text()))
     bounds = None
     if len(rows) != summary.num_kept_rows:

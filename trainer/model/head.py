@@ -89,12 +89,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_SH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        labels_S: Tensor,
-        loss: LossAndGradient,
+        ctx: Any, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_S: Tensor, loss: LossAndGradient
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_hidden_SH = torch.empty_like(hidden_SH)
         _, is_trained, is_bias_trained, *_ = ctx.needs_input_grad

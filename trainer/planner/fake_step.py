@@ -28,19 +28,9 @@ from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import ModelSource, decoder_layers
 from trainer.optim import OPTIMIZERS, clip
+from trainer.planner import live_storage
 from trainer.planner.fused_norm import fuse_norms
-from trainer.planner.live_storage import (
-    FROZEN,
-    GATHERED,
-    HEAD,
-    HOST_INPUTS,
-    LASTING,
-    OPTIMIZER,
-    PARAMETERS,
-    SHARDED_GRADIENTS,
-    LiveStorages,
-    Phase,
-)
+from trainer.planner.live_storage import LiveStorages, Phase
 from trainer.planner.operations import DeviceOperation, Operations
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 
@@ -80,7 +70,8 @@ class Job:
         """Categories in host memory that a GPU does not hold."""
         if not self.is_cuda:
             return frozenset()
-        return LASTING | {HOST_INPUTS} if self.config.model.fsdp_config.cpu_offload else frozenset({HOST_INPUTS})
+        inputs = frozenset({live_storage.HOST_INPUTS})
+        return inputs | live_storage.LASTING if self.config.model.fsdp_config.cpu_offload else inputs
 
 
 @dataclass(frozen=True)
@@ -154,15 +145,15 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
     Phases are `(micro-batch, kind, layer)`; the last two layers count from the end, all but the first and last two are
     -3. A layer computed again in the backward pass belongs to that.
     """
-    live.mark([*(p for p in model.parameters() if p.requires_grad), *model.buffers()], PARAMETERS)
-    live.mark([p for p in model.parameters() if not p.requires_grad], FROZEN)
-    live.mark([tensor for state in optimizer.state.values() for tensor in state.values()], OPTIMIZER)
+    live.mark([*(p for p in model.parameters() if p.requires_grad), *model.buffers()], live_storage.PARAMETERS)
+    live.mark([p for p in model.parameters() if not p.requires_grad], live_storage.FROZEN)
+    live.mark([tensor for state in optimizer.state.values() for tensor in state.values()], live_storage.OPTIMIZER)
     layers, num_begun = decoder_layers(model), itertools.count()
     inputs: HostInputs | None = getattr(model, "host_inputs", None)
 
     def forward_begins(index: int, *_: Any) -> None:
         if inputs is not None and inputs.newest is not None:
-            live.mark([inputs.newest.host], HOST_INPUTS)
+            live.mark([inputs.newest.host], live_storage.HOST_INPUTS)
         if live.phase[1] != "backward":
             live.enter(live.phase[0], "forward", _edge(index, len(layers)))
 
@@ -173,12 +164,12 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
         if hidden.requires_grad:  # else nothing in front of it is trained
             hidden.register_hook(lambda _: live.enter(live.phase[0], "backward", _edge(index, len(layers))))
         if index == len(layers) - 1:
-            live.enter(live.phase[0], "head", default=HEAD)
+            live.enter(live.phase[0], "head", default=live_storage.HEAD)
 
     def update_begins(*_: Any) -> None:
         if live.phase[1] == "update":  # torch's own step, within ours, calls the hooks again
             return
-        live.mark([p.grad for p in model.parameters() if p.grad is not None], SHARDED_GRADIENTS)
+        live.mark([p.grad for p in model.parameters() if p.grad is not None], live_storage.SHARDED_GRADIENTS)
         live.enter(0, "update")
 
     model.register_forward_pre_hook(lambda *_: live.enter(next(num_begun), "start"), prepend=True)
@@ -188,7 +179,7 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
         layer.register_forward_hook(partial(forward_ends, index))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(lambda unit, _: live.mark(unit.parameters(), GATHERED))
+            module.register_forward_pre_hook(lambda unit, _: live.mark(unit.parameters(), live_storage.GATHERED))
 
 
 def run_step(
