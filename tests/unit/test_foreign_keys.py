@@ -85,7 +85,7 @@ def test_what_is_said_once_is_not_said_by_every_rank(capsys: pytest.CaptureFixtu
         ("model.fsdp_config.offload_params=true", "verl", "model.fsdp_config.cpu_offload=true"),
         ("data.prompt_dict_keys=[question]", "verl", "data.prompt_key=COLUMN.KEY"),
         ("data.custom_cls.path=mine.py", "verl", "write them as .jsonl"),
-        ("optim.lr_warmup_steps=100", "verl", "optim.lr_warmup_steps_ratio=100/STEPS"),
+        ("optim.num_cycles=2", "verl", "a cosine schedule is half a period"),
         ("optim.learning_rate=1e-5", "transformers", "here: optim.lr=1e-5"),
         ("learning_rate=1e-5", "transformers", "here: optim.lr=1e-5"),
         ("trainer.output_dir=out", "transformers", "here: trainer.default_local_dir=out"),

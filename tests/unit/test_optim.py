@@ -70,6 +70,12 @@ def test_the_last_step_is_one_short_of_the_minimum(kind: str) -> None:
     assert 0.1 < values[-1] < 0.1 + 0.9 / 400
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 2), (-1, 2), (0, 0), (3, 3)])
+def test_steps_of_warm_up_go_before_their_share(given: int | None, expected: int) -> None:
+    config = optim_config(lr_warmup_steps_ratio=0.5, lr_warmup_steps=given)
+    assert LrSchedule.from_config(config, peak_lr=1.0, total_steps=4).warmup_steps == expected
+
+
 def test_apply_sets_every_group() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=7.0)
     schedule = LrSchedule.from_config(optim_config(lr_warmup_steps_ratio=0.5), peak_lr=1.0, total_steps=4)

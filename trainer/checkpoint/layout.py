@@ -29,6 +29,8 @@ TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
 
 LORA_META = "lora_train_meta.json"
+MEGATRON = {"dist_ckpt", "ckpt_contents.json"}
+"""Of these a `global_step_N` of verl has one where Megatron saved it."""
 USE_VERL = (
     "continue it in verl, or merge it with verl's model_merger and train from the result: "
     "model.partial_pretrain=<merged directory>"
@@ -160,6 +162,8 @@ def _require_listed_files(path: Path, step: int, manifest: Manifest) -> None:
 
 def _open_verl(path: Path, step: int, names: list[str]) -> VerlCheckpoint:
     """Raises `OSError` that says what is missing, or why it cannot be continued."""
+    if found := MEGATRON.intersection(names):
+        raise OSError(f"it was saved with verl's Megatron engine ({min(found)}), whose layout is not read; {USE_VERL}")
     if FSDP_CONFIG not in names:
         raise OSError(f"it has neither {MANIFEST} nor {FSDP_CONFIG}: its save did not finish")
     try:

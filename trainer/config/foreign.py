@@ -41,8 +41,10 @@ def foreign_keys() -> tuple[ForeignKey, ...]:
     return tuple(_rows(TABLE.read_text(encoding="utf-8")))
 
 
-def find_foreign(dotted: str) -> ForeignKey | None:
-    return next((row for row in foreign_keys() if row.matches(dotted)), None)
+def find_foreign(dotted: str, origins: Sequence[str] = ()) -> ForeignKey | None:
+    """The row of a key; of several the one of the first of `origins`, then the first."""
+    rows = [row for row in foreign_keys() if row.matches(dotted)]
+    return min(rows, key=lambda row: (*origins, row.origin).index(row.origin), default=None)
 
 
 def own_words(words: Sequence[str]) -> list[str]:

@@ -165,6 +165,9 @@ class OptimConfig:
     clip_grad: float = key(1.0, "largest global gradient norm", positive(" (large: never clips)"))
     lr_scheduler: str = key("cosine", "cosine | linear | constant | wsd (stable, then linear decay)")
     lr_warmup_steps_ratio: float = key(0.1, "share of all steps that warm up linearly", _RATIO)
+    lr_warmup_steps: int | None = key(
+        None, "in place of the share: steps that warm up; null or -1 = the share", at_least(0, special=-1, means="-1")
+    )
     min_lr_ratio: float = key(0.0, "final learning rate as a share of the peak", _RATIO)
     stable_ratio: float = key(0.9, "wsd: share of the steps after warm-up at peak before the decay", _RATIO)
 

@@ -52,11 +52,12 @@ class LrSchedule:
 
     @classmethod
     def from_config(cls, config: "OptimConfig", *, peak_lr: float, total_steps: int) -> "LrSchedule":
+        given, share = config.lr_warmup_steps, int(total_steps * config.lr_warmup_steps_ratio)
         return cls(
             kind=config.lr_scheduler,
             peak_lr=peak_lr,
             total_steps=total_steps,
-            warmup_steps=int(total_steps * config.lr_warmup_steps_ratio),
+            warmup_steps=share if given is None or given < 0 else given,
             min_lr_ratio=config.min_lr_ratio,
             stable_ratio=config.stable_ratio,
         )

@@ -1,0 +1,146 @@
+"""A configuration of another trainer becomes a recipe that trains with the same batch, rate, length and template."""
+
+import os
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from unit.foreign_files import AXOLOTL, FACTORY, TRL, VERL, ForeignExample, yaml_lines
+
+from trainer.cli.__main__ import main
+from trainer.config import Config, ConfigError, SourceConfig, find_foreign, parse_config
+from trainer.run.compose import PARTS, load_config
+
+MODEL = {"model_name_or_path": "model", "dataset_name": "org/data"}
+
+
+def imported(tmp_path: Path, name: str, text: str, *words: str) -> Config:
+    """Through the command and the recipe that it writes; what is still to be given is given."""
+    (tmp_path / name).write_text(text)
+    recipe = tmp_path / "mine.yaml"
+    assert main(["import", str(tmp_path / name), *words, "-o", str(recipe)]) == 0
+    tree: Any = OmegaConf.to_container(OmegaConf.load(recipe), resolve=True)
+    tree["data"]["train_files"] = tree["data"]["train_files"] or "given.jsonl"
+    return parse_config(tree, PARTS)
+
+
+def value_of(config: Config, dotted: str) -> Any:
+    return attrgetter(dotted)(config)
+
+
+@pytest.mark.parametrize("example", [*VERL, *TRL, *AXOLOTL, *FACTORY], ids=lambda example: example.name)
+def test_an_example_of_another_trainer_trains_as_there(
+    tmp_path: Path, example: ForeignExample, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = imported(tmp_path, example.name, example.text, *example.words)
+    assert {key: value_of(config, key) for key in example.expected} == example.expected
+    told = [line for line in capsys.readouterr().out.splitlines() if "  no equal" in line or "  unknown" in line]
+    assert {line.split()[1].partition("=")[0] for line in told} == example.named
+
+
+def test_every_line_of_a_file_is_answered_with_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = yaml_lines(**MODEL, warmup_steps=7, lr_scheduler_type="polynomial", logging_steps=5, no_such_key=1)
+    config = imported(tmp_path, "trl.yaml", text, "1")
+    assert config.optim.lr_warmup_steps == 7
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[1:7]]
+    assert [line[:2] for line in lines] == [
+        ["1", "model_name_or_path=model"],
+        ["2", "dataset_name=org/data"],
+        ["3", "warmup_steps=7"],
+        ["4", "lr_scheduler_type=polynomial"],
+        ["5", "logging_steps=5"],
+        ["6", "no_such_key=1"],
+    ]
+    said = ["->", "->", "->", "no equal: schedules are linear", "changes nothing: every step is logged", "unknown"]
+    assert all(line[2].startswith(start) for line, start in zip(lines, said, strict=True))
+
+
+def test_what_has_no_equal_stands_in_the_recipe(tmp_path: Path) -> None:
+    imported(tmp_path, "trl.yaml", yaml_lines(**MODEL, neftune_noise_alpha=5), "1")
+    recipe = (tmp_path / "mine.yaml").read_text()
+    assert "# no equal: neftune_noise_alpha=5: there is no noise on embeddings" in recipe
+    assert "# differs: assistant_only_loss=False: of rows of messages every token is trained there" in recipe
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_train_epochs": 1.5}, {"trainer.total_epochs": 2}),
+        ({"max_steps": 30, "num_train_epochs": 9}, {"trainer.total_training_steps": 30, "trainer.total_epochs": 2}),
+        ({"max_grad_norm": 0}, {"optim.clip_grad": 1e9}),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, {"optim.lr_warmup_steps_ratio": 0.0}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.1}, {"optim.lr_warmup_steps_ratio": 0.1}),
+        ({"adam_beta2": 0.95}, {"optim.betas": [0.9, 0.95]}),
+        ({"bf16": False}, {"model.fsdp_config.param_dtype": "float32"}),
+        ({"eval_strategy": "steps"}, {"data.val_files": "hf://org/data:test", "trainer.test_freq": 10}),
+        ({"dataset_config": "main"}, {"data.train_files": "hf://org/data:main/train"}),
+        ({"loss_type": "dft"}, {"model.loss": "dft"}),
+        ({"save_strategy": "no"}, {"trainer.save_freq": -1}),
+        ({"report_to": "[wandb, trackio]"}, {"trainer.logger": ["console", "wandb"]}),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) and "." in next(iter(value)) else None,
+)
+def test_a_setting_means_here_what_it_means_there(
+    tmp_path: Path, settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = imported(tmp_path, "trl.yaml", yaml_lines(**MODEL | settings), "1")
+    assert {key: value_of(config, key) for key in expected} == expected
+
+
+def test_names_of_llama_factory_are_found_in_its_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    listed = '{"a": {"file_name": "a.json"}, "b": {"hf_hub_url": "org/b", "formatting": "sharegpt", '
+    (tmp_path / "data" / "dataset_info.json").write_text(listed + '"columns": {"messages": "turns"}}}')
+    monkeypatch.chdir(tmp_path)
+    text = yaml_lines(model_name_or_path="m", template="llama3", dataset="a,b", mask_history=True)
+    config = imported(tmp_path, "factory.yaml", text, "1")
+    assert config.data.train_files == [
+        SourceConfig(files="data/a.json"),
+        SourceConfig(name="b", files="hf://org/b:train", messages_key="turns"),
+    ]
+    assert config.data.train_on == "last"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("trl.yaml", yaml_lines(**MODEL), "does not say on how many ranks it was started"),
+        ("what.yaml", "a: 1\n", "does not show whose it is: name it, --from verl"),
+        ("factory.yaml", yaml_lines(model_name_or_path="m", stage="dpo", num_processes=1), "it trains 'dpo'"),
+        ("list.yaml", "- a\n", "holds no keys"),
+        ("broken.yaml", "a: [\n", "is no YAML"),
+        ("run.sh", "echo hello\n", "launches no trainer"),
+        ("run.sh", "axolotl train mine.yaml --debug\n", "import that file"),
+        ("absent.yaml", None, "cannot read"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(
+    tmp_path: Path, name: str, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["import", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_recipe_is_an_experiment(tmp_path: Path) -> None:
+    """Composed as `train` does: the variables of the environment are those of its start."""
+    imported(tmp_path, VERL[0].name, VERL[0].text)
+    config = load_config([f"experiment={tmp_path / 'mine.yaml'}", "optim.lr=1e-6"])
+    assert (config.data.train_batch_size, config.optim.lr) == (256, 1e-6)
+    assert config.data.train_files == f"{os.environ['HOME']}/data/gsm8k/train.parquet"
+
+
+def test_a_recipe_without_model_does_not_train_the_quickstart(tmp_path: Path) -> None:
+    (tmp_path / "theirs.sh").write_text("python -m verl.trainer.sft_trainer data.train_files=a.jsonl model.path=$M\n")
+    assert main(["import", str(tmp_path / "theirs.sh"), "-o", str(tmp_path / "mine.yaml")]) == 0
+    with pytest.raises(ConfigError, match=r"'model\.partial_pretrain' must be str, got None"):
+        load_config([f"experiment={tmp_path / 'mine.yaml'}"])
+
+
+def test_a_key_of_several_trainers_is_answered_for_the_one_that_is_asked() -> None:
+    here = [find_foreign("lora_target_modules", origins) for origins in (("TRL",), ())]
+    assert [row and row.origin for row in here] == ["others", "others"]
+    assert find_foreign("no_such_key", ("TRL",)) is None
