@@ -57,7 +57,7 @@ def _tried(key: str, directory: Path, *, needs_links: bool = False) -> Iterator[
             fsio.rename(made / "staged", made / "final")
             if needs_links:
                 (made / "link").symlink_to(made / "file")
-            with (made / "file").open("rb") as file:
+            with (made / "file").open("ab") as file:  # NFS locks exclusively only what is open for writing
                 has_locks = try_lock(file.fileno())
     except OSError as error:
         yield Checked("fail", f"{key}={directory}: {error}", "choose a directory that can be written, on another disk")
