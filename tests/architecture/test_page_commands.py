@@ -4,6 +4,7 @@ All lines of ```bash blocks, and code inside a sentence that calls the program. 
 """
 
 import argparse
+import ast
 import re
 import shlex
 import tomllib
@@ -21,7 +22,10 @@ from trainer.run.compose import load_config
 
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
 PAGES += sorted((REPOSITORY / "docs").glob("*.md"))
+RECIPES = sorted((REPOSITORY / "conf/experiment").glob("*.yaml"))
 OURS = r"(?:bash run_sft\.sh|fsdp-sft)"
+INSIDE = rf"{OURS} |pip install |python (?:tests|benchmarks|examples)/"
+"""How a sentence calls a program; other code inside a sentence is a name, a key or an option."""
 OUTSIDE = {
     "vllm serve": "vLLM in an environment of its own; tests/e2e/test_vllm.py serves what is exported",
     "tensorboard": "shows in a browser what tests/unit/test_tracking_backends.py reads",
@@ -61,7 +65,7 @@ def commands_on(markdown: str) -> list[str]:
     blocks = re.findall(r"^```bash\n(.*?)^```", markdown, re.M | re.S)
     sentences = re.sub(r"^```.*?^```", "", markdown, flags=re.M | re.S)
     inside = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", sentences)]
-    usages = [re.sub(r" \[[^]]*\]", "", code) for code in inside if re.match(rf"{OURS} |pip install ", code)]
+    usages = [re.sub(r" \[[^]]*\]", "", code) for code in inside if re.match(INSIDE, code)]
     return [command for block in blocks for command in _lines(block)] + usages
 
 
@@ -138,6 +142,22 @@ def test_every_command_on_a_page_is_taken(page: Path) -> None:
             check(command)
         except BaseException as error:
             raise AssertionError(f"{page.name}: {command}") from error
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_command_in_a_recipe_is_taken(recipe: Path) -> None:
+    shown = re.findall(r"^# +(bash run_sft\.sh .*)$", recipe.read_text(encoding="utf-8"), re.M)
+    assert shown, "how it is called"
+    for command in shown:
+        check(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_what_a_page_imports_is_there(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        tree = ast.parse(block)
+        tree.body = [line for line in tree.body if isinstance(line, ast.Import | ast.ImportFrom)]
+        exec(compile(tree, page.name, "exec"), {})
 
 
 def test_the_pages_show_commands_and_each_reason_is_needed() -> None:
