@@ -152,12 +152,22 @@ def test_every_command_in_a_recipe_is_taken(recipe: Path) -> None:
         check(command)
 
 
+def test_every_example_of_the_help_is_taken() -> None:
+    for command in re.findall(rf"^ +({OURS} .*)$", commands.listing(), re.M):
+        check(command)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_what_a_page_imports_is_there(page: Path) -> None:
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
         tree = ast.parse(block)
         tree.body = [line for line in tree.body if isinstance(line, ast.Import | ast.ImportFrom)]
         exec(compile(tree, page.name, "exec"), {})
+
+
+def test_the_first_page_stays_short_and_says_what_ran_on_no_card() -> None:
+    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 160 and any("on CPUs only" in line for line in lines[:10])
 
 
 def test_the_pages_show_commands_and_each_reason_is_needed() -> None:
