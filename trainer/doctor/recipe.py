@@ -103,6 +103,9 @@ def architecture(launch: Launch) -> Iterator[Checked]:
     if isinstance(longest, int) and config.data.max_length > longest:
         what = f"{key}={config.data.max_length}, but its config.json names {longest} positions: engines serve no more"
         yield Checked("warn", what, f"{key}={longest}, or a config.json with the scaling that it is to be served with")
+    if getattr(found, "auto_map", None):
+        what = "code comes with the model (auto_map in config.json): engines load its export only if told to trust it"
+        yield Checked("warn", what, "give the engine its flag (vLLM: --trust-remote-code)")
     for note in packed_lm.notes(found):
         yield Checked("ok", note)
 
