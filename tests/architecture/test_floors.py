@@ -15,6 +15,7 @@ FREE_OF_TORCH = (
     "trainer.data.rows",
     "trainer.cli.__main__",
     "trainer.cli.checkpoint",
+    "trainer.cli.import",
     "trainer.doctor.checkup",
     "trainer.launch.__main__",
     "trainer.checkpoint_tools.listing",

@@ -66,6 +66,18 @@ def test_a_launch_script_of_verl_runs_as_it_is(capsys: pytest.CaptureFixture[str
     assert f"{ranks}, bash run_sft.sh 8" in said
 
 
+def test_what_verls_engine_writes_by_default_changes_nothing() -> None:
+    """Of verl 0.9.1, as its resolved configuration has them."""
+    values = {"enable_thinking_key": "enable_thinking", "override_config": "{}", "_target_": "verl.workers.config.X"}
+    values |= {"wrap_policy.min_num_params": "0", "seed": "42", "use_torch_compile": "true", "qat.enable": "false"}
+    values |= {"pad_to_length_bucket": "1024", "tiled_mlp.num_shards": "4", "lora.rank": "0", "num_cycles": "0.5"}
+    groups = {"enable_thinking_key": "data", "num_cycles": "optim"} | dict.fromkeys(
+        ("override_config", "tiled_mlp.num_shards", "lora.rank"), "model"
+    )
+    words = [f"{groups.get(key, 'engine')}.{key}={value}" for key, value in values.items()]
+    assert own_words(["optim.zero_indexed_step=true", "trainer.profile_interval=[-1,-1]", *words]) == []
+
+
 def test_what_is_said_once_is_not_said_by_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks get the words the launcher made of them."""
     arguments = parse_arguments(["2", "model.strategy=fsdp2", "model.path=here", "optim.lr=1e-5"])

@@ -89,6 +89,16 @@ def test_a_setting_means_here_what_it_means_there(
     assert {key: value_of(config, key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(("neat", "said"), [(False, "no equal: documents packed side by side see"), (True, "changes")])
+def test_packed_documents_that_see_each_other_are_told(
+    tmp_path: Path, neat: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = yaml_lines(model_name_or_path="m", stage="sft", packing=True, neat_packing=neat)
+    imported(tmp_path, "factory.yaml", text, "1", "--mean-tokens", "256")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " packing=True" in line]
+    assert f"packing=True  {said}" in line
+
+
 def test_names_of_llama_factory_are_found_in_its_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     listed = '{"a": {"file_name": "a.json"}, "b": {"hf_hub_url": "org/b", "formatting": "sharegpt", '

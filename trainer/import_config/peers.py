@@ -198,8 +198,15 @@ LLAMA_FACTORY = Peer(
     "LLaMA-Factory",
     ("LLaMA-Factory", "transformers", "TRL", "others"),
     HF_DEFAULTS
-    | {"learning_rate": 5e-5, "cutoff_len": 2048, "truncation of turns": True, "disable_gradient_checkpointing": False}
-    | {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": TWICE, "lora_target": "all", "bf16": False},
+    | {
+        "learning_rate": 5e-5,
+        "cutoff_len": 2048,
+        "truncation of turns": True,
+        "neat_packing": False,
+        "disable_gradient_checkpointing": False,
+    }
+    | {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": TWICE, "lora_target": "all", "bf16": False}
+    | {"neat_packing": False},
     HF_RULES
     | lora_rules(lambda given: given.value("finetuning_type") == "lora", rank="lora_rank", targets="lora_target")
     | {
