@@ -11,6 +11,8 @@ from unit.foreign_files import AXOLOTL, FACTORY, TRL, VERL, ForeignExample, yaml
 
 from trainer.cli.__main__ import main
 from trainer.config import Config, ConfigError, SourceConfig, find_foreign, parse_config
+from trainer.import_config.answers import ForeignSetting, became
+from trainer.import_config.translation import Translation
 from trainer.run.compose import PARTS, load_config
 
 MODEL = {"model_name_or_path": "model", "dataset_name": "org/data"}
@@ -133,6 +135,49 @@ def test_what_cannot_be_imported_is_refused(
         (tmp_path / name).write_text(text)
     assert main(["import", str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "factory.yaml",
+            yaml_lines(model_name_or_path="m", template="llama3"),
+            {"data.max_length": 2048, "optim.lr": 5e-5, "optim.lr_scheduler": "linear", "data.train_batch_size": 8}
+            | {"model.lora_rank": 8, "model.lora_alpha": 16, "model.fsdp_config.param_dtype": "float32"},
+        ),
+        (
+            "axolotl.yaml",
+            yaml_lines(base_model="m", learning_rate=1e-4),
+            {"data.max_length": 512, "optim.lr_scheduler": "cosine", "optim.lr_warmup_steps_ratio": 0.03}
+            | {"data.train_batch_size": 1, "trainer.total_epochs": 1, "data.truncation": "drop", "data.val_ratio": 0.0},
+        ),
+        (
+            "engine.sh",
+            "python -m verl.trainer.sft_trainer data.max_length=32768 model.path=m ulysses_sequence_parallel_size=2\n",
+            {"optim.lr": 1e-3, "optim.lr_scheduler": "constant", "optim.betas": [0.9, 0.999]}
+            | {"optim.lr_warmup_steps_ratio": 0.0, "data.max_token_len_per_gpu": 16384, "trainer.total_epochs": 4},
+        ),
+    ],
+)
+def test_a_silent_file_trains_with_the_defaults_of_its_trainer(
+    tmp_path: Path, name: str, text: str, expected: dict[str, Any]
+) -> None:
+    config = imported(tmp_path, name, text, "1")
+    assert {key: value_of(config, key) for key in expected} == expected
+
+
+def test_a_variable_that_a_script_sets_twice_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "if $BIG; then\nLR=1e-5\nelse\nLR=2e-5\nfi\npython -m verl.trainer.sft_trainer model.path=m data.x=1 "
+    imported(tmp_path, "theirs.sh", f"{script} data.max_length=${{LENGTH:-64}} optim.lr=$LR\n")
+    told = capsys.readouterr().out
+    assert "optim.lr=$LR  unknown: its value is set outside of the file, or twice" in told
+    assert "data.max_length=64  -> data.max_length=64" in told
+
+
+def test_what_a_file_says_wins_over_defaults() -> None:
+    rows = [(ForeignSetting("a", 1, line=1), became(optim__lr=1e-3)), (ForeignSetting("b", 2), became(optim__lr=1e-5))]
+    assert Translation("TRL", 1, rows).words["optim.lr"] == 1e-3
 
 
 def test_a_recipe_is_an_experiment(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _logger(_: Given, value: Any) -> Answer:
 
 
 VERL_RULES: dict[str, Rule] = {
-    "data.micro_batch_size": _samples,
+    "data.micro_batch_size": lambda _, __: nothing("verl does not read it, data.micro_batch_size_per_gpu it does"),
     "data.micro_batch_size_per_gpu": _samples,
     "data.max_token_len_per_gpu": lambda given, value: became(**_tokens(given, int(value))),
     "data.val_files": _validation,
