@@ -241,12 +241,8 @@ def _text_names(text: PreTrainedModel, whole: PreTrainedModel | None) -> dict[st
     }
     state, names = whole.state_dict(), {}
     for name, tensor in own.items():
-        found = [
-            f"{place}.{name.removeprefix(prefix)}"
-            for prefix in places
-            if name.startswith(prefix)
-            for place in places[prefix]
-        ]
+        prefixes = [prefix for prefix in places if name.startswith(prefix)]
+        found = [f"{place}.{name.removeprefix(prefix)}" for prefix in prefixes for place in places[prefix]]
         if len(found) != 1 or found[0] not in state or state[found[0]].shape != tensor.shape:
             raise ConfigError(f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}")
         names[found[0]] = name

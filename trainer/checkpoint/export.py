@@ -135,9 +135,7 @@ def plan_lora(shapes: Mapping[str, Tensor], adapter: Adapter, *, dtype: str, lor
         merged = plan_export(numbers, others, None, dtype=dtype)
         plans[""] = dataclasses.replace(merged, base=base)
     if lora != "merged":
-        stored = {
-            peft_name(name): torch.empty(t.shape, dtype=target_dtype, device="meta") for name, t in shapes.items()
-        }
+        stored = {peft_name(key): torch.empty(t.shape, dtype=target_dtype, device="meta") for key, t in shapes.items()}
         split = split_state_dict_into_shards_factory(
             stored, get_storage_size=lambda t: t.nbytes, filename_pattern=ADAPTER_WEIGHTS, max_shard_size=sys.maxsize
         )

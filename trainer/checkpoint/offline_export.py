@@ -102,7 +102,7 @@ def _open_shards(
     checkpoint: Path, manifest: Manifest, adapter: Adapter | None, *, dtype: str, lora: str
 ) -> tuple[Plans, ShardReader]:
     """What to write, and the mapped files to make it from: they stay readable when a running job deletes them."""
-    size = manifest.world_size
+    size, num_shards = manifest.world_size, manifest.num_shards
     exported = checkpoint / layout.HUGGINGFACE
     architecture, model = known_architecture(exported) if adapter is None else (None, None)
     whole = None
@@ -116,9 +116,7 @@ def _open_shards(
         plans = plan_lora(shapes, adapter, dtype=dtype, lora=lora)
     else:
         plans = {"": plan_export(shapes, buffers, architecture, dtype=dtype, whole=whole)}
-    reader = ShardReader(
-        checkpoint, world_size=size, num_shards=manifest.num_shards, parameters=shapes, buffers=buffers
-    )
+    reader = ShardReader(checkpoint, world_size=size, num_shards=num_shards, parameters=shapes, buffers=buffers)
     if dtype == "float16":
         for name in shapes:
             if not torch.isfinite(reader.whole(name).half()).all():

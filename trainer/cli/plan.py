@@ -130,10 +130,8 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
     columns = ("GPU", "host") if is_cuda else ("CPU",)
     yield f"{'GiB per rank':{NAME_WIDTH}}" + "".join(f"{column:>8}" for column in columns)
     outside = "CUDA, NCCL, gaps between blocks (estimate)" if is_cuda else "Python and its libraries (estimate)"
-    device = {name: size_bytes / GIB for name, size_bytes in plan.device_bytes.items()} | {
-        outside: forecast.outside_gib
-    }
-    host = {name: size_bytes / GIB for name, size_bytes in plan.host_bytes.items()}
+    device = {name: num_bytes / GIB for name, num_bytes in plan.device_bytes.items()} | {outside: forecast.outside_gib}
+    host = {name: num_bytes / GIB for name, num_bytes in plan.host_bytes.items()}
     if not is_cuda:
         device, host = device | host, {}
     for name in device | host:

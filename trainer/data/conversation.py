@@ -196,7 +196,7 @@ def _checked_message(message: Any, index: int) -> Message:
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role is None:
-        raise UnusableError(f"missing role: {where} has only {_names(message)}")
+        raise UnusableError(f"missing role: {where} has only {', '.join(map(repr, message)) or 'no columns'}")
     if role not in ROLES:
         raise UnusableError(f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}")
     calls = message.get("tool_calls") or []
@@ -272,7 +272,3 @@ def require_text(value: Any, what: str) -> str:
 
 def _type(value: Any) -> str:
     return "null" if value is None else type(value).__name__
-
-
-def _names(record: dict[str, Any]) -> str:
-    return ", ".join(map(repr, record)) or "no columns"

@@ -69,13 +69,8 @@ def prepare(
 def _content_hash(
     files: list[Path], tokenizer_digest: str, options: PrepareOptions, progress: Callable[[], None]
 ) -> str:
-    parts = [
-        _code_digest(),
-        tokenizers.__version__,
-        transformers.__version__,
-        tokenizer_digest,
-        dataclasses.asdict(options),
-    ]
+    versions = tokenizers.__version__, transformers.__version__
+    parts = [_code_digest(), *versions, tokenizer_digest, dataclasses.asdict(options)]
     for path in files:
         try:
             digest = hashlib.sha256()

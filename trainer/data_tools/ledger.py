@@ -6,7 +6,7 @@ kill or taken back by a rollback do not, nor do those whose update was left out.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,22 +157,18 @@ def _schedule(record: Mapping[str, Any], position: Position) -> Schedule:
     )
 
 
-def _places(part: StepRange, without: frozenset[int] | set[int]) -> Iterator[tuple[int, int, int]]:
+def _places(part: StepRange, without: frozenset[int] | set[int]) -> list[tuple[int, int, int]]:
     """(Epoch, first place, the one behind the last) of the steps that count, neighbours together."""
-    pending: tuple[int, int, int] | None = None
+    found: list[tuple[int, int, int]] = []
     for step in range(part.first, part.last + 1):
         if step in without:
             continue
         at, size = part.schedule.position(step - 1), part.schedule.batch_size
         end = min(at.samples_consumed + size, part.schedule.num_samples_in(at.epoch))
-        if pending is not None and pending[0] == at.epoch and pending[2] == at.samples_consumed:
-            pending = (at.epoch, pending[1], end)
-            continue
-        if pending is not None:
-            yield pending
-        pending = (at.epoch, at.samples_consumed, end)
-    if pending is not None:
-        yield pending
+        is_neighbour = bool(found) and (found[-1][0], found[-1][2]) == (at.epoch, at.samples_consumed)
+        first = found.pop()[1] if is_neighbour else at.samples_consumed
+        found.append((at.epoch, first, end))
+    return found
 
 
 def _goes_on(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -163,9 +163,7 @@ class Watchdog:
             changed_at = changed_at if stacks == last else now
             if now - changed_at > SETTLED_S and all(stacks[number] != earlier[number] for number in awaited):
                 break
-        dumped = {
-            number: text.removeprefix(earlier[number]).decode(errors="replace") for number, text in stacks.items()
-        }
+        dumped = {key: text.removeprefix(earlier[key]).decode(errors="replace") for key, text in stacks.items()}
         return {rank.number: dumped[rank.number] or f"no stack: {_condition(rank.process)}\n" for rank in ranks}
 
 

@@ -222,10 +222,8 @@ def _varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    head_size, window = _kernel_head_size(query, value), scoring.sliding_window
-    query_TNK, key_TNK, value_TNK = (
-        _widened(x[0].transpose(0, 1), head_size).contiguous() for x in (query, key, value)
-    )
+    size, window = _kernel_head_size(query, value), scoring.sliding_window
+    query_TNK, key_TNK, value_TNK = (_widened(x[0].transpose(0, 1), size).contiguous() for x in (query, key, value))
     output_TNK = varlen_attn(
         query_TNK,
         key_TNK,

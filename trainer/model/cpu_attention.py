@@ -68,10 +68,8 @@ class DocumentGroups:
             last = first + batch * length
             views = []
             for tensor_PK in places:
-                rows_per_key = len(tensor_PK) // len(self.keys.rows)
-                views.append(
-                    tensor_PK[first * rows_per_key : last * rows_per_key].view(batch, length * rows_per_key, -1)
-                )
+                per_key = len(tensor_PK) // len(self.keys.rows)
+                views.append(tensor_PK[first * per_key : last * per_key].view(batch, length * per_key, -1))
             yield tuple(views)
             first = last
 
@@ -86,10 +84,8 @@ class RowLayout:
         self, tokens: list[np.ndarray], paddings: list[np.ndarray], heads: np.ndarray, *, num_rows: int
     ) -> None:
         rows = [(group[:, None, :, None] * heads.size + heads) for group in tokens]
-        is_padding = [
-            np.broadcast_to(p[:, None, :, None], r.shape).ravel() for p, r in zip(paddings, rows, strict=True)
-        ]
-        rows_P, is_padding_P = np.concatenate([group.ravel() for group in rows]), np.concatenate(is_padding)
+        padded = [np.broadcast_to(p[:, None, :, None], r.shape).ravel() for p, r in zip(paddings, rows, strict=True)]
+        rows_P, is_padding_P = np.concatenate([group.ravel() for group in rows]), np.concatenate(padded)
         places = np.empty(num_rows, dtype=np.int64)
         places[rows_P[~is_padding_P]] = np.flatnonzero(~is_padding_P)
         self.rows = torch.from_numpy(rows_P)

@@ -228,9 +228,7 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _forgotten(model: PreTrainedModel) -> Iterator[None]:
     """What modules without parameters keep of a forward pass, such as rotary frequencies, is undone after it."""
-    kept = [
-        (module, dict(vars(module)), dict(module._buffers)) for module in model.modules() if not [*module.parameters()]
-    ]
+    kept = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules() if not [*m.parameters()]]
     try:
         yield
     finally:

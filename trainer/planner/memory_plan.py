@@ -193,7 +193,5 @@ def _source(config: Config) -> ModelSource:
 
 
 def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
-    kinds = {
-        (type(layer), *((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())) for layer in layers
-    }
+    kinds = {(type(layer), *((n, p.shape, p.requires_grad) for n, p in layer.named_parameters())) for layer in layers}
     return len(kinds) == 1 and len(set(getattr(model.config, "layer_types", None) or [""])) == 1

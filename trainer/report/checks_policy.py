@@ -26,10 +26,7 @@ MIN_HITS = 3
 MIN_RISE = 1e-9
 NUM_SMOOTH = 3
 """Points whose median stands for the present length of a generating policy."""
-BANDS = {
-    "reward": (-0.5, 0.0, 0.3),
-    "accuracy": (0.0, 0.1, 0.2),
-}
+BANDS = {"reward": (-0.5, 0.0, 0.3), "accuracy": (0.0, 0.1, 0.2)}
 """What epochs 1-10, 11-20 and 21-30 of a controller reach: rewards about that, accuracies at least."""
 MIN_EPOCHS = 8
 _FORMAT = re.compile(r"format|tag", re.IGNORECASE)

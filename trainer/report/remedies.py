@@ -35,11 +35,8 @@ def fact(run: AnalysedRun, purpose: str) -> str:
 def checkpoint(run: AnalysedRun, step: int) -> str:
     """The newest complete one up to a step, as far as they lie beside the log."""
     newest = max((one.step for one in run.log.checkpoints if one.is_complete and one.step <= step), default=None)
-    return (
-        f"a checkpoint of step {step} or before, if one was kept"
-        if newest is None
-        else f"the checkpoint of step {newest}"
-    )
+    kept = f"a checkpoint of step {step} or before, if one was kept"
+    return kept if newest is None else f"the checkpoint of step {newest}"
 
 
 def advice(run: AnalysedRun, name: str) -> tuple[str, dict[str, object]]:

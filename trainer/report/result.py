@@ -219,6 +219,6 @@ class Report:
     overridden: tuple[str, ...]
     insufficient: tuple[tuple[str, str], ...]
     closing: str
+    """Two or three sentences: what to do next."""
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     """As in the log."""
-    """Two or three sentences: what to do next."""

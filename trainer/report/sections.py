@@ -260,9 +260,7 @@ def _trends(report: Report) -> Section:
 def _limits(report: Report) -> Section:
     if not report.thresholds and not report.insufficient:
         return Section("limits", "Limits")
-    rows = [
-        (name, number(value), "yes" if name in report.overridden else "") for name, value in report.thresholds.items()
-    ]
+    rows = [(key, number(value), "yes" if key in report.overridden else "") for key, value in report.thresholds.items()]
     lead = f"{len(rows)} in use, {len(report.overridden)} overridden; {len(report.insufficient)} rules not judged."
     notes = tuple(f"{rule} was not judged: {reason}." for rule, reason in report.insufficient)
     return Section("limits", "Limits", lead, table("limit, value, overridden", rows, words="limit, overridden"), notes)

@@ -14,16 +14,8 @@ from trainer.report.sections import Section, Table, sections
 MAX_WIDTH, MAX_LINES = 120, 40
 MAX_OTHERS, FEW = 6, 3
 MATTERS = (
-    "validation",
-    "anomalies",
-    "findings",
-    "serving",
-    "metrics",
-    "throughput",
-    "checklist",
-    "learning-rate",
-    "next",
-    "limits",
+    *("validation", "anomalies", "findings", "serving", "metrics"),
+    *("throughput", "checklist", "learning-rate", "next", "limits"),
 )
 """Sections besides the three main findings, by what they tell; page and JSON have all of all of them."""
 REST = "The rest: --html FILE, or --json FILE."

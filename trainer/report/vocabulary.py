@@ -104,13 +104,8 @@ _FAMILIES = (
     ("memory.*|train_memory.*", "memory", "GiB", "down", "memory in use"),
     ("system/.*", "memory", "", "none", "state of the machine"),
     ("data/.*|train/(total|.*_count).*", "data", "", "none", "what the batches hold"),
-    (
-        "progress/.*|.*elapsed_time.*|remaining_time.*|.*max_steps|train_speed.*",
-        "state",
-        "",
-        "none",
-        "how far the run is",
-    ),
+    ("progress/.*|.*elapsed_time.*|remaining_time.*", "state", "", "none", "how far the run is"),
+    (".*max_steps|train_speed.*", "state", "", "none", "how far the run is"),
 )
 """Of names that stand in no table: pattern, group, unit, good direction, meaning."""
 _GROUPS = {"validation": "optimisation", "guard": "optimisation"}

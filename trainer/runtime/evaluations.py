@@ -28,9 +28,8 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
     """Those that count: {name: {step: row}}, by rising step."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for row in sorted(
-        (row for row in read_evaluations(run_dir) if row["kind"] == SUMMARY), key=lambda row: row["step"]
-    ):
+    summaries = [row for row in read_evaluations(run_dir) if row["kind"] == SUMMARY]
+    for row in sorted(summaries, key=lambda row: row["step"]):
         if isinstance(row.get("mean"), int | float):
             found.setdefault(str(row.get("name")), {})[row["step"]] = row
     return found

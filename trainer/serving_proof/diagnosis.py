@@ -40,8 +40,10 @@ NO_MATTER = frozenset(
 
 def causes(info: CheckpointInfo, config: Config, data: PreparedData, samples: Sequence[Sample]) -> list[str]:
     """What is wrong with the files of an export, in words, the plainest first."""
+    assert info.manifest is not None
     export = info.path / layout.HUGGINGFACE
-    found = [*_changed_files(info), *_tokenizer(export, data, samples), *_base(info, export), *_tensors(info, export)]
+    found = [f"files: {problem}" for problem in verify_files(info.path, info.manifest)]
+    found += [*_tokenizer(export, data, samples), *_base(info, export), *_tensors(info, export)]
     return [*found, *_settings(Path(resolve_source(config).path), export)]
 
 
@@ -63,12 +65,6 @@ def first_difference(
             count = int(sample.mask[1:].sum())
             return f"{sample.place}: {-found / count:.4f} a token served, {-expected / count:.4f} trained"
     return None
-
-
-def _changed_files(info: CheckpointInfo) -> Iterator[str]:
-    assert info.manifest is not None
-    for problem in verify_files(info.path, info.manifest):
-        yield f"files: {problem}"
 
 
 def _tokenizer(export: Path, data: PreparedData, samples: Sequence[Sample]) -> Iterator[str]:

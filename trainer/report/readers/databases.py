@@ -64,17 +64,13 @@ def read_file_store(path: Path) -> RunLog:
     """The newest run of `mlruns`, of an experiment in it, or the run itself."""
     runs = [(_meta(run), run) for run in _run_dirs(path)]
     meta, run_dir = max(runs, key=lambda run: (as_number(run[0].get("start_time")) or 0.0, run[1].name))
-    points = sorted(
-        _file_points(run_dir / "metrics"), key=lambda point: (as_number(point[0]) or 0.0, as_step(point[3]) or 0)
-    )
+    points = sorted(_file_points(run_dir / "metrics"), key=lambda row: (as_number(row[0]) or 0.0, as_step(row[3]) or 0))
     tags, params = (_texts(run_dir / name) for name in ("tags", "params"))
     return _mlflow_log(run_dir, points, tags, params, meta.get("status", ""), len(runs))
 
 
 def _run_dirs(path: Path) -> list[Path]:
-    return [
-        metrics.parent for depth in ("", "*/", "*/*/") for metrics in path.glob(f"{depth}metrics") if metrics.is_dir()
-    ]
+    return [found.parent for depth in ("", "*/", "*/*/") for found in path.glob(f"{depth}metrics") if found.is_dir()]
 
 
 def _meta(run_dir: Path) -> dict[str, str]:
