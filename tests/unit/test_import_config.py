@@ -60,8 +60,9 @@ def test_every_line_of_a_file_is_answered_with_its_number(tmp_path: Path, capsys
 
 
 def test_what_has_no_equal_stands_in_the_recipe(tmp_path: Path) -> None:
-    imported(tmp_path, "trl.yaml", yaml_lines(**MODEL, neftune_noise_alpha=5), "1")
+    imported(tmp_path, "trl.yaml", yaml_lines(**MODEL, neftune_noise_alpha=5, odd="|\n  a\n  b"), "1")
     recipe = (tmp_path / "mine.yaml").read_text()
+    assert "# unknown: odd=a b\n" in recipe
     assert "# no equal: neftune_noise_alpha=5: there is no noise on embeddings" in recipe
     assert "# differs: assistant_only_loss=False: of rows of messages every token is trained there" in recipe
 

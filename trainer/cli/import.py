@@ -39,7 +39,7 @@ def _import(argv: list[str]) -> int:
     found = import_file(options.file, name=options.name, num_ranks=options.num_ranks, mean_tokens=options.mean_tokens)
     print("\n".join(table(found)))
     check(found.words)
-    command = call(f"{found.num_ranks or 'N'} experiment={options.output or 'FILE.yaml'}".replace("train ", ""))
+    command = call(f"train {found.num_ranks or 'N'} experiment={options.output or 'FILE.yaml'}")
     text = recipe(found, name=options.file.stem, command=command)
     if options.output is None:
         print(f"\n{text}", end="")

@@ -15,6 +15,7 @@ from trainer.import_config.peers import AXOLOTL, LLAMA_FACTORY, TRL, VERL, VERL_
 from trainer.import_config.reading import ForeignFile, flat, read_foreign
 from trainer.import_config.rules import PER_DEVICE
 from trainer.run.compose import PARTS
+from trainer.runtime.program import call
 
 PEERS = {"verl": VERL, "trl": TRL, "axolotl": AXOLOTL, "llama-factory": LLAMA_FACTORY}
 RANKS = ("num_processes", "nproc_per_node", "num_gpus", "trainer.n_gpus_per_node")
@@ -55,7 +56,7 @@ def import_file(path: Path, *, name: str | None, num_ranks: int | None, mean_tok
     if num_ranks is None and any(key in given.settings for key in PER_DEVICE):
         raise ConfigError(
             f"{path} does not say on how many ranks it was started, and its batch is that of one rank: say it, "
-            f"import {path} N"
+            f"{call(f'import {path} N')}"
         )
     rows = [(setting, _answer(setting, given, peer)) for setting in settings.values()]
     own = Config()
@@ -89,7 +90,8 @@ def recipe(translation: Translation, *, name: str, command: str) -> str:
     lines = [f"# {translation.peer}'s {name}: {command}"]
     for setting, answer in translation.rows:
         if answer.kind not in ("became", "changes nothing"):
-            lines.append(f"# {answer.kind}: {setting.key}={setting.value}{answer.text and f': {answer.text}'}")
+            value = " ".join(str(setting.value).split())
+            lines.append(f"# {answer.kind}: {setting.key}={value}{answer.text and f': {answer.text}'}")
     return "\n".join([*lines, OmegaConf.to_yaml(_tree(words))])
 
 
@@ -133,9 +135,7 @@ def _answer(setting: ForeignSetting, given: Given, peer: Peer) -> Answer:
     if value is None and setting.line is not None:
         return nothing("left open")
     if key in (*RANKS, *MACHINES):
-        return nothing(
-            "the ranks of a machine are the first word of the command, NNODES in its environment the machines"
-        )
+        return nothing("ranks of a machine are the first word of the command, machines NNODES in its environment")
     if rule := peer.rules.get(key):
         try:
             return rule(given, value)
