@@ -68,9 +68,7 @@ class Lineage:
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
     """Fingerprints from the resolved configuration, and from `values` for what the configuration does not say."""
-    configured: dict[str, Any] = {
-        key: reduce(getitem, key.split("."), resolved) for key in (*FIXED, *WARNED) if "." in key
-    }
+    configured = {key: reduce(getitem, key.split("."), resolved) for key in (*FIXED, *WARNED) if "." in key}
     return {name: str(value) for name, value in (configured | values).items()}
 
 
