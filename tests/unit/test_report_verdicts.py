@@ -247,6 +247,10 @@ def test_warmup_peak_and_decay_are_confirmed() -> None:
     rate = analyse(sft_run(0)).learning_rate
     assert rate is not None and (rate.schedule, rate.warmup_steps, rate.peak) == ("cosine", 200, 1e-5)
     assert "lr_schedule:warmup" in ids(analyse(put("train/lr", slice(50, 100), 1e-8)()))
+    share = {**sft_run(0).config, "optim.lr_warmup_steps_ratio": 0.5}
+    assert "lr_schedule:warmup" in ids(analyse(replace(sft_run(0), config=share)))
+    steps = {**share, "optim.lr_warmup_steps": 200}
+    assert "lr_schedule:warmup" not in ids(analyse(replace(sft_run(0), config=steps)))
 
 
 def test_a_rate_that_jumps_is_told_and_an_unusual_smooth_one_is_not() -> None:

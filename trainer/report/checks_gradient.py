@@ -116,7 +116,9 @@ def _raised(run: AnalysedRun, told: LearningRate) -> Measure:
 def _warmup(run: AnalysedRun, rates: Series) -> Iterator[Measure]:
     """Whether the rate rises as long as the configuration says; where that says nothing, up to its peak."""
     ratio = run.config("optim.lr_warmup_steps_ratio", "warmup_ratio", "warmup_steps_ratio")
-    length = int(run.config("warmup_steps") or float(ratio or 0) * run.total_steps)
+    fixed = run.config("optim.lr_warmup_steps")  # of ours and verl's: null or -1 leave it to the share
+    share = run.config("warmup_steps") or float(ratio or 0) * run.total_steps
+    length = int(share if fixed is None or int(fixed) < 0 else fixed)
     peak = int(np.argmax(rates.values >= rates.values.max() * (1 - 1e-6)))
     inside = rates.values[rates.steps <= CERTAIN_WARMUP * length] if length else rates.values[: peak + 1]
     rises = bool(np.all(np.diff(inside) > 0)) if length else bool(np.all(np.diff(inside) >= 0))
