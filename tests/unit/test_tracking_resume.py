@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from killed_run import STEPS, train_row, val_row
+from sweeps import short_or_full
 
 from trainer.cli.resend import main as resend
 from trainer.errors import EXIT_CRASH, EXIT_DONE
@@ -109,8 +110,8 @@ def log_steps(tracking: Tracking, steps: range, *, shift: float = 0.0) -> None:
 
 @by_tracker
 @pytest.mark.covers("S0.1", "S1.5", "S3.1", "S3.2", "S3.29", "S3.58")
-def test_three_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> None:
-    for first_step, kill_step in KILLS:
+def test_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> None:
+    for first_step, kill_step in short_or_full(KILLS[:2], full=KILLS):
         assert run_piece(tmp_path, backend, first_step, kill_step) == -signal.SIGKILL
         assert_not_finished(tmp_path, backend)
         time.sleep(1.0 if backend == "wandb" else 0.0)
