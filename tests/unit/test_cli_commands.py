@@ -1,6 +1,8 @@
 """`fsdp-sft`, or `bash run_sft.sh`: names every command, and every command calls itself as it is called."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,12 @@ def test_verify_resume_calls_itself_as_it_is_called(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         checkpoint.main(["verify-resume", "--help"])
     assert capsys.readouterr().out.startswith("usage: bash run_sft.sh checkpoint verify-resume [N]")
+
+
+def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program() -> None:
+    """As a function it would not: `checkpoint ls | head` ended in a traceback, and a warning was not shown."""
+    call = "main(['checkpoint', 'ls', 'gone'], is_program=True)"
+    words = f"import logging, signal; from trainer.launch.__main__ import main; code = {call}"
+    check = "print(code, signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL, bool(logging.root.handlers))"
+    done = subprocess.run([sys.executable, "-c", f"{words}; {check}"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 True True\n", done.stderr

@@ -52,8 +52,11 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Also the console script, which passes no words."""
+def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
+    """`is_program`: the log and the signals of this process are the command's to set. The console script passes
+    neither words nor this.
+    """
+    is_program |= argv is None
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: {call('COMMAND …')}   (each has --help)\n\n{listing()}")
@@ -65,8 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         hint = did_you_mean(argv[0], COMMANDS)
         print(f"ERROR: there is no command '{argv[0]}'{hint and f': {hint}'}\n{listing()}", file=sys.stderr)
         return EXIT_USAGE
-    module = "trainer.launch.__main__" if argv[0] == TRAIN else f"trainer.cli.{argv[0]}"
-    return int(importlib.import_module(module).main(argv[1:]))
+    module = importlib.import_module("trainer.launch.__main__" if argv[0] == TRAIN else f"trainer.cli.{argv[0]}")
+    if is_program and hasattr(module, "set_up"):
+        module.set_up(argv[1:])
+    return int(module.main(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,14 @@ AT_ONCE = ("ls", "verify", "prune")
 """End at the first signal: the next start removes what is half deleted. The others clean up behind themselves."""
 
 
+def set_up(argv: list[str]) -> None:
+    """Of the process whose command this is."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    if argv and argv[0] in AT_ONCE:
+        for number in (signal.SIGINT, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main(argv: list[str]) -> int:
     return answer(lambda: _command(argv), {OSError: EXIT_CRASH})
 
@@ -170,8 +178,5 @@ def _base(given: Path | None, checkpoint: Path) -> Path | None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    if sys.argv[1:] and sys.argv[1] in AT_ONCE:
-        for number in (signal.SIGINT, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
+    set_up(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

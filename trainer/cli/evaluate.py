@@ -34,6 +34,11 @@ ENGINES = ("transformers", "vllm")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
+def set_up(argv: list[str]) -> None:
+    """Of the process whose command this is."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+
+
 def main(argv: list[str]) -> int:
     return answer(lambda: _evaluate(argv), {DataError: EXIT_BAD_DATA}, interrupted="interrupted: run it again to go on")
 
@@ -202,5 +207,5 @@ def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    set_up(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

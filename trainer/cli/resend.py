@@ -15,6 +15,11 @@ from trainer.runtime.program import call
 from trainer.tracking.resend import TARGETS, resend
 
 
+def set_up(argv: list[str]) -> None:
+    """Of the process whose command this is."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+
+
 def main(argv: list[str]) -> int:
     try:
         arguments = _parser().parse_args(argv)
@@ -44,5 +49,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    set_up(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from trainer.run.preflight import DataFiles
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], *, is_program: bool = False) -> int:
     if argv[:1] == ["--agent"]:
         return run_agent(argv[1:])
     if argv and re.fullmatch("[a-z][a-z-]*", argv[0]):
         from trainer.cli.__main__ import main as run_command
 
-        return run_command(argv)
+        return run_command(argv, is_program=is_program)
     signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())  # from here on they wait for `supervise`
     try:
         arguments = parse_arguments(argv)
@@ -115,4 +115,4 @@ def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], 
 
 if __name__ == "__main__":
     keep_streams_safe(says_so=False)  # the rank that writes most tells of a broken stdout
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], is_program=True))
