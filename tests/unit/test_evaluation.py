@@ -162,6 +162,9 @@ def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
     found = analyse(read_run(run_dir)).generalisation
     assert found is not None and found.recommended_step == 10 and math.isclose(found.expected_gain, 0.25)
     assert "eval/code" in found.reason and "outranks" in found.reason
+    assert command.main([str(run_dir), "--attach", "20", "code", "0.75"]) == 0
+    found = analyse(read_run(run_dir)).generalisation
+    assert found is not None and found.recommended_step == 20, "equal results: the validation loss decides"
     capsys.readouterr()
     assert command.main([str(run_dir), "--attach", "10", "code", "nan"]) == 2
     assert "--attach takes STEP NAME VALUE" in capsys.readouterr().err

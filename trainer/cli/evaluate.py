@@ -122,7 +122,7 @@ def _score(run_dir: Path, arguments: argparse.Namespace, publisher: "Publisher")
         print(f"step {info.step}: {metric} {row['mean']:.4f} [{row['low']:.4f}, {row['high']:.4f}], {row['n']} samples")
     rows, there = read_summaries(run_dir).get(metric, {}), {info.step for info in layout.committed(run_dir)}
     if kept := [step for step in rows if step in there]:
-        best = max(kept, key=lambda step: rows[step]["mean"])
+        best = max(kept, key=lambda step: (rows[step]["mean"], step))
         print(f"best of the checkpoints that are there: step {best}, {rows[best]['mean']:.4f}")
 
 

@@ -119,7 +119,8 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     best = max(values, key=lambda step: found.sign * values[step])
     deciding = _external(run) or found
     decisive = deciding.value_at()
-    step, path, reason = _recommended(run, deciding)
+    losses = values if found.sign < 0 else {}
+    step, path, reason = _recommended(run, deciding, losses)
     return Generalisation(
         metric=found.metric,
         values=values,
@@ -136,11 +137,14 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     )
 
 
-def _recommended(run: AnalysedRun, deciding: Criterion) -> tuple[int, Path | None, str]:
-    """(step, path, reason): the best of the checkpoints that exist; the best step where none is known to exist."""
+def _recommended(run: AnalysedRun, deciding: Criterion, losses: Mapping[int, float]) -> tuple[int, Path | None, str]:
+    """(step, path, reason): the best of the checkpoints that exist; the best step where none is known to exist.
+
+    Among equal results (few samples give few values) the validation loss decides.
+    """
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
     values = deciding.value_at()
-    ranked = sorted(values, key=lambda step: -deciding.sign * values[step])
+    ranked = sorted(values, key=lambda step: (-deciding.sign * values[step], losses.get(step, math.inf)))
     best, kept = ranked[0], [step for step in ranked if step in existing]
     lead = f"{'Lowest' if deciding.sign < 0 else 'Highest'} {deciding.metric}"
     outranks = " It outranks the validation loss." if run.external else ""
