@@ -161,7 +161,7 @@ def measure_rows(
         case.model.symlink_to(model)
         write_rows(case.train_file, num_rows, num_words=num_words)
         row: dict[str, Any] = {"rows": num_rows, "file_mb": case.train_file.stat().st_size / 1e6}
-        row |= run_ranks(prepare_rows, 1, case, timeout_s=TIMEOUT_S)[0]
+        row |= run_ranks(prepare_rows, 1, case, timeout_s=max(TIMEOUT_S, num_rows / 1000))[0]
         starts = [start_from_cache(case, number) for number in range(arguments.rounds)]
         row |= {key: middle(start[key] for start in starts) for key in starts[0]}
         shutil.rmtree(case.directory)
