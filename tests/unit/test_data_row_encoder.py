@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 
 import psutil
@@ -65,6 +65,13 @@ def test_the_number_of_processes_changes_nothing(tmp_path: Path, monkeypatch: py
     summary = found[0][0]
     assert (summary.num_samples, summary.num_bad_rows, summary.num_truncated) == (38, 2, 1)
     assert summary.num_conversations == 37 and len(summary.rows_by_shape) == 2 and summary.unread_keys == {"mood": 1}
+
+
+def test_a_daemonic_process_prepares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing refuses it children: ten million rows ended in an assertion there."""
+    with_cpus(monkeypatch, 2)
+    monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    assert len(list(RowEncoder(TOKENIZER, OPTIONS).encode(itertools.islice(endless(), 20)))) == 20
 
 
 def endless() -> Iterator[Row]:

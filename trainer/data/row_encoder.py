@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class RowEncoder:
         rows = iter(rows)
         yield from self._encode_here(itertools.islice(rows, ROWS_HERE))
         num_processes = len(os.sched_getaffinity(0))
-        if num_processes == 1:
+        if num_processes == 1 or current_process().daemon:  # which multiprocessing gives no children
             yield from self._encode_here(rows)
         elif (row := next(rows, None)) is not None:
             yield from self._encode_in_processes(itertools.chain([row], rows), num_processes)
