@@ -14,6 +14,7 @@ A sub-measure that is not asked for keeps what the result file holds of it.
 import argparse
 import json
 import random
+import resource
 import shutil
 import statistics
 import sys
@@ -21,6 +22,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -111,8 +114,10 @@ def write_tiny_model(root: Path) -> Path:
     return model
 
 
-def prepare_rows(world: World, case: Case) -> dict[str, float]:
-    """In a fresh process: rows and tokens per second of filling the cache, and what memory it took."""
+def prepare_rows(case: Case) -> dict[str, float]:
+    """In a fresh process: rows and tokens per second of filling the cache, and what memory it and the largest of those
+    that it starts took.
+    """
     before, started = peak_bytes(), time.perf_counter()
     dataset = prepare_tokens(case)
     seconds = time.perf_counter() - started
@@ -122,6 +127,7 @@ def prepare_rows(world: World, case: Case) -> dict[str, float]:
         "rows_per_s": len(dataset) / seconds,
         "prepare_peak_mib": peak_bytes() / 2**20,
         "prepare_growth_mib": (peak_bytes() - before) / 2**20,
+        "largest_worker_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
     }
 
 
@@ -161,7 +167,8 @@ def measure_rows(
         case.model.symlink_to(model)
         write_rows(case.train_file, num_rows, num_words=num_words)
         row: dict[str, Any] = {"rows": num_rows, "file_mb": case.train_file.stat().st_size / 1e6}
-        row |= run_ranks(prepare_rows, 1, case, timeout_s=max(TIMEOUT_S, num_rows / 1000))[0]
+        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # as a rank it may start processes
+            row |= fresh.submit(prepare_rows, case).result()
         starts = [start_from_cache(case, number) for number in range(arguments.rounds)]
         row |= {key: middle(start[key] for start in starts) for key in starts[0]}
         shutil.rmtree(case.directory)
