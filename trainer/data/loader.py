@@ -5,7 +5,6 @@ The position of a run is one integer, the step; torchdata's own state is stored 
 
 import dataclasses
 import os
-import signal
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import context, popen_fork
@@ -22,8 +21,7 @@ from trainer.data.batch_plan import Limits, Schedule, deal_facts, length_facts, 
 from trainer.data.samples import Samples
 from trainer.errors import EXIT_RESUMABLE, DataError
 from trainer.progress import Position
-from trainer.runtime.processes import die_with_parent
-from trainer.runtime.signals import STOP_SIGNALS
+from trainer.runtime.signals import become_worker
 
 DATA_EVENT = "data"
 """Kind of the event with which an attempt records what it trains on."""
@@ -125,12 +123,7 @@ class _WorkerContext(context.ForkContext):
 
 
 def _prepare_worker(worker_id: int) -> None:
-    """Stop signals are the training process's business; workers live until it no longer needs them, and no longer: one
-    that waits for room in its pipe would never see that the process is gone.
-    """
-    die_with_parent(os.getppid(), code=EXIT_RESUMABLE)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    become_worker(os.getppid(), code=EXIT_RESUMABLE)
     torch.set_num_threads(1)
 
 

@@ -3,7 +3,6 @@
 import itertools
 import os
 import pickle
-import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,8 +19,7 @@ from trainer.data.rows import Row, Seen, UnusableError
 from trainer.data.shapes import RowParser
 from trainer.data.tokens import Encoded
 from trainer.errors import EXIT_CRASH
-from trainer.runtime.processes import die_with_parent
-from trainer.runtime.signals import STOP_SIGNALS
+from trainer.runtime.signals import become_worker
 
 ROWS_HERE = 2000  # before it is worth to start processes
 CHUNK_ROWS, CHUNK_BYTES = 500, 1 << 20  # what a process gets at once: it ends with the first of them that is reached
@@ -115,11 +113,8 @@ _encoder: RowEncoder
 
 
 def _begin(encoder: RowEncoder, parent_pid: int) -> None:
-    """Stop signals are the business of the process that waits for the rows, and this one ends with it."""
     global _encoder
-    die_with_parent(parent_pid, code=EXIT_CRASH)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    become_worker(parent_pid, code=EXIT_CRASH)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other CPUs are busy, and threads were not forked
     _encoder = encoder
 

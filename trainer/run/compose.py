@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,7 +41,7 @@ USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bas
 
 def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
     """The words with the recipe that is meant where none names one, which is said in a line on stderr."""
-    if any(word.partition("=")[0].lstrip("+") == "experiment" for word in words):
+    if any(map(_is_recipe, words)):
         return words
     asked = env.get("SFT_EXPERIMENT")
     if not asked and not Path(LOCAL_RECIPE).is_file():
@@ -87,12 +88,8 @@ def _compose(words: list[str]) -> dict[str, Any]:
     names = [word.partition("=")[2] for word in words if _is_recipe(word)]
     # hydra need not know what is a key: a name inside data.apply_chat_template_kwargs is the user's own
     words = [f"++{word.lstrip('+')}" for word in words if not _is_recipe(word)]
-    with TemporaryDirectory() as place:
-        recipe = find_recipe(names[-1]) if names else None
-        if recipe is not None:
-            Path(place, "experiment").mkdir()
-            Path(place, "experiment", "asked.yaml").write_text(f"# @package _global_\n{_read_recipe(recipe)}")
-            words = [f"hydra.searchpath=[file://{place}]", "experiment=asked", *words]
+    with _where_hydra_finds(find_recipe(names[-1]) if names else None) as recipe_words:
+        words = [*recipe_words, *words]
         try:
             for override in OverridesParser.create().parse_overrides(words):
                 if override.is_sweep_override():
@@ -108,6 +105,18 @@ def _compose(words: list[str]) -> dict[str, Any]:
             useful = [line for line in lines if "full_key" not in line and "object_type" not in line]
             raise ConfigError("\n".join(useful[:6])) from error
     return dict(tree)
+
+
+@contextmanager
+def _where_hydra_finds(recipe: Path | None) -> Iterator[list[str]]:
+    """The words for hydra to take a file from anywhere, beginning as it must, as a recipe."""
+    if recipe is None:
+        yield []
+        return
+    with TemporaryDirectory() as place:
+        Path(place, "experiment").mkdir()
+        Path(place, "experiment", "asked.yaml").write_text(f"# @package _global_\n{_read_recipe(recipe)}")
+        yield [f"hydra.searchpath=[file://{place}]", "experiment=asked"]
 
 
 def _is_recipe(word: str) -> bool:

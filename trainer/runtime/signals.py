@@ -39,6 +39,15 @@ def heeded_signals() -> frozenset[signal.Signals]:
     return frozenset(STOP_SIGNALS) - ({signal.SIGHUP} if is_nohup else set())
 
 
+def become_worker(parent_pid: int, *, code: int) -> None:
+    """Stop signals are the business of the process that this one, just forked, works for. It lives until it is no
+    longer needed, and no longer: one that waits for room in its pipe would never see that the other is gone.
+    """
+    die_with_parent(parent_pid, code=code)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopRequest:
     """Remembers that someone asked the run to stop.
 
