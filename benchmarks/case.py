@@ -27,7 +27,8 @@ from trainer.data.token_cache import prepare
 SEED = 1
 BATCH = 32
 LR = 1e-3
-MODEL_CONFIG = {**make_quickstart.MODEL_CONFIG, "num_hidden_layers": 6}
+SIZE = {"hidden_size": 256, "intermediate_size": 704, "num_key_value_heads": 2, "num_hidden_layers": 6}
+MODEL_CONFIG = {**make_quickstart.MODEL_CONFIG, **SIZE}
 
 
 @dataclass(frozen=True)

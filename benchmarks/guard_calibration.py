@@ -25,7 +25,7 @@ from curves import BIMODAL, HELD_OUT, TUNED, healthy, held_out_val_curve, val_cu
 from guard_trials import FAULT_STEP, FAULTS, Family, Outcome, per_10k, precision, recall, trial
 
 from trainer.detection import Detector, Level
-from trainer.detection.overfit import OverfitJudge
+from trainer.detection.watches import OverfitJudge
 
 FIRST_SEED = 10_000
 """Tests use lower ones."""

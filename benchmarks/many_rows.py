@@ -21,10 +21,10 @@ import numpy as np
 from measuring import header, peak_bytes, table, write_result
 
 from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.held_out import Draw
 from trainer.data.loader import RankPlan, build_step
-from trainer.data.order import ORDERS
-from trainer.data.sample_writer import ROW, ROWS, TOKENS, Summary
+from trainer.data.order import ORDERS, Draw
+from trainer.data.row_encoder import ROW
+from trainer.data.sample_writer import ROWS, TOKENS, Summary
 from trainer.data.samples import Samples, open_dataset
 
 LENGTH, BATCH_SIZE, NUM_STEPS = 16, 512, 50

@@ -214,6 +214,13 @@ LEVERS: list[tuple[str, int, tuple[str, ...], tuple[str, ...], tuple[tuple[Any, 
         (),
     ),
     (
+        "model.compile, selective",
+        8,
+        (f"{RECOMPUTE}=selective",),
+        (f"{RECOMPUTE}=selective", "model.compile=true"),
+        (),
+    ),
+    (
         "replicas add gradients once a step (32 ranks, fsdp_size=8)",
         32,
         HSDP,
@@ -234,10 +241,15 @@ LEVERS: list[tuple[str, int, tuple[str, ...], tuple[str, ...], tuple[tuple[Any, 
         (),
         ((roofline, "ALONE", {"start", "forward", "head", "backward", "update"}),),
     ),
-    ("chunks of 2,048 tokens in the head", 8, (), (), ((head, "CHUNK_TOKENS", 2048),)),
-    ("chunks of 4,096 tokens in the head", 8, (), (), ((head, "CHUNK_TOKENS", 4096),)),
+    (
+        "blocks of 4,096 tokens in the head, the loss of 512 at a time",
+        8,
+        (),
+        (),
+        ((head, "BLOCK_TOKENS", 1024), (head, "CHUNKS", 1)),
+    ),
 ]
-"""What, ranks, words without it and with it, and what is replaced in the code to have it without (of chunks: with)."""
+"""What, ranks, words without it and with it, and what is replaced in the code to have it without."""
 
 
 def lever(name: str, num_ranks: int, words: tuple[str, ...], more: tuple[str, ...], replaced: Any) -> dict[str, Any]:
@@ -247,8 +259,6 @@ def lever(name: str, num_ranks: int, words: tuple[str, ...], more: tuple[str, ..
             stack.enter_context(patch.object(owner, attribute, value))
         found = [step_of(num_ranks, words)]
     found.append(step_of(num_ranks, more))
-    if name.startswith("chunks"):
-        found.reverse()
     (before, after), names = found, ("kernels", "GB in memory", "GB exchanged", "GiB of 79")
     row = {key: f"{before[key]:,} -> {after[key]:,}" for key in names}
     gain = before["seconds"] / after["seconds"] - 1

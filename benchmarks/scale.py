@@ -34,8 +34,8 @@ import numpy as np
 import torch.distributed as dist
 from case import SEED, Case, prepare_tokens
 from lifecycle import run_probe, tree_bytes
+from make_quickstart import ENGLISH
 from measuring import RESULTS, header, middle, peak_bytes, table, write_bytes_per_s, write_result
-from quickstart_tasks import WORDS
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -97,9 +97,10 @@ TIMEOUT_S = 400.0
 def write_rows(path: Path, num_rows: int, *, num_words: tuple[int, int] = (8, 22)) -> None:
     """Chats of two turns of so many random words, about one token each, written one by one."""
     generator = random.Random(SEED)
+    words = sorted({word for word in ENGLISH.read_text().split() if word.isalpha() and word.islower()})
     with path.open("w") as file:
         for _ in range(num_rows):
-            texts = [" ".join(generator.choices(WORDS, k=generator.randint(*num_words))) for _ in range(2)]
+            texts = [" ".join(generator.choices(words, k=generator.randint(*num_words))) for _ in range(2)]
             roles = zip(("user", "assistant"), texts, strict=True)
             file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}) + "\n")
 

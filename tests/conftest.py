@@ -50,8 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_is_left_running() -> Iterator[None]:
     """What tests started is gone soon after the last of them; if not, it is named and ended."""
     yield
-    if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # ends its service
     deadline = time.monotonic() + ENDED_WITHIN_S
     while (left := left_running()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -60,6 +58,14 @@ def nothing_is_left_running() -> Iterator[None]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     assert not left, f"tests left processes behind:\n{said}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wandb_is_left_to_nobody() -> Iterator[None]:
+    """Its service, and what it read of the environment, would go on into the next file of the process."""
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
 
 
 @pytest.fixture(scope="session")

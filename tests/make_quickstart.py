@@ -16,7 +16,7 @@ from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 
 ENGLISH = Path(__file__).with_name("quickstart_english.txt")
 CHAT_TEMPLATE = MODEL_DIR / "chat_template.jinja"
-SAMPLES_PER_FAMILY = 63
+SAMPLES_PER_FAMILY = 80
 OPENERS = (
     "Write a Python function",
     "Write a short Python function",
@@ -38,11 +38,11 @@ MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 704,
+    "hidden_size": 128,
+    "intermediate_size": 352,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "max_position_embeddings": MAX_LENGTH,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-06,

@@ -4,28 +4,15 @@
 so that executing an answer against it is a real check.
 """
 
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
 Parameter = int | str
 Case = Callable[..., tuple[tuple[object, ...], object]]
 
-WORD_LIST = (
-    "apple banana bird boat book bottle box bread brick bridge butter candle card chair cheese city clock cloud coat "
-    "coin corn cup dance desk dog door dream drum duck egg farm field fire fish flower forest fork frog garden glass "
-    "gold grape green hat heart hill honey horse house ice island jacket juice key king lake lamp leaf lemon letter "
-    "light lion map market milk mirror moon mouse music north ocean orange paper park pencil piano pond queen rain "
-    "river road"
-)
-WORDS = WORD_LIST.split()
 NUMBERS = range(2, 100)
 NUMBERS_ONLY: list[tuple[Parameter, ...]] = [(a,) for a in NUMBERS]
 PAIRS: list[tuple[Parameter, ...]] = [(a, b) for a in NUMBERS for b in NUMBERS if a < b]
-WORDS_ONLY: list[tuple[Parameter, ...]] = [(word,) for word in WORDS]
-LETTERS: list[tuple[Parameter, ...]] = [
-    (a, b) for a in string.ascii_lowercase for b in string.ascii_lowercase if a != b
-]
 
 
 @dataclass(frozen=True)
@@ -46,14 +33,6 @@ def _number(name: str, args: str, what: str, body: str, case: Case) -> Family:
 
 def _pair(name: str, args: str, what: str, body: str, case: Case) -> Family:
     return Family(name, args, what, body, case, PAIRS)
-
-
-def _word(name: str, args: str, what: str, body: str, case: Case) -> Family:
-    return Family(name, args, what, body, case, WORDS_ONLY)
-
-
-def _letters(name: str, args: str, what: str, body: str, case: Case) -> Family:
-    return Family(name, args, what, body, case, LETTERS)
 
 
 ARITHMETIC = (
@@ -232,58 +211,62 @@ STRINGS = (
         "return len(text) > {a}",
         lambda a: (("",), False),
     ),
-    _word(
+    _number(
         "starts_with_{a}",
         "text",
         'checks if text starts with "{a}"',
         'return text.startswith("{a}")',
-        lambda a: ((a + "s",), True),
+        lambda a: ((f"{a}s",), True),
     ),
-    _word(
+    _number(
         "ends_with_{a}",
         "text",
         'checks if text ends with "{a}"',
         'return text.endswith("{a}")',
-        lambda a: (("my " + a,), True),
+        lambda a: ((f"my {a}",), True),
     ),
-    _word("has_{a}", "text", 'checks if text contains "{a}"', 'return "{a}" in text', lambda a: (("any",), False)),
-    _word(
+    _number("has_{a}", "text", 'checks if text contains "{a}"', 'return "{a}" in text', lambda a: (("any",), False)),
+    _number(
         "count_{a}",
         "text",
         'counts how often the word "{a}" occurs in text',
         'return text.split().count("{a}")',
         lambda a: ((f"{a} or {a}",), 2),
     ),
-    _word(
-        "remove_{a}", "text", 'removes "{a}" from text', 'return text.replace("{a}", "")', lambda a: ((f"1{a}2",), "12")
+    _number(
+        "remove_{a}",
+        "text",
+        'removes "{a}" from text',
+        'return text.replace("{a}", "")',
+        lambda a: ((f"x{a}y",), "xy"),
     ),
-    _word(
+    _number(
         "add_{a}",
         "items",
         'adds "{a}" to the end of the list',
         'return items + ["{a}"]',
-        lambda a: ((["sun"],), ["sun", a]),
+        lambda a: ((["sun"],), ["sun", str(a)]),
     ),
-    _word(
+    _number(
         "find_{a}",
         "items",
         'returns the position of "{a}" in the list',
         'return items.index("{a}")',
-        lambda a: ((["sun", a],), 1),
+        lambda a: ((["sun", str(a)],), 1),
     ),
-    _letters(
+    _pair(
         "replace_{a}_by_{b}",
         "text",
         'replaces every "{a}" in text by "{b}"',
         'return text.replace("{a}", "{b}")',
-        lambda a, b: ((a + b + a,), b * 3),
+        lambda a, b: ((f"{a} or {a}",), f"{b} or {b}"),
     ),
-    _letters(
+    _pair(
         "count_{a}_and_{b}",
         "text",
-        'counts the letters "{a}" and "{b}" in text',
-        'return text.count("{a}") + text.count("{b}")',
-        lambda a, b: ((a + b + "1",), 2),
+        'counts the words "{a}" and "{b}" in text',
+        'words = text.split()\nreturn words.count("{a}") + words.count("{b}")',
+        lambda a, b: ((f"{a} or {b} {a}",), 3),
     ),
 )
 FAMILIES: tuple[Family, ...] = ARITHMETIC + CONDITIONS + LISTS + STRINGS

@@ -17,9 +17,8 @@ from trainer.loop.run import Cadence, Run
 from trainer.losses import LOSSES
 from trainer.model import adapters, flops, load, packed_lm, parallelize
 from trainer.model.experts import Routers
-from trainer.monitor.memory import Memory
+from trainer.monitor.memory import Memory, RollDetail
 from trainer.monitor.meter import Meter, Plan
-from trainer.monitor.roll_detail import RollDetail
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position

@@ -18,6 +18,7 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, decide_start
 from trainer.checkpoint.state import Stateful
@@ -26,8 +27,7 @@ from trainer.data.batch_plan import Schedule
 from trainer.data.order import Share
 from trainer.loop import step
 from trainer.loop.fit import fit
-from trainer.loop.run import Cadence, Run
-from trainer.loop.state import stateful_parts
+from trainer.loop.run import Cadence, Run, stateful_parts
 from trainer.model.load import whole_checkpoint
 from trainer.optim.clip import local_square_sum
 from trainer.progress import History, Position
@@ -47,6 +47,7 @@ class Recipe:
     total_steps: int = 6
     save_freq: int = 2
     keep: int | None = None
+    keep_full: int | None = None
     seed: int = 0
     batch_size: int = BATCH_SIZE
     async_save: bool = False
@@ -102,6 +103,7 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
             save_contents=CONTENTS,
             load_contents=CONTENTS[:3],
             export_dtype="float32",
+            keep_full=recipe.keep_full,
             async_save=recipe.async_save,
             save_timeout_s=recipe.save_timeout_s,
         ),
@@ -130,7 +132,7 @@ def checkpoint_manager(
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
         source=ExportSource(Path(source.path), None, (3,), None if source.random_weights else whole_checkpoint(source)),
-        keep=recipe.keep,
+        kept=Retention(keep=recipe.keep, keep_full=recipe.keep_full),
         lock=lock,
         fingerprints=fingerprints(recipe),
     )

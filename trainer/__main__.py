@@ -34,7 +34,13 @@ def main(argv: list[str]) -> int:
 
 def _run(config: Config) -> int:
     from trainer.runtime import log, signals
-    from trainer.runtime.environment import grow_cuda_segments, let_waiting_threads_sleep, rank_and_size, uncollected
+    from trainer.runtime.environment import (
+        grow_cuda_segments,
+        let_waiting_threads_sleep,
+        rank_and_size,
+        ranks_on_machine,
+        uncollected,
+    )
     from trainer.runtime.exit_codes import explain
     from trainer.runtime.heartbeat import Heartbeat
 
@@ -49,13 +55,18 @@ def _run(config: Config) -> int:
     heartbeat = Heartbeat()
     heartbeat.enter("start", limit_s=config.trainer.dist_timeout_s)
     try:
+        if config.trainer.checkpoint.mirror is not None and not signals.has_launcher():
+            raise ConfigError(
+                "trainer.checkpoint.mirror is kept by the launcher: start with `bash run_sft.sh 1 …`, or set it to null"
+            )
         with uncollected():
             from trainer.run.main import run
 
         if config.automatic:  # there is no launcher, which does this once for all its ranks
             from trainer.planner.choose import automatic
 
-            config = with_words(config, automatic(config, rank_and_size()[1]))
+            words = automatic(config, rank_and_size()[1], num_here=ranks_on_machine())
+            config = with_words(config, words)
         return run(config, stop, heartbeat)
     except Exception as error:
         code, message = explain(error, stop)

@@ -1,6 +1,6 @@
 """Every command that a page shows is one that the product takes: its words are parsed, its configuration composed.
 
-All lines of ```bash blocks, and code inside a sentence that calls the program. Nothing is run.
+All lines of ```bash blocks, and code inside a sentence that calls the program. tests/e2e/test_pages.py executes blocks.
 """
 
 import argparse
@@ -8,30 +8,21 @@ import ast
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from config_table import REPOSITORY
+from page_commands import MORE_PAGES, NEEDS, OURS, REPOSITORY, blocks_of, commands_on
+from page_commands import PAGES as COMMAND_PAGES
 
 from trainer.cli import __main__ as commands
 from trainer.config import ConfigError
 from trainer.launch.ranks import parse_arguments
 from trainer.run.compose import load_config
 
-PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
-PAGES += sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [*COMMAND_PAGES, *MORE_PAGES]
 RECIPES = sorted((REPOSITORY / "conf/experiment").glob("*.yaml"))
-OURS = r"(?:bash run_sft\.sh|fsdp-sft)"
-INSIDE = rf"{OURS} |pip install |python (?:tests|benchmarks|examples)/"
-"""How a sentence calls a program; other code inside a sentence is a name, a key or an option."""
-OUTSIDE = {
-    "vllm serve": "vLLM in an environment of its own; tests/e2e/test_vllm.py serves what is exported",
-    "tensorboard": "shows in a browser what tests/unit/test_tracking_backends.py reads",
-    ".ci/run": "CI itself",
-}
-"""Commands that CI cannot run, with what it lacks and what is tested instead."""
 OWN_RECIPES = ("mine.yaml", "conf/experiment/mine.yaml")
 """Files of readers, of which pages speak as if they were there."""
 
@@ -60,43 +51,19 @@ def _only_parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def commands_on(markdown: str) -> list[str]:
-    """As a shell would be handed them; brackets around what may be left out are gone."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", markdown, re.M | re.S)
-    sentences = re.sub(r"^```.*?^```", "", markdown, flags=re.M | re.S)
-    inside = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", sentences)]
-    usages = [re.sub(r" \[[^]]*\]", "", code) for code in inside if re.match(INSIDE, code)]
-    return [command for block in blocks for command in _lines(block)] + usages
-
-
-def _lines(block: str) -> Iterator[str]:
-    command = ""
-    for line in block.replace("\\\n", " ").splitlines():
-        command += f"{line}\n"
-        try:
-            is_one = bool(shlex.split(command, comments=True))
-        except ValueError:  # a quotation goes on in the next line
-            continue
-        if is_one:
-            yield command.strip()
-        command = ""
-
-
 def check(command: str) -> None:
     """Raises what the program answers to words that it does not take, or `AssertionError`."""
-    if any(re.match(rf"{re.escape(name)}\b", command) for name in OUTSIDE):
-        return
     words = [word.replace("…", "") for word in shlex.split(command, comments=True) if not word.endswith("=…")]
     words = ["1" if word in ("N", "STEP") else word for word in words if word]
     while re.match(r"[A-Z_]+=", words[0]):  # of the environment
         del words[0]
-    command = " ".join(words)
+    is_excused, command = NEEDS.search(command), " ".join(words)
     words = words[: next((place for place, word in enumerate(words) if word in (">", "|")), None)]
     if re.match(rf"{OURS}\b", command):
         _check_own(words[1 if words[0] == "fsdp-sft" else 2 :], has_train=words[0] != "fsdp-sft")
     elif words[:2] == ["pip", "install"]:
         _check_extras(words[-1] if "-c" not in words else words[words.index("-c") - 1])
-    else:
+    elif not is_excused:
         program, *options = words[1:]
         assert words[0] in ("bash", "python"), f"neither ours nor named with a reason: {command}"
         if program == "-c":
@@ -159,7 +126,7 @@ def test_every_example_of_the_help_is_taken() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_what_a_page_imports_is_there(page: Path) -> None:
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+    for block in blocks_of(page.read_text(encoding="utf-8"), "python"):
         tree = ast.parse(block)
         tree.body = [line for line in tree.body if isinstance(line, ast.Import | ast.ImportFrom)]
         exec(compile(tree, page.name, "exec"), {})
@@ -170,12 +137,11 @@ def test_the_first_page_stays_short_and_says_what_ran_on_no_card() -> None:
     assert len(lines) <= 160 and any("on CPUs only" in line for line in lines[:10])
 
 
-def test_the_pages_show_commands_and_each_reason_is_needed() -> None:
+def test_the_pages_show_every_command() -> None:
     shown = [command for page in PAGES for command in commands_on(page.read_text(encoding="utf-8"))]
     assert len(shown) > 60
     called = {name for name in commands.COMMANDS if any(re.match(rf"{OURS} {name}\b", text) for text in shown)}
     assert set(commands.COMMANDS) - called <= {commands.TRAIN}, "what no page shows"
-    assert [name for name in OUTSIDE if not any(command.startswith(name) for command in shown)] == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
-from trainer.loop.state import RateState
+from trainer.loop.run import RateState
 from trainer.optim.schedule import LrSchedule
 
 

@@ -43,7 +43,8 @@ def through_nothing(world: World) -> str:
 
 def test_a_connection_that_adds_nothing_up_is_refused() -> None:
     found = run_ranks(through_nothing, 2)
-    assert found == ["a sum of 1 over 2 ranks gave 1: their connection is not sound"] * 2
+    said = "a sum of 1 over 2 ranks gave 1: their connection is not sound"
+    assert len(found) == 2 and all(text.startswith(said) for text in found)
 
 
 def test_two_ranks_on_one_card_are_refused() -> None:

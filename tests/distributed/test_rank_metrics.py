@@ -1,8 +1,10 @@
 """Metrics on several ranks: one that only this file knows, and the times of every rank."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from ranks import run_ranks
@@ -10,11 +12,14 @@ from torch import Tensor
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import Recipe, StopsAfter, run
 
+from trainer.loop import step
 from trainer.loop.fit import fit
 from trainer.losses import LOSSES, Loss, cross_entropy
 from trainer.metrics import METRICS, is_signal, put
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import Metric
+from trainer.monitor import meter
+from trainer.optim import clip
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking, read_metrics
 
@@ -120,3 +125,35 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path: Path) -
         assert row["time/train/data_s_max"] / 2 <= row["time/train/data_s"] < row["time/train/data_s_max"]
         total = sum(row[f"time/train/{phase}_s"] for phase in PHASES)
         assert total == pytest.approx(row["time/train/step_s"], rel=0.02)
+
+
+def train_noting_gradients(world: World, source: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """{parameter: squared norm of its whole gradient} in the second of three steps, and the rows of all."""
+    squares: dict[str, float] = {}
+    model = build_toy_model(world, source)
+    run = toy_run(world, model, ToySamples(), total_steps=NUM_STEPS)
+
+    def noting(optimizer: Any, **scalars: Any) -> None:
+        if run.batches.step == 2:
+            grads = {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
+            squares.update({name: grad.square().sum().item() for name, grad in grads.items()})
+        clip.clipped_step(optimizer, **scalars)
+
+    with patch.object(step, "clipped_step", noting), patch.object(meter, "RARE_EVERY", 2):
+        assert fit(run) == 0
+    return squares, [row for _, row in run.tracking.rows]
+
+
+def test_the_gradient_norm_of_each_block_is_told_now_and_then_alike_on_all_world_sizes(tmp_path: Path) -> None:
+    source, key = write_model_config(tmp_path), "optim/grad_norm/"
+    told = {}
+    for num_ranks in (1, 2):
+        squares, (first, second, third) = run_ranks(train_noting_gradients, num_ranks, source)[0]
+        assert not any(name.startswith(key) for name in first.keys() | third.keys())
+        told[num_ranks] = {name.removeprefix(key): norm for name, norm in second.items() if name.startswith(key)}
+        for block, norm in told[num_ranks].items():
+            parts = [square for name, square in squares.items() if name.startswith(f"{block}.")]
+            assert parts and norm == pytest.approx(sum(parts) ** 0.5, rel=1e-6), block
+        assert math.hypot(*told[num_ranks].values()) == pytest.approx(second["train/grad_norm"], rel=1e-9)
+    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= told[1].keys()
+    assert told[2] == pytest.approx(told[1], rel=1e-5)

@@ -9,6 +9,7 @@ import pytest
 import whole_runs
 from whole_runs import tiny_model
 
+from trainer.checkpoint import retention
 from trainer.cli.replay import main
 from trainer.data_tools.ledger import ledger, read_history
 from trainer.resume_proof.bit_equality import compare_steps
@@ -88,6 +89,23 @@ def test_steps_with_their_rows_are_those_of_the_run_and_without_one_they_differ_
     shutil.rmtree(work)
 
 
+def test_without_a_whole_checkpoint_before_it_begins_where_the_run_began(
+    run_dir: Path, rows: dict[int, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_dir, thin := tmp_path / "thin")
+    retention.thin(thin, keep_full=1)
+    code = main([str(thin), "--from", "3", "--steps", "1", "--without", rows[4][1], "--keep"])
+    output = capsys.readouterr().out
+    assert code == 0 and "steps 1 to 4" in output and "from the weights that the run began with" in output, output
+    (work,) = tmp_path.glob("thin.replay-*")
+    ran, without = losses(work / "with"), losses(work / "without")
+    assert ran == {step: losses(run_dir)[step] for step in (1, 2, 3, 4)}
+    assert {step for step, loss in without.items() if loss != ran[step]} == {4}
+    assert re.search(r"bit for bit \(rows and \d+ tensors\)", output), (
+        "what is left of the run's checkpoint is compared"
+    )
+
+
 def test_what_cannot_be_trained_again_is_refused(
     run_dir: Path, rows: dict[int, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,14 +114,6 @@ def test_what_cannot_be_trained_again_is_refused(
         ("--from", "2", "--steps", "2", "--without", rows[6][0]): f"{rows[6][0]}: step 6",
         ("--from", "2", "--steps", "2", "--without", f"{file}:99999"): "not among the rows that are trained",
         ("--from", "2", "--steps", "2", "--without", "elsewhere.jsonl:1"): "not among the rows that are trained",
-        (
-            "--from",
-            "3",
-            "--steps",
-            "2",
-            "--without",
-            rows[4][0],
-        ): "has no checkpoint of step 3 to train from: 2, 4, 6",
         ("--from", "4", "--steps", "3", "--without", rows[5][0]): "from step 4 at most 2 more",
         ("--from", "4", "--steps", "1", "--without", ",".join(rows[5])): "nothing would be trained in step 5",
     }

@@ -20,7 +20,7 @@ from toy_runs import Recipe, checkpoint_manager, save_now
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint import save as saving
-from trainer.checkpoint.board import GRACE_S, Board
+from trainer.checkpoint.save import GRACE_S, Board
 from trainer.errors import ResumableError
 from trainer.runtime.distributed import World
 

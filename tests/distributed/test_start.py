@@ -1,5 +1,6 @@
 """How a run begins and stops: a shared directory, room on the disk, a stop in validation, a time limit."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,10 @@ def test_why_this_checkpoint_is_said_once(tmp_path: Path, source: Any, total_ste
 
 def test_weights_of_a_longer_run_do_not_make_a_new_run_complete(tmp_path: Path, source: Any) -> None:
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=4))
-    assert run_ranks(branch, 1, tmp_path / "branch", tmp_path / "run" / "global_step_4") == [(False, 0)]
+    named = tmp_path / "run" / "global_step_4"
+    assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 0)]
+    shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / "branch" / "global_step_2")
+    assert run_ranks(branch, 1, tmp_path / "branch", named) == [(False, 2)], "interrupted, it goes on from its own"
 
 
 class StopsInValidation(StopRequest):

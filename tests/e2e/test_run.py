@@ -79,7 +79,8 @@ def test_a_checkpoint_takes_the_disk_that_was_planned(straight: tuple[Path, str]
     config = load_config([*SMALL, "trainer.device=cpu"])
     disk = plan_disk(config, plan_memory(config, 2))
     files = [path.stat().st_size for path in (straight[0] / "global_step_12").rglob("*") if path.is_file()]
-    assert disk.checkpoint_bytes == pytest.approx(sum(files), rel=0.01)
+    few = 300_000  # bytes of names and the like that are not planned, whatever the model
+    assert disk.checkpoint_bytes == pytest.approx(sum(files), abs=few)
     assert disk.num_checkpoints == 12 // 3
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,16 @@ from transformers import (
 from whole_models import WRAPPERS, write_whole_model
 
 from trainer.checkpoint.export import ExportSource
+from trainer.cli import evaluate
+from trainer.config import ConfigError
+from trainer.doctor.recipe import served_by_vllm
 from trainer.model.assemble import build_model
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
 from trainer.quickstart import MODEL_DIR
+from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
+from trainer.serving import engines
+from trainer.tracking import read_metrics
 
 pytestmark = [
     pytest.mark.vllm,
@@ -109,6 +116,27 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
     return base, trained(root / "run", 8, cache, *words, "model.fsdp_config.param_dtype=float32")
 
 
+def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+    """`evaluate` of the held-out tasks, exit code; `answer` stands for the process of vLLM, which is told a job."""
+    words = [str(run_dir), "--score", "exec", "--answer", "check", "--engine", "vllm", "--max-new-tokens", "120"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            engines, "ask_vllm", lambda export, asked, python: answer({"model": export, "adapter": None, **asked})
+        )
+        return evaluate.main([*words, "--python", os.environ["VLLM_PYTHON"]])
+
+
+def asked_by_evaluate(run_dir: Path) -> dict[str, Any]:
+    jobs: list[dict[str, Any]] = []
+
+    def refused(job: dict[str, Any]) -> dict[str, Any]:
+        jobs.append(job)
+        raise ConfigError("answered later")
+
+    assert evaluated(run_dir, refused) == 2 and not read_summaries(run_dir)
+    return jobs[0]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("served")
@@ -124,9 +152,10 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
     (root / "adapter").mkdir()
     base, checkpoint = run_adapter(root / "adapter", cache)
     ids = random_ids(VOCAB)
+    export = trained(root / "run", 150, cache) / "huggingface"  # so many steps make the tokens of its answers certain
     return {
-        # so many steps make the tokens of its answers certain
-        "quickstart": {"model": trained(root / "run", 70, cache) / "huggingface", "question": QUESTION},
+        "quickstart": {"model": export, "question": QUESTION},
+        "evaluate": asked_by_evaluate(root / "run"),
         "adapter": {"model": base, "adapter": checkpoint / "huggingface" / "lora_adapter", "ids": random_ids(500)},
         "merged": {"model": checkpoint / "huggingface", "ids": random_ids(500)},
         **{name: {"model": root / f"{name}-export", "ids": ids} for name in (*FAMILIES, WHOLE)},
@@ -148,6 +177,11 @@ def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
     return found
 
 
+def test_doctor_reads_what_vllm_serves() -> None:
+    found = served_by_vllm(os.environ["VLLM_PYTHON"])
+    assert found and {"Qwen2ForCausalLM", "Gemma3ForConditionalGeneration"} <= found and "MotifForCausalLM" not in found
+
+
 @pytest.mark.covers("S3.23")
 def test_export_generates_in_vllm(jobs: dict[str, dict[str, Any]], served: dict[str, Any]) -> None:
     """vLLM's greedy answer in bf16 equals transformers' for the tokens that a short training made certain."""
@@ -161,6 +195,32 @@ def test_export_generates_in_vllm(jobs: dict[str, dict[str, Any]], served: dict[
     assert theirs["token_ids"][:8] == ids[:8]
     assert theirs["text"].startswith("```python\ndef ")
     assert theirs["finish_reason"] == "stop", "the model did not learn to end its turn"
+
+
+def test_evaluate_scores_what_vllm_wrote(jobs: dict[str, dict[str, Any]], served: dict[str, Any], root: Path) -> None:
+    """The rate is the share of held-out tasks that a plain exec finds solved; random tokens solve none."""
+    assert evaluated(root / "run", lambda job: served["evaluate"]) == 0
+    rows = [row for row in read_evaluations(root / "run") if row["kind"] == "sample"]
+    solved = sum(is_solved(row["completion"], row["answer"]) for row in rows)
+    assert len(rows) == len(jobs["evaluate"]["ids"]) == 77 and solved > 0
+    (logged,) = read_metrics(root / "run" / "evaluation" / "held_out" / "metrics.jsonl")
+    assert logged["exec_success_rate"] == solved / len(rows)
+    (summary,) = read_summaries(root / "run")["eval/held_out"].values()
+    assert summary["engine"].startswith("vllm ")
+    (root / "run" / FILE_NAME).unlink()
+    noise = [random_ids(VOCAB) for _ in rows]
+    assert evaluated(root / "run", lambda job: {**served["evaluate"], "ids": noise}) == 0
+    (summary,) = read_summaries(root / "run")["eval/held_out"].values()
+    assert summary["mean"] == 0
+
+
+def is_solved(completion: str, check: str) -> bool:
+    namespace: dict[str, Any] = {}
+    try:
+        exec(completion.removeprefix("```python\n").removesuffix("\n```"), namespace)
+        return bool(eval(check, namespace))
+    except Exception:  # whatever a wrong program does
+        return False
 
 
 @pytest.mark.parametrize("name", (*FAMILIES, WHOLE))

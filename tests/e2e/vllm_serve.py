@@ -1,8 +1,8 @@
 """Runs in vLLM's own environment: several models one after the other in this process; JSON on the last line.
 
 python vllm_serve.py JOBS: a JSON file of {name: {"model": DIRECTORY, ...}}. A job with a `question` is answered
-greedily with nothing but the directory said; one with `ids` gives their summed log-probability in float32, and with an
-`adapter` also what it is with the adapter.
+greedily with nothing but the directory said; one with `sampling` is what `evaluate` asks, answered by its own engine;
+one with `ids` alone gives their summed log-probability in float32, and with an `adapter` also what it is with it.
 """
 
 import gc
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # each engine in a process of its own imports vLLM again
+sys.path.append(str(Path(__file__).resolve().parents[2] / "trainer" / "serving"))
 
+import vllm_engine
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
@@ -33,6 +35,8 @@ def log_prob(llm: Any, ids: list[int], adapter: LoRARequest | None = None) -> fl
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     if "question" in job:
         return answer(LLM(job["model"], enforce_eager=True, max_model_len=512), job["question"])
+    if "sampling" in job:
+        return vllm_engine.serve(job)
     adapter = job.get("adapter")
     settings = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True}
     llm = LLM(job["model"], **settings, enable_lora=adapter is not None, limit_mm_per_prompt={"image": 0})

@@ -1,4 +1,4 @@
-"""A save behind training, the steps around it, a validation and a resume, on fake CUDA tensors.
+"""A save behind training, the steps around it and a validation, on fake CUDA tensors.
 
 Host memory is real: what a save would write is there, of zeros.
 """
@@ -15,19 +15,16 @@ from fake_watch import Watch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from toy_runs import saved_parts
 
-from trainer.checkpoint import layout, shards
-from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint import shards
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.save import Saver
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.config import CheckpointConfig
 from trainer.data.loader import ValidationBatches
+from trainer.loop.fit import validate
 from trainer.loop.step import training_step
-from trainer.loop.validation import validate
 
 
 class Writer:
-    """Stands for `Saver` where other ranks would have to write too: notes what the thread that writes is given."""
+    """Stands for `Saver`, which writes files: notes what the thread that writes is given."""
 
     def __init__(self, run_dir: Path, fake: FakeRun) -> None:
         self.run_dir, self.world, self.keep = run_dir, fake.run.world, None
@@ -50,10 +47,10 @@ class Writer:
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """Two saves, each with a step behind it, a validation, and (one rank writes and reads real files) a resume."""
+    """Two saves, each with a step behind it, and a validation."""
     with ExitStack() as stack:
         fake = stack.enter_context(fake_run(case, directory))
-        run, plain, told = fake.run, HostBuffers._allocate, list[tuple[Any, ...]]()
+        run, plain = fake.run, HostBuffers._allocate
 
         def allocate(buffers: HostBuffers, shapes: Any) -> None:
             with unset_fake_temporarily():
@@ -61,15 +58,15 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 
         stack.enter_context(patch.object(HostBuffers, "_allocate", allocate))
         run.validation_batches = ValidationBatches(fake.samples, fake.plan, batch_size=8)
-        writer = _saver(case, directory, fake) if case.num_ranks == 1 else Writer(directory, fake)
-        manager = CheckpointManager(writer, state=saved_parts(run), tell=lambda *event: told.append(event))
+        writer = Writer(directory, fake)
+        manager = CheckpointManager(writer, state=saved_parts(run), tell=lambda *event: None)
         run.checkpoints = manager
         batches = [fake.batch(case, step=step) for step in (1, 2, 3)]
         stack.enter_context(fake.mode)
         training_step(run, batches[0])
         fake_cuda.CALLS.clear()
         fake_cuda.LOCKED.clear()
-        with Watch(answer=0.0) as watch:
+        with Watch(answer=lambda where: 0.0) as watch:
             for batch in batches[1:]:
                 position = run.batches.schedule.position(batch.step - 1)
                 manager.save(position, loss=1.0, grad_norm=1.0, history=run.guard.history, is_required=False)
@@ -78,50 +75,12 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
             validate(run, 3)
             manager.finish()
         calls = [call._asdict() for call in fake_cuda.CALLS]
-        resumed = _resume(manager) if case.num_ranks == 1 else None
     shapes = [parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad]
     return {
         "calls": calls,
         "num_trained": sum(shapes),
         "num_tensors": len(shapes),
-        "written": getattr(writer, "written", None),
-        "told": told,
+        "written": writer.written,
         "reads": dict(watch.reads),
         "copies": watch.copies,
-        "resumed": resumed,
-    }
-
-
-def _saver(case: Case, directory: Path, fake: FakeRun) -> Saver:
-    (directory / "run").mkdir()
-    with unset_fake_temporarily():
-        return Saver(
-            directory / "run",
-            fake.run.model,
-            world=fake.run.world,
-            config=CheckpointConfig(),
-            source=ExportSource(directory, None, ()),
-            keep=None,
-            fingerprints={},
-            lock=None,
-        )
-
-
-def _resume(manager: CheckpointManager) -> dict[str, Any]:
-    """From the newest of the files: what is copied to the device, and whose generator is set."""
-    plain = shards.read_torch
-
-    def read(path: Path) -> Any:
-        with unset_fake_temporarily():
-            return plain(path)
-
-    found = layout.committed(manager.run_dir)
-    fake_cuda.CALLS.clear()
-    with patch.object(shards, "read_torch", read), Watch(answer=0.0) as watch:
-        manager.load(found[-1], contents=("model", "optimizer", "extra"))
-    return {
-        "steps": [info.step for info in found],
-        "bytes": sum(copy["bytes"] for copy in watch.copies if copy["way"] == "cpu to cuda"),
-        "back": sum(copy["way"] == "cuda to cpu" for copy in watch.copies),
-        "generators": [call.subject for call in fake_cuda.CALLS if call.name == "set_rng_state"],
     }

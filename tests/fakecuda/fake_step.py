@@ -64,6 +64,8 @@ class Case:
     """What moments and parameters are kept in."""
     reads_the_loss: bool = False
     """A fault to be found: the host looks at each loss as soon as it is there."""
+    trouble_at: int = 0
+    """A step of a whole run whose gradient norm makes the guard go back."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -96,10 +98,13 @@ class FakeRun:
 
 
 def read_ones(packet: Packet, **derived: Tensor) -> Totals:
-    """What the host would wait for: a packet of ones, in which nobody asks to stop or to save."""
+    """What the host would wait for: a packet of ones, in which nobody asks for anything, and nothing is abnormal."""
     num_ranks = (len(packet.values) - len(packet.names)) // max(1, len(packet.fields))
     by_rank = dict.fromkeys(packet.fields, (1.0,) * num_ranks)
-    return Totals({name: float(not name.endswith("_requests")) for name in (*derived, *packet.names)}, by_rank)
+    sums = {
+        name: float(not name.endswith(("_requests", "is_skipped", "nonfinite"))) for name in (*derived, *packet.names)
+    }
+    return Totals(sums, by_rank)
 
 
 @contextmanager
@@ -211,8 +216,9 @@ def main() -> None:
     torch.set_num_threads(1)
     import fake_plan
     import fake_save
+    import fake_whole_run
 
-    kinds = {"step": run_case, "save": fake_save.run_case, "plan": fake_plan.run_case}
+    kinds = {"step": run_case, "save": fake_save.run_case, "plan": fake_plan.run_case, "run": fake_whole_run.run_case}
     for line in sys.stdin:
         settings = json.loads(line)
         kind = settings.pop("kind", "step")

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,36 @@ NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"
 _VARLEN = inspect.signature(varlen._varlen_attn._init_fn)
 UPDATES = ("aten._fused_adamw_.",)
 COLLECTIVES = ("c10d.", "_c10d_functional.")
+NO_COLLECTIVES = ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Watch(TorchDispatchMode):
     """Counts operations; notes what reads a value on the host, copies between devices, and collectives."""
 
-    def __init__(self, *, answer: float | None = None) -> None:
-        """`answer`: what the host reads where it does; None: a fake tensor has nothing to tell."""
+    def __init__(self, *, answer: Callable[[str], float] | None = None) -> None:
+        """`answer`: what the host reads at a place; None: a fake tensor has nothing to tell."""
         super().__init__()
-        self._answer = answer
+        self._answer, self.phase = answer, ""
         self.operations: Counter[str] = Counter()
         self.num_kernels = 0
         self.reads: Counter[str] = Counter()
         self.copies: list[dict[str, Any]] = []
         self.collectives: list[dict[str, Any]] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as such under it too."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = str(func), kwargs or {}
         is_mask = name == "aten.index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if is_mask or any(word in name for word in READS):
-            self.reads[f"{name} at {_where()}"] += 1
-        if name == "aten._local_scalar_dense.default" and self._answer is not None:
-            return self._answer
+        if (is_mask or any(word in name for word in READS)) and args[0].device.type == "cuda":
+            where = _where()
+            self.reads[f"{self.phase} {name} at {where}".lstrip()] += 1
+            if name == "aten._local_scalar_dense.default" and self._answer is not None:
+                return self._answer(where)
         if name == "torch_attn._varlen_attn.default":
             _insist(*args)
         if name.startswith(UPDATES):
@@ -62,7 +70,7 @@ class Watch(TorchDispatchMode):
             result.pin_memory()
         if name in ("aten._to_copy.default", "aten.copy_.default"):
             self._note_copy(name, args, kwargs, inputs, outputs)
-        elif name.startswith(COLLECTIVES) and not name.startswith("_c10d_functional.wait_tensor"):
+        elif name.startswith(COLLECTIVES) and not name.startswith(NO_COLLECTIVES):
             self._note_collective(name, args, kwargs)
         return result
 
@@ -72,7 +80,7 @@ class Watch(TorchDispatchMode):
             is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         else:
             source, target, is_async = inputs[0], outputs[0], bool(kwargs.get("non_blocking"))
-        if source.device.type != target.device.type:
+        if {source.device.type, target.device.type} == {"cpu", "cuda"}:
             host = source if source.device.type == "cpu" else target
             if name == "aten._to_copy.default" and host is target and is_async:
                 host.pin_memory()  # as torch allocates it
@@ -80,6 +88,7 @@ class Watch(TorchDispatchMode):
             fake_cuda.called(f"copy {way}")
             self.copies.append(
                 {
+                    "phase": self.phase,
                     "way": way,
                     "how": "async" if is_async else "blocking",
                     "host": "pinned" if _is_pinned(host) else "pageable",
@@ -101,6 +110,7 @@ class Watch(TorchDispatchMode):
         kind = name.split(".")[1].strip("_")
         self.collectives.append(
             {
+                "phase": self.phase,
                 "kind": kind,
                 "dtype": str(largest.dtype).removeprefix("torch."),
                 "numel": largest.numel(),

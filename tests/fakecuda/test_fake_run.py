@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run on a GPU: saves behind training, validation, a resume; and the plan of a step."""
+"""What surrounds the steps of a run on a GPU: saves behind training, validation; and the plan of a step."""
 
 from collections import Counter
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SAVES: dict[str, dict[str, Any]] = {
-    "one rank": {"num_ranks": 1},
     "experts": {"model_type": "qwen3_moe", "changes": _EXPERTS},
     "replicas, bfloat16": {"num_ranks": 32, "fsdp_size": 8, "kept": "bfloat16"},
     "lora": {"lora_rank": 8},
@@ -73,10 +72,8 @@ def test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies(
     in_thread = [call for call in saves[name]["calls"] if call["thread"] == "checkpoint"]
     ready = _copied(saves[name])
     seen = [(call["name"], call["device"], call["subject"]) for call in in_thread]
-    wrote = [] if SAVES[name].get("num_ranks") == 1 else [("write", CARD, None)]
-    assert seen == [
-        step for event in ready for step in (("set_device", CARD, None), ("event.synchronize", CARD, event), *wrote)
-    ]
+    kinds = ("set_device", "event.synchronize", "write")
+    assert seen == [step for event in ready for step in zip(kinds, [CARD] * 3, (None, event, None), strict=True)]
 
 
 def _copied(save: dict[str, Any]) -> list[int]:
@@ -104,12 +101,12 @@ def test_an_update_waits_for_the_copy_of_what_it_changes_and_a_copy_for_the_last
         update = next(index for index in updates if index > recorded)
         waited = [call for call in calls[recorded:update] if call["name"] == "event.wait" and call["subject"] == event]
         assert [(call["stream"], call["thread"]) for call in waited] == [(0, "MainThread")]
-    if wrote := [index for index, call in enumerate(calls) if call["name"] == "write"]:
-        copies = [index for index, call in enumerate(calls) if call["name"] == "copy cuda to cpu"]
-        assert max(copies[: len(copies) // 2]) < wrote[0] < min(copies[len(copies) // 2 :]) < wrote[1]
+    wrote = [index for index, call in enumerate(calls) if call["name"] == "write"]
+    copies = [index for index, call in enumerate(calls) if call["name"] == "copy cuda to cpu"]
+    assert max(copies[: len(copies) // 2]) < wrote[0] < min(copies[len(copies) // 2 :]) < wrote[1]
 
 
-@pytest.mark.parametrize("name", [name for name in SAVES if name != "one rank"])
+@pytest.mark.parametrize("name", SAVES)
 def test_what_is_written_is_a_copy_in_host_memory(saves: Saves, name: str) -> None:
     """All of it page-locked where it comes from a card; offloaded state is in host memory already."""
     for written in saves[name]["written"]:
@@ -121,15 +118,6 @@ def test_offloaded_state_is_copied_by_the_host_alone(saves: Saves) -> None:
     assert [copy for copy in saves["offload"]["copies"] if "snapshot.py" in copy["where"]] == []
     checks = [copy for copy in saves["offload"]["copies"] if "_is_finite" in copy["where"]]
     assert len(checks) == 2, "one number a save, not one for each tensor"
-
-
-def test_files_of_a_save_are_what_a_resume_puts_on_the_card(saves: Saves) -> None:
-    """With the state of the generator of this card."""
-    save = saves["one rank"]
-    assert [kind for kind, *_ in save["told"]] == ["checkpoint"] * 2 and save["resumed"]["steps"] == [1, 2]
-    assert save["resumed"]["bytes"] == 12 * save["num_trained"] + 4 * save["num_tensors"]
-    assert save["resumed"]["back"] == 0 and save["resumed"]["generators"] == [CARD]
-    assert {call["subject"] for call in called(save, "get_rng_state")} == {CARD}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -53,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "lora": {"lora_rank": 8},
     "compiled": {"model_type": "llama", "compile": True},
+    "compiled, selective": {"model_type": "llama", "compile": True, "recompute": "selective"},
     "two share": {"sequence_size": 2},
     "four share": {"sequence_size": 4, "recompute": True},
     "reads": {"reads_the_loss": True},
@@ -106,6 +107,20 @@ def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_fir
     waited = [copy for copy in back if copy["how"] == "blocking"]
     assert 2 * len(waited) == len(back) and steps["offload"]["num_micro_batches"] == 2
     assert {(copy["host"], copy["how"]) for copy in back} == {("pinned", "async"), ("pageable", "blocking")}
+
+
+def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps: Steps) -> None:
+    """Float32 shards of the layers twice in each micro-batch, all else once, and gradients back: what `plan` counts."""
+    step = steps["offload"]
+    moved = Counter[str]()
+    for copy in step["copies"]:
+        if not copy["where"].startswith(("trainer/batch.py", "trainer/monitor/packet.py", "trainer/optim/clip.py")):
+            moved[copy["way"]] += copy["bytes"]
+    once, layers = step["num_micro_batches"] * 4 // 8, sum(step["layer_numels"])
+    assert moved == {
+        "cpu to cuda": once * (step["num_parameters"] + layers),
+        "cuda to cpu": once * step["num_parameters"],
+    }
 
 
 def test_inputs_of_layers_go_and_come_beside_the_step(steps: Steps) -> None:
@@ -170,9 +185,10 @@ def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
     assert len(found) == num_layers * step["num_micro_batches"] * 4 * (num_forward + 1)
 
 
-def test_compiled_layers_are_one_graph_and_the_loss_another(steps: Steps) -> None:
+@pytest.mark.parametrize("name", ["compiled", "compiled, selective"])
+def test_compiled_layers_are_one_graph_and_the_loss_another(steps: Steps, name: str) -> None:
     """Two micro-batches of other shapes, each forward and backward: nothing is compiled anew, nothing waits."""
-    assert steps["compiled"]["num_graphs"] == 2
+    assert steps[name]["num_graphs"] == 2
 
 
 def test_replicas_add_their_gradients_once_a_step(steps: Steps) -> None:

@@ -13,13 +13,14 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "unit")]
 
 from checkpoint_fakes import commit  # noqa: E402  found by the paths above
 
-from trainer.checkpoint import layout  # noqa: E402
+from trainer.checkpoint import layout, retention  # noqa: E402
+from trainer.checkpoint.retention import Retention  # noqa: E402
 
 
 def save(run_dir: Path, step: int, keep: int) -> None:
     commit(run_dir, step)
     say(f"committed {step}")
-    layout.settle(run_dir, step, keep=keep)
+    retention.settle(run_dir, step, Retention(keep=keep))
     say(f"settled {step}")
 
 

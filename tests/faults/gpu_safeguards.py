@@ -5,6 +5,7 @@ from safeguards import Mutation
 ATTENTION, SHARDING, SNAPSHOT = "model/attention.py", "model/parallelize.py", "checkpoint/snapshot.py"
 MANAGER, RANKS, WORLD = "checkpoint/manager.py", "launch/ranks.py", "runtime/distributed.py"
 KERNEL, STEP, RUN = "numerics/test_cuda_attention.py", "fakecuda/test_fake_step.py", "fakecuda/test_fake_run.py"
+WHOLE, PARALLEL, HEAD = "fakecuda/test_fake_whole_run.py", "numerics/test_parallelize.py", "model/head.py"
 MACHINE, COPY, SPEED = "unit/test_launch_machine.py", "unit/test_snapshot.py", "unit/test_speed.py"
 
 GPU_SAFEGUARDS = (
@@ -121,6 +122,27 @@ GPU_SAFEGUARDS = (
         ("distributed/test_groups.py::test_every_group_of_the_mesh_has_the_configured_limit",),
     ),
     Mutation(
+        "GPU 11: selective recomputation of a compiled layer repeats products",
+        SHARDING,
+        "use_reentrant=False, context_fn=_selective())\n        layer",
+        "use_reentrant=False)\n        layer",
+        (f"{PARALLEL}::test_a_compiled_backward_pass_is_the_same_and_repeats_no_product",),
+    ),
+    Mutation(
+        "GPU 11: a layer that is not one graph is left uncompiled",
+        SHARDING,
+        "fullgraph=is_selective)",
+        "fullgraph=False)",
+        (f"{PARALLEL}::test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused",),
+    ),
+    Mutation(
+        "GPU 11: what stays gathered is gathered anew for each micro-batch",
+        SHARDING,
+        "    model.set_reshard_after_backward(is_last or owner.frees_gathered)\n",
+        "    model.set_reshard_after_backward(True)\n",
+        (f"{PARALLEL}::test_what_stays_gathered_is_gathered_once_a_step",),
+    ),
+    Mutation(
         "GPU 12: norms are computed in pieces",
         "model/norm.py",
         '    if hidden_TH.device.type == "cuda":',
@@ -146,7 +168,21 @@ GPU_SAFEGUARDS = (
         SHARDING,
         '        "_grouped_mm",\n',
         "",
-        ("numerics/test_parallelize.py::test_selective_recomputation_repeats_no_matrix_product",),
+        (f"{PARALLEL}::test_selective_recomputation_repeats_no_matrix_product",),
+    ),
+    Mutation(
+        "GPU 17: the head's blocks are of 1,024 positions",
+        HEAD,
+        "    block_size = min(BLOCK_TOKENS, 1 <<",
+        "    block_size = min(1024, 1 <<",
+        ("numerics/test_head.py::test_blocks_are_as_long_as_the_memory_of_their_logits_allows",),
+    ),
+    Mutation(
+        "GPU 17: the gradient of the head's weight is added up in bfloat16",
+        HEAD,
+        "        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if is_trained else None\n",
+        "        grad_weight_VH = torch.zeros_like(weight_VH) if is_trained else None\n",
+        ("numerics/test_head.py::test_weight_gradient_sums_its_blocks_in_float32",),
     ),
     Mutation(
         "GPU 18: what is converted is held whole",
@@ -166,8 +202,8 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: seeds ask whether there is any card",
         "runtime/seeding.py",
-        '    if device.type == "cuda":\n        state["cuda"]',
-        '    if torch.cuda.is_available():\n        state["cuda"]',
+        '(self._device)} if self._device.type == "cuda"',
+        "(self._device)} if torch.cuda.is_available()",
         ("unit/test_seeding.py::test_a_cpu_run_on_a_machine_with_cards_leaves_them_alone",),
     ),
     Mutation(
@@ -222,9 +258,16 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: a thread writes before the copy is complete",
         MANAGER,
-        "        self._buffers.wait_until_ready()\n",
-        "",
+        "                buffers.wait_until_ready()\n",
+        "                pass\n",
         (f"{RUN}::test_the_thread_that_writes_stands_on_its_own_card_and_waits_for_the_copies",),
+    ),
+    Mutation(
+        "GPU fine print: the save that a run ends with fetches tensor by tensor",
+        MANAGER,
+        '(in_background or self._saver.device.type == "cuda")',
+        "in_background",
+        (f"{WHOLE}::test_no_copy_blocks_from_the_first_step_to_the_last_save",),
     ),
     Mutation(
         "GPU fine print: to count replicas a mesh is cut",
@@ -242,7 +285,7 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU fine print: without nvidia-ml-py nothing is sampled",
-        "monitor/system.py",
+        "monitor/memory.py",
         "    except ModuleNotFoundError:\n",
         "    except ZeroDivisionError:\n",
         ("unit/test_meter.py::test_without_the_package_a_gpu_is_asked_by_the_drivers_program",),

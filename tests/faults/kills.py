@@ -4,12 +4,16 @@
 fixed by its seed up to the moment within the run, which is the machine's. Each start is the real command with all its
 parts (loader workers in half of them, validation, trackers, report) on a small model; `tests/whole_runs.py` stands for
 the launcher. A run is struck until a start of it is left in peace and ends. It must then have left all that an
-undisturbed run leaves: losses, validations, final state, histories, report, checkpoints, pointer, end and lock.
-A strike that meets no living rank is repeated.
+undisturbed run leaves: all numbers of each row but times, final state, histories, report, checkpoints, pointer, end and
+lock. A strike that meets no living rank is repeated.
+
+`--all-features`: runs on 2 ranks thin old checkpoints, leave updates out and keep a mirror; what kills all ranks kills
+the mirror's process too in half of the trials. It writes benchmarks/results/kills_all_features.json.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import platform
@@ -19,12 +23,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import psutil
 import torch
 import whole_runs
 from whole_runs import Attempt, tiny_model
@@ -33,20 +39,30 @@ from trainer.checkpoint import choice, layout
 from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.manifest import verify_files
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
-from trainer.resume_proof.bit_equality import KEYS, compare_runs
+from trainer.launch.mirroring import mirrored
+from trainer.launch.ranks import NodeLayout
+from trainer.mirror.contents import look
+from trainer.mirror.storage import Storage
+from trainer.resume_proof.bit_equality import compare_runs
+from trainer.run.compose import load_config
 from trainer.tracking import events_file
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kills.json"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WORLD_SIZES = (1, 2, 2, 2, 3)
 RECIPES = ((1, 1), (2, 2), (3, 2))
 """Steps between saves, checkpoints kept."""
+FEATURES = ("trainer.checkpoint.keep_full=1", "trainer.guard.rules=['train/grad_norm > 5: skip']")
 TOTAL_STEPS = 10
 BASE = (f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.test_freq=3", "trainer.hang_timeout_s=120")
 GONE_WITHIN_S = 30.0
 """torchrun lets a rank that waits in C code, as for the others at the start, live 30 s after another has left."""
 ENDED_WITHIN_S = 120.0
 NOT_STRUCK = "over before the strike"
-COMPARED = {"train": KEYS, "val": ("val/loss",)}
+TIMED = re.compile(
+    "ts|attempt|train/time|(time|throughput|memory|system|ckpt|obs)/|progress/(attempt|elapsed|eta|goodput|lost)"
+)
+"""Numbers that no two runs share."""
+COMPARED = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,15 @@ class Run:
     def log(self) -> Path:
         return self.run_dir.with_suffix(".log")
 
+    @property
+    def mirror(self) -> str | None:
+        """Its URL; none of a run without the features."""
+        return f"file://{self.run_dir}.mirror" if set(FEATURES) <= set(self.words) else None
+
+    def announced(self) -> set[int]:
+        """Steps that its last attempt said it had saved."""
+        return {int(step) for step in re.findall(r"saved \S+/global_step_(\d+)\b", self.log.read_text())}
+
     def rows(self) -> list[dict[str, Any]]:
         """Of every attempt, also those that no longer count; the last line may be torn by a kill."""
         path = self.run_dir / "metrics.jsonl"
@@ -98,8 +123,8 @@ class Run:
 class Campaign:
     """A sequence of trials on run directories that are used until their run is complete."""
 
-    def __init__(self, root: Path, *, seed: int) -> None:
-        self._root, self._seed = root, seed
+    def __init__(self, root: Path, *, seed: int, has_all_features: bool = False) -> None:
+        self._root, self._seed, self._has_all_features = root, seed, has_all_features
         self._base = (*tiny_model(root), *BASE)
         self._straight: dict[tuple[int, int, int], Path] = {}
         self._num_runs = 0
@@ -116,6 +141,7 @@ class Campaign:
         found = self._check(current, code, trial.how if moment != NOT_STRUCK else "")
         if code == EXIT_DONE:
             found += compare_runs(current.straight, current.run_dir, steps=TOTAL_STEPS).differences
+            found += _different_ends(current)
             self._current = None
             self.counts["runs completed"] += 1
         self.faults += [f"trial {number} ({trial}, {moment}, {current.run_dir.name}): {fault}" for fault in found]
@@ -125,11 +151,14 @@ class Campaign:
         rng = random.Random(self._seed * 7919 + number)
         world_size, (save_freq, keep) = rng.choice(WORLD_SIZES), rng.choice(RECIPES)
         words = (*self._base, f"trainer.save_freq={save_freq}", f"trainer.max_ckpt_to_keep={keep}")
+        if self._has_all_features:
+            world_size, words = 2, (*words, *FEATURES)
         key = (world_size, save_freq, keep)
         if key not in self._straight:
             self._straight[key] = self._root / f"straight_{world_size}_{save_freq}_{keep}"
             straight = Run(self._straight[key], world_size, words, self._straight[key])
-            code, output = whole_runs.run(world_size, *_words(straight), log=straight.log, timeout_s=ENDED_WITHIN_S)
+            with _with_mirror(straight):
+                code, output = whole_runs.run(world_size, *_words(straight), log=straight.log, timeout_s=ENDED_WITHIN_S)
             assert code == EXIT_DONE, output
         self._num_runs += 1
         return Run(self._root / f"run{self._num_runs}", world_size, words, self._straight[key])
@@ -141,7 +170,8 @@ class Campaign:
         due_step = (
             TOTAL_STEPS if trial.where == "at the end" else begun_at + 1 + int(trial.steps * (TOTAL_STEPS - begun_at))
         )
-        with whole_runs.started(current.world_size, *_words(current), *trial.words, log=current.log) as attempt:
+        words = (*_words(current), *trial.words)
+        with _with_mirror(current), whole_runs.started(current.world_size, *words, log=current.log) as attempt:
             is_due = False
             while not is_due and not attempt.is_over():
                 time.sleep(0.005)
@@ -154,6 +184,8 @@ class Campaign:
             if not all(attempt.ranks[victim].is_alive() for victim in trial.victims):
                 return NOT_STRUCK, attempt.wait(ENDED_WITHIN_S)
             attempt.send(number, *trial.victims)
+            if trial.how == "kill" and len(trial.victims) == current.world_size and trial.seed % 2:
+                _kill_mirrors()
             patience_s = random.Random(trial.seed + 1).uniform(0.0, 0.3) if trial.how == "kill" else None
             code = _gone(attempt, patience_s)
             if code is None:
@@ -166,7 +198,7 @@ class Campaign:
         if code is None:
             return [f"not gone {GONE_WITHIN_S:.0f} s after the strike"]
         found = list(_different_rows(current))
-        saved = [int(step) for step in re.findall(r"saved \S+/global_step_(\d+)\b", current.log.read_text())]
+        saved = current.announced()
         try:
             chosen = choice.select(run_dir).chosen
         except Exception as error:
@@ -181,7 +213,7 @@ class Campaign:
             return found
         if code not in ((EXIT_DONE, EXIT_RESUMABLE) if how else (EXIT_DONE,)):
             found.append(f"exit code {code}: {current.log.read_text()[-2000:]}")
-        if "nothing was saved" in current.log.read_text():  # before the first step there is nothing to save
+        if "stopped by SIGTERM;" in current.log.read_text():  # before the first step there is nothing to save
             return found
         if current.last_step() - step > 1:
             found.append(f"preempted after step {current.last_step()}, {step} would be continued")
@@ -191,7 +223,23 @@ class Campaign:
 
 
 def _words(current: Run) -> tuple[str, ...]:
-    return (*current.words, f"trainer.default_local_dir={current.run_dir}")
+    mirror = () if current.mirror is None else (f"trainer.checkpoint.mirror={current.mirror}",)
+    return (*current.words, f"trainer.default_local_dir={current.run_dir}", *mirror)
+
+
+@contextlib.contextmanager
+def _with_mirror(current: Run) -> Iterator[None]:
+    """The launcher's part, where the run has a mirror."""
+    with mirrored(load_config(list(_words(current))), NodeLayout()) as refusal:
+        assert refusal is None, f"the mirror refused the run with exit code {refusal}"
+        yield
+
+
+def _kill_mirrors() -> None:
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "trainer.mirror" in process.cmdline():
+                process.kill()
 
 
 def _different_rows(current: Run) -> list[str]:
@@ -201,9 +249,35 @@ def _different_rows(current: Run) -> list[str]:
     found = []
     for row in current.rows():
         other = expected.get((row["kind"], row["step"]), {})
-        for key in COMPARED.get(row["kind"], ()):
-            if row.get(key) != other.get(key):
-                found.append(f"step {row['step']} diverged: {key} {row.get(key)} instead of {other.get(key)}")
+        if row["kind"] in COMPARED:
+            names = sorted(name for name in other if not TIMED.match(name))  # each attempt's first row has some more
+            found += [
+                f"step {row['step']} diverged: {name} {row.get(name)} instead of {other.get(name)}"
+                for name in names
+                if row.get(name) != other.get(name)
+            ]
+    return found
+
+
+def _different_ends(current: Run) -> list[str]:
+    """What a finished run holds otherwise than the undisturbed one: checkpoints whole and thinned, the mirror.
+
+    The newest are kept, and a stop saves between the steps that are due: there an attempt went on.
+    """
+    undisturbed = layout.committed(current.straight)
+    straight = Run(current.straight, current.world_size, (), current.straight)
+    firsts: dict[int, int] = {}
+    for row in current.rows():
+        if row["kind"] == "train":
+            firsts.setdefault(row["attempt"], row["step"])
+    saved = sorted(straight.announced() | {step - 1 for step in firsts.values()})
+    due = [(step, info.thinned) for step, info in zip(saved[-len(undisturbed) :], undisturbed, strict=True)]
+    kept = [(info.step, info.thinned) for info in layout.committed(current.run_dir)]
+    found = [] if kept == due else [f"checkpoints (step, thinned) {kept} instead of {due}"]
+    if current.mirror is not None:
+        held = look(Storage(current.mirror), "all")
+        if held.pointer != TOTAL_STEPS or TOTAL_STEPS not in held.whole or held.steps != held.whole.keys():
+            found.append(f"mirror: pointer {held.pointer}, whole {sorted(held.whole)} of {sorted(held.steps)}")
     return found
 
 
@@ -231,11 +305,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--preemptions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--all-features", action="store_true")
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
+    name = "kills_all_features.json" if arguments.all_features else "kills.json"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-", dir=os.environ.get("KILLS_DIR")) as directory:
-        campaign = Campaign(Path(directory), seed=arguments.seed)
+        campaign = Campaign(Path(directory), seed=arguments.seed, has_all_features=arguments.all_features)
         plan = ["kill"] * arguments.kills + ["preempt"] * arguments.preemptions
         random.Random(arguments.seed).shuffle(plan)
         number = 0
@@ -256,7 +332,7 @@ def main(argv: list[str]) -> int:
         "minutes": round((time.monotonic() - started) / 60, 1),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    (arguments.output or RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return 1 if campaign.faults else 0
 

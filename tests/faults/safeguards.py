@@ -17,9 +17,11 @@ class Mutation:
 
 
 FSIO, LAYOUT, MANIFEST = "checkpoint/fsio.py", "checkpoint/layout.py", "checkpoint/manifest.py"
-SAVE, BOARD, MANAGER = "checkpoint/save.py", "checkpoint/board.py", "checkpoint/manager.py"
+SAVE, MANAGER = "checkpoint/save.py", "checkpoint/manager.py"
 START, CHOICE = "checkpoint/start.py", "checkpoint/choice.py"
 LOCK, SHARDS = "checkpoint/lock.py", "checkpoint/shards.py"
+RETENTION, ROLLBACK, THIN = "checkpoint/retention.py", "checkpoint/rollback.py", "unit/test_checkpoint_thinning.py"
+UPLOAD, RESTORE, MIRROR = "mirror/upload.py", "mirror/restore.py", "unit/test_mirror_faults.py"
 CRASH, SYNCED = "faults/test_crash_states.py", "unit/test_checkpoint_fsio.py"
 
 SAFEGUARDS = (
@@ -73,6 +75,22 @@ SAFEGUARDS = (
         "",
         (CRASH, "unit/test_checkpoint_layout.py"),
     ),
+    Mutation(
+        "a checkpoint is thinned before the mark says so",
+        RETENTION,
+        "        layout.mark(path, THINNED)\n",
+        "",
+        (CRASH, THIN),
+    ),
+    Mutation("a thinned checkpoint is resumed from", CHOICE, "if not info.thinned]", "]", (THIN,)),
+    Mutation("a rollback goes back to a thinned checkpoint", ROLLBACK, "        and not info.thinned\n", "", (THIN,)),
+    Mutation(
+        "what is being read is thinned or deleted",
+        RETENTION,
+        "                if may_change:\n",
+        "                if True:\n",
+        (THIN,),
+    ),
     Mutation("a file may be overwritten", FSIO, 'open(path, "xb")', 'open(path, "wb")', (SYNCED,)),
     Mutation(
         "the size on disk is not compared after writing",
@@ -97,21 +115,21 @@ SAFEGUARDS = (
     ),
     Mutation(
         "no acknowledgement: the main rank ignores what others report",
-        BOARD,
+        SAVE,
         'if report["error"]]\n',
         "if False]\n",
         ("distributed/test_checkpoint.py",),
     ),
     Mutation(
         "a silent rank counts as done",
-        BOARD,
+        SAVE,
         '{"value": None, "error": NO_ANSWER}',
         '{"value": [], "error": None}',
         ("distributed/test_save_guards.py",),
     ),
     Mutation(
         "the main rank leaves before the others have read its verdict",
-        BOARD,
+        SAVE,
         '                    self._wait_for(f"{topic}/read by {rank}", deadline)\n',
         "                    pass\n",
         ("distributed/test_checkpoint.py",),
@@ -181,8 +199,8 @@ SAFEGUARDS = (
     ),
     Mutation(
         "rotation takes what the pointer names",
-        LAYOUT,
-        "{*protect, read_pointer(run_dir).step}",
+        RETENTION,
+        "{*protect, layout.read_pointer(run_dir).step}",
         "{*protect}",
         ("unit/test_checkpoint_layout.py",),
     ),
@@ -234,5 +252,75 @@ SAFEGUARDS = (
         "            return self._is_ours()\n        except",
         "            return True\n        except",
         ("unit/test_checkpoint_lock.py",),
+    ),
+    Mutation(
+        "a mirror is not asked for the sizes before the manifest",
+        UPLOAD,
+        "                self._require_whole(info.step, [*beside, *records])\n",
+        "",
+        (MIRROR,),
+    ),
+    Mutation(
+        "what another upload left stays in the mirror",
+        UPLOAD,
+        "        if manifest.step in held.steps:\n",
+        "        if False:\n",
+        (MIRROR,),
+    ),
+    Mutation(
+        "a mirror loses what a rollback discarded before its target is there",
+        UPLOAD,
+        "        due = self._due(pointer, local, held)\n",
+        "        due = self._due(pointer, local, held)\n        for n in held.whole:\n            self._remove(n)\n",
+        (MIRROR,),
+    ),
+    Mutation(
+        "a mirror whose pointer is another counts as up to date",
+        UPLOAD,
+        "pointer not in held.whole or held.pointer != pointer",
+        "pointer not in held.whole",
+        (MIRROR,),
+    ),
+    Mutation(
+        "a mirror stops at an old checkpoint that is damaged",
+        UPLOAD,
+        "                if info.step == pointer:\n                    raise\n",
+        "                raise\n",
+        ("unit/test_mirror_meetings.py",),
+    ),
+    Mutation(
+        "a commit of a mirror on the Hub is made although its block failed",
+        "mirror/hub.py",
+        "        finally:\n            self._is_open = False\n",
+        "        except Exception:\n            pass\n        self._is_open = False\n",
+        ("unit/test_mirror_hub.py",),
+    ),
+    Mutation(
+        "a mirror on the Hub shows an older model in place of a newer",
+        "mirror/hub.py",
+        "if info.step == pointer or info.step > (held.pointer or -1)]",
+        "]",
+        ("unit/test_mirror_hub.py",),
+    ),
+    Mutation(
+        "a machine waits for no other's mirror",
+        "launch/mirroring.py",
+        "        if arrived != before:\n",
+        "        if False:\n",
+        ("unit/test_mirror_meetings.py",),
+    ),
+    Mutation(
+        "a download from a mirror that ends early is not read again",
+        RESTORE,
+        "NUM_READS = 2",
+        "NUM_READS = 1",
+        (MIRROR,),
+    ),
+    Mutation(
+        "what comes from a mirror is not compared",
+        RESTORE,
+        "staging / record.path, staging) == record:",
+        "staging / record.path, staging):",
+        ("unit/test_mirror.py",),
     ),
 )

@@ -19,7 +19,7 @@ from checkpoint_fakes import save
 from fake_run import FakeRun
 from sweeps import short_or_full
 
-from trainer.checkpoint import choice, layout
+from trainer.checkpoint import choice, layout, retention
 from trainer.checkpoint.lock import RunLock
 from trainer.config import ConfigError
 
@@ -116,7 +116,7 @@ def test_the_date_in_a_manifest_is_for_people(
         clocks(memory_dir)
         (memory_dir / layout.POINTER).unlink(missing_ok=True)
         assert [info.step for info in choice.select(memory_dir).candidates] == [30, 20, 10]
-        assert [path.name for path in layout.checkpoints_to_delete(memory_dir, keep=2, protect=set())] == [
+        assert [path.name for path in retention.checkpoints_to_delete(memory_dir, keep=2, protect=set())] == [
             "global_step_10"
         ]
 

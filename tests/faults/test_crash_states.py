@@ -109,22 +109,25 @@ def restart_and_save(run: FakeRun) -> None:
     save(20)(run)
 
 
-SCENARIOS: dict[str, tuple[int, Callable[[FakeRun], None], Callable[[FakeRun], None]]] = {
-    "first saves, one kept": (1, save(), save(10, 20, 30)),
-    "first saves, two kept": (2, save(), save(10, 20, 30)),
-    "fewer kept than before": (1, save(10, 20, 30), save(40)),
-    "pointer moved back, continued, moved back": (3, saved_and_moved_back, continued_and_moved_back),
-    "newest damaged, saved anew": (2, damage_newest, restart_and_save),
+ONE, TWO, THREE = ({"keep": number} for number in (1, 2, 3))
+ONE_WHOLE = {"keep": 9, "keep_full": 1}
+SCENARIOS: dict[str, tuple[dict[str, int], Callable[[FakeRun], None], Callable[[FakeRun], None]]] = {
+    "first saves, one kept": (ONE, save(), save(10, 20, 30)),
+    "first saves, two kept": (TWO, save(), save(10, 20, 30)),
+    "fewer kept than before": (ONE, save(10, 20, 30), save(40)),
+    "old ones thinned": (ONE_WHOLE, save(10, 20), save(30)),
+    "pointer moved back, continued, moved back": (THREE, saved_and_moved_back, continued_and_moved_back),
+    "newest damaged, saved anew": (TWO, damage_newest, restart_and_save),
 }
 
 
 def test_no_power_loss_loses_a_checkpoint(memory_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     explorer = Explorer(memory_dir / "explorer", is_whole=is_whole, max_combinations=MAX_COMBINATIONS, seed=SEED)
-    for name, (keep, prepare, act) in SCENARIOS.items():
-        report = record(FakeRun(memory_dir / name, keep=keep), prepare, act).explore(explorer)
+    for name, (kept, prepare, act) in SCENARIOS.items():
+        report = record(FakeRun(memory_dir / name, **kept), prepare, act).explore(explorer)
         require_good(report)
         assert not sweeps.is_full() or report.num_sampled_cuts == 0, "every combination is looked at"
-        again = restart_from_some(explorer, report, keep)
+        again = restart_from_some(explorer, report, kept)
         print(f"{name}: {report}; power lost again in the restart or the next save: {again}")
     num_kinds = len({visible(state) for state in explorer.outcomes})
     with capsys.disabled():
@@ -138,14 +141,14 @@ def require_good(report: Report) -> None:
     assert report.num_torn == 0, f"seed {SEED}: {report}"
 
 
-def restart_from_some(explorer: Explorer, report: Report, keep: int) -> Report:
+def restart_from_some(explorer: Explorer, report: Report, kept: dict[str, int]) -> Report:
     """Restart from some of the states: it leaves nothing behind, and the power may fail in it and in a next save."""
     one_of_each = some({visible(state): state for state in report.reached}.values(), NUM_KINDS_RESTARTED)
     others = random.Random(SEED).sample(list(report.reached), NUM_RESTARTED)
     total = Report()
     for state in dict.fromkeys([*one_of_each, *others]):
         promise, root = report.reached[state], explorer.stage.show(state)
-        run = FakeRun(root, keep=keep)
+        run = FakeRun(root, **kept)
         with recording() as log:
             run.restart()
             left = [name for name in fsio.list_dir(root) if name.startswith((".staging_", ".trash_", ".latest"))]
@@ -194,6 +197,7 @@ def whole_in(log: list[Operation], root: Path) -> Callable[[Path], bool]:
 SYNCS = {
     "fsync global_step_N/model_world_size_2_rank_0.pt": "lost",
     "fsync global_step_N/model_world_size_2_rank_1.pt": "lost",
+    "fsync global_step_N/optim_world_size_2_rank_0.pt": "lost",
     "fsync global_step_N/data.pt": "lost",
     "fsync global_step_N/fsdp_config.json": "lost",
     "fsync global_step_N/huggingface/config.json": "lost",
@@ -205,7 +209,9 @@ SYNCS = {
     "fsync_dir . after rename latest_checkpointed_iteration.txt": "lost",
     "fsync_dir global_step_N after .published": "lost",  # or the pointer, moved back, is taken for one not yet moved
     "fsync_dir . after rename .trash": "torn",  # half-deleted under its own name: never chosen, never deleted either
+    "fsync_dir global_step_N after .thinned": "torn",  # the optimizer state is gone, and nothing says why
     "fsync global_step_N/.published": "harmless",  # it has no bytes
+    "fsync global_step_N/.thinned": "harmless",
     "fsync_dir . after mkdir": "harmless",  # the sync after the final rename covers it
     "fsync_dir global_step_N after mkdir": "harmless",  # as does the sync of the whole tree
 }
@@ -217,11 +223,14 @@ def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir: Pa
         save(25)(run)
         move_back(run, 20)
 
-    whole = record(FakeRun(memory_dir / "run", keep=3), saved_and_moved_back, act)
+    recorded = (
+        record(FakeRun(memory_dir / "run", keep=3), saved_and_moved_back, act),
+        record(FakeRun(memory_dir / "thinned", **ONE_WHOLE), save(10), save(20)),
+    )
     explorer = Explorer(memory_dir / "explorer", is_whole=is_whole, max_combinations=MAX_COMBINATIONS // 2, seed=SEED)
     found: dict[str, str] = {}
-    for index, operation in enumerate(whole.log):
-        if operation.kind in ("fsync", "fsync_dir"):
+    for whole, index in ((log, index) for log in recorded for index in range(len(log.log))):
+        if whole.log[index].kind in ("fsync", "fsync_dir"):
             report = replace(whole, log=whole.log[:index] + whole.log[index + 1 :]).explore(explorer, first=index)
             verdict = "lost" if report.faults else "torn" if report.num_torn else "harmless"
             role = role_of(whole, index)
@@ -238,7 +247,7 @@ def role_of(recorded: Recorded, index: int) -> str:
     before = next(o for o in reversed(recorded.log[:index]) if o.kind in ("mkdir", "create", "rename"))
     changed = plain(before.path.name if before.target is None else before.target.name)
     reasons = {"mkdir": " after mkdir", "rename": f" after rename {changed}"}
-    is_mark = changed == layout.PUBLISHED
+    is_mark = changed in (layout.PUBLISHED, layout.THINNED)
     return f"fsync_dir {name}" + (f" after {changed}" if is_mark else reasons.get(before.kind, ""))
 
 

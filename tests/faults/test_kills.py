@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kills import TOTAL_STEPS, Campaign, Run
+from kills import TOTAL_STEPS, Campaign, Run, _different_ends
 from sweeps import short_or_full
 
 from trainer.checkpoint import layout
@@ -40,6 +40,11 @@ def diverge(run_dir: Path) -> None:
     metrics.write_text(metrics.read_text().replace('"train/loss":8', '"train/loss":9', 1))
 
 
+def recount(run_dir: Path) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"data/token_imbalance":', '"ckpt/x":', 1))
+
+
 def lose_validation(run_dir: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
@@ -58,6 +63,8 @@ def shorten_history(run_dir: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "diverged": (diverge, "diverged: train/loss"),
+    "another number": (recount, "diverged: data/token_imbalance None instead of"),
+    "thinned": (lambda run_dir: layout.mark(run_dir / layout.step_dir_name(TOTAL_STEPS), layout.THINNED), "thinned"),
     "lost": (lambda run_dir: (run_dir / layout.step_dir_name(TOTAL_STEPS)).rename(run_dir / ".trash_x"), "announced"),
     "damaged": (damage, "is not whole"),
     "validation lost": (lose_validation, "validation of step 3, val/loss"),
@@ -82,7 +89,7 @@ def test_the_campaign_can_tell(campaign: Campaign, tmp_path: Path, fault: str) -
 
     def found() -> list[str]:
         differences = compare_runs(current.straight, run_dir, steps=TOTAL_STEPS).differences
-        return [*campaign._check(current, EXIT_DONE, ""), *differences]
+        return [*campaign._check(current, EXIT_DONE, ""), *differences, *_different_ends(current)]
 
     assert found() == []
     harm, named = FAULTS[fault]

@@ -25,7 +25,7 @@ NUM_ROWS, NUM_TOOL_ROWS, NUM_FEW = 200, 200, 20
 TOOLS = {"weather": ("city", "unit"), "search": ("query", "limit"), "convert": ("amount", "currency", "to")}
 NEWLINES = ("newline in front of a turn supervised there", "trailing newline after the end token supervised there")
 FILLED = "absent fields filled with null there"
-SHORT, NEWLINE_CUT = 60, "newline after the last end token only here"
+SHORT, NEWLINE_CUT = 66, "newline after the last end token only here"
 Rows = list[dict[str, Any]]
 
 

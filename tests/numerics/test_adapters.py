@@ -1,5 +1,6 @@
 """LoRA against peft's own forward pass and autograd in a plain loop, in every way of running; refusals; costs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, changes: dict[str, An
         write_adapter(plain_model(model.path), tmp_path / path, use_dora=path == "dora")
     with pytest.raises(ConfigError, match=message):
         assemble.require_parts(model_config(**changes), model)
+
+
+def test_an_adapter_that_names_no_experts_is_a_plain_one(tmp_path: Path) -> None:
+    """As peft writes those of a model with experts."""
+    model = write_model_config(tmp_path / "model")
+    write_adapter(plain_model(model.path), tmp_path / "adapter", target_parameters=[])
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_parameters"] == []
+    assemble.require_parts(model_config(lora_adapter_path=str(tmp_path / "adapter")), model)
 
 
 def test_experts_stay_as_they_are_or_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
 from trainer.model.assemble import build_model, per_document_reason
 from trainer.model.packed_lm import ModelSource, notes
-from trainer.run import inputs, prepared_data
+from trainer.run import inputs
 from trainer.run.compose import load_config
 from trainer.runtime import seeding
 
@@ -126,8 +126,8 @@ def test_a_model_is_refused_before_any_data_is_read(tmp_path: Path, words: list[
     (rows := tmp_path / "rows.jsonl").write_text("{}\n")
     found = [f"model.partial_pretrain={tmp_path}", "model.random_weights=true", f"data.train_files={rows}"]
     with (
-        patch.object(prepared_data, "_prepare", side_effect=AssertionError("data is prepared")),
-        patch.object(prepared_data.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
+        patch.object(inputs, "_prepare", side_effect=AssertionError("data is prepared")),
+        patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
         pytest.raises(ConfigError, match=r"an encoder with a decoder|cannot be packed"),
     ):
         inputs.prepare_inputs(load_config([*found, *words[1:]]), progress=lambda: None)

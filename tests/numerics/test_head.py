@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.losses import LOSSES
@@ -61,13 +62,14 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.covers("S3.9")
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 1000])
+@pytest.mark.parametrize(("block_tokens", "chunks"), [(1, 8), (3, 1), (10, 4), (1000, 8), (1000, 1000)])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients_equal_full_logits(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, has_bias: bool, name: str
+    monkeypatch: pytest.MonkeyPatch, block_tokens: int, chunks: int, has_bias: bool, name: str
 ) -> None:
-    monkeypatch.setattr(head_module, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(head_module, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(head_module, "CHUNKS", chunks)
     head, hidden_SH, labels_S = inputs(20, has_bias=has_bias, dtype=torch.float32)
     head.loss = LOSSES[name]
     output = head(hidden_SH, labels_S)
@@ -124,9 +126,9 @@ def test_bfloat16_differs_by_its_rounding_alone() -> None:
         assert relative(tensor.grad, theirs) < 2e-2
 
 
-def test_weight_gradient_sums_its_chunks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand chunks added up in bfloat16 would lose whole percents."""
-    monkeypatch.setattr(head_module, "CHUNK_TOKENS", 2)
+def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand blocks added up in bfloat16 would lose whole percents."""
+    monkeypatch.setattr(head_module, "BLOCK_TOKENS", 2)
     head, hidden_SH, labels_S = inputs(2000, has_bias=False, dtype=torch.bfloat16)
     head(hidden_SH, labels_S).loss_sum.mul(SCALE).backward()
     _, gradients = reference(head, hidden_SH, labels_S)
@@ -163,14 +165,15 @@ def test_tied_weight_stays_tied_and_sums_both_gradients() -> None:
 
 
 class _LargestOutput(TorchDispatchMode):
-    """Elements of the largest tensor any operation returns."""
+    """Elements of the largest tensor any operation returns; matrix products."""
 
-    num_elements = 0
+    num_elements = num_products = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.num_products += func is torch.ops.aten.mm.default
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.num_elements = max(self.num_elements, tensor.numel())
@@ -179,7 +182,7 @@ class _LargestOutput(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch, is_training: bool) -> None:
-    monkeypatch.setattr(head_module, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(head_module, "BLOCK_TOKENS", 8)
     num_positions = 200
     head, hidden_SH, labels_S = inputs(num_positions, has_bias=False, dtype=torch.float32)
     with _LargestOutput() as largest, torch.set_grad_enabled(is_training):
@@ -188,3 +191,21 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch, is_training: b
             loss.backward()
     biggest_needed = max(8 * V, num_positions * H, V * H)
     assert 0 < largest.num_elements <= biggest_needed < num_positions * V
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "num_blocks"),
+    [(152064, torch.bfloat16, 2), (152064, torch.float32, 4), (262144, torch.bfloat16, 4), (1000, torch.bfloat16, 2)],
+)
+def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(
+    vocabulary: int, dtype: torch.dtype, num_blocks: int
+) -> None:
+    """Of 8,192 positions: each costs three products, one of which rewrites the gradient of the weight."""
+    with FakeTensorMode():
+        linear = nn.Linear(H, vocabulary, bias=False, dtype=dtype)
+        hidden_SH = torch.zeros(8192, H, dtype=dtype, requires_grad=True)
+        head = LossHead.from_linear(linear, LOSSES["cross_entropy"])
+        with _LargestOutput() as seen:
+            head(hidden_SH, torch.zeros(8192, dtype=torch.int64))
+    assert seen.num_products == 3 * num_blocks
+    assert seen.num_elements == 8192 // num_blocks * vocabulary <= head_module.LOGITS_BYTES // dtype.itemsize

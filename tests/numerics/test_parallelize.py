@@ -1,11 +1,13 @@
 """Compilation, recomputation and bf16 change how a step is computed, not what."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import each, run_ranks
 from sweeps import short_or_full
 from torch._dynamo.utils import counters
@@ -14,7 +16,7 @@ from toy import ToySamples, build_toy_model, full_parameters, model_config, opti
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model import attention, packed_lm
+from trainer.model import assemble, attention, packed_lm
 from trainer.model import parallelize as sharding
 from trainer.model.experts import Routers
 from trainer.model.parallelize import parallelize
@@ -75,7 +77,41 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
     found["loop"] = compiled_like_plain(world, looped, "eager", short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []]))
     torch.compiler.reset()
     one_layer = write_model_config(root / "plain", num_hidden_layers=1)
-    return found | {"backward": compiled_like_plain(world, one_layer, "aot_eager", [[1, 2]])}
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        try:
+            assemble.build_model(SELECTIVE_COMPILED, one_layer, world=world, seed=1, max_length=64)
+        except ConfigError as error:
+            found["refused"] = str(error)
+    with patch.object(attention, "_grouped", traceable):
+        found["backward"], found["selective"] = (partitioned(world, one_layer, how) for how in (False, "selective"))
+    return found
+
+
+SELECTIVE_COMPILED = model_config(compile=True, enable_gradient_checkpointing="selective")
+PARTITIONED = "aot_eager_decomp_partition"
+"""What is kept and what is computed again is chosen as before code is made of it."""
+
+
+def traceable(query: Any, key: Any, value: Any, lengths: Any, scoring: Any) -> torch.Tensor:
+    """In the place of a CPU's attention, as the GPU's kernel is one operation of a graph; of all documents as one."""
+    scores = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=True)
+    return scores.transpose(1, 2)
+
+
+def partitioned(world: Any, source: Any, how: bool | str) -> tuple[float, int, int, int]:
+    """(worst difference from the uncompiled model, frames compiled, those that did not fall back to running uncompiled,
+    matrix products of a backward pass)."""
+    torch.compiler.reset()
+    plain = build_toy_model(world, source)
+    with patch.object(torch, "compile", partial(torch.compile, backend=PARTITIONED)):
+        model = build_toy_model(world, source, compile=True, enable_gradient_checkpointing=how)
+    model.train()
+    counters.clear()
+    difference = worst(*(loss_and_gradients(m, [1, 2]) for m in (model, plain)))
+    loss = model(pack(SAMPLES, [1, 2])).loss_sum
+    with Calls(torch.ops.aten.mm.default, torch.ops.aten.addmm.default) as products:
+        loss.backward()
+    return difference, counters["frames"]["total"], counters["frames"]["ok"], products.count
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +133,21 @@ def test_a_compiled_layer_leaves_out_the_loop_over_documents(compiled: dict[str,
     assert 0 < total == ok
 
 
-def test_a_compiled_backward_gives_the_same_gradients(compiled: dict[str, Any]) -> None:
-    difference, total, _, _ = compiled["backward"]
-    assert total > 0
+@pytest.mark.parametrize("how", ["backward", "selective"])
+def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(compiled: dict[str, Any], how: str) -> None:
+    """Of one layer: each of its 7 matrices takes part in two products, for its input and itself. The head has its own
+    before, in the forward pass."""
+    difference, total, ok, products = compiled[how]
     assert difference < 1e-5
+    assert 0 < total == ok
+    assert products == 2 * 7
+
+
+def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(compiled: dict[str, Any]) -> None:
+    """torch would run them uncompiled without a word."""
+    refused = compiled.get("refused", "")
+    assert "needs each layer in one graph, which Qwen2ForCausalLM is not here" in refused
+    assert refused.endswith("`torch.compiler.disable()`d function); use true or false")
 
 
 def one_step(world: Any, source: Any, **changes: Any) -> tuple[float, list[torch.Tensor]]:
@@ -147,6 +194,10 @@ class Calls(TorchDispatchMode):
     def __init__(self, *operations: Any) -> None:
         super().__init__()
         self.operations, self.count = operations, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func in self.operations

@@ -25,7 +25,7 @@ from trainer.data.loader import pack
 from trainer.model import load
 from trainer.model.assemble import build_model
 from trainer.model.packed_lm import ModelSource, run_plain
-from trainer.run import inputs, prepared_data
+from trainer.run import inputs
 from trainer.run.compose import load_config
 
 SAMPLES = ToySamples()
@@ -197,8 +197,8 @@ def test_what_cannot_be_trained_is_refused_before_any_data_is_read(
     (rows := tmp_path / "rows.jsonl").write_text("{}\n")
     words = [f"model.partial_pretrain={tmp_path}", "model.random_weights=true", f"data.train_files={rows}"]
     with (
-        patch.object(prepared_data, "_prepare", side_effect=AssertionError("data is prepared")),
-        patch.object(prepared_data.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
+        patch.object(inputs, "_prepare", side_effect=AssertionError("data is prepared")),
+        patch.object(inputs.AutoTokenizer, "from_pretrained", side_effect=AssertionError("a tokenizer is read")),
         pytest.raises(ConfigError, match=message),
     ):
         (tmp_path / "tokenizer.json").write_text("{}")

@@ -15,6 +15,7 @@ def content_of(step: int) -> dict[str, bytes]:
     ranks = range(WORLD_SIZE)
     shards = {layout.model_file(WORLD_SIZE, rank): f"model {step} {rank}".encode() * 3 for rank in ranks}
     return shards | {
+        layout.optim_file(WORLD_SIZE, 0): f"optim {step}".encode(),
         "data.pt": f"data {step}".encode(),
         "fsdp_config.json": b'{"FSDP_version": 2, "world_size": 2}',
         "huggingface/config.json": b"{}",

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import commit, content_of, is_whole, save, stage, write_foreign
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
 from trainer.checkpoint.layout import POINTER, inspect, publish, read_pointer
 from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, verify_files
+from trainer.checkpoint.retention import Retention
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -278,14 +279,14 @@ def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(t
     point(tmp_path, "9")
 
     def victims(keep: int | None, protect: frozenset[int] = frozenset()) -> list[str]:
-        return [path.name for path in layout.checkpoints_to_delete(tmp_path, keep=keep, protect=protect)]
+        return [path.name for path in retention.checkpoints_to_delete(tmp_path, keep=keep, protect=protect)]
 
     assert victims(2) == ["global_step_5", "global_step_6", "global_step_10"]
     assert victims(2, frozenset({6})) == ["global_step_5", "global_step_10"]
     assert victims(None) == [] and victims(9) == []
     with pytest.raises(ValueError, match="at least 1"):
         victims(0)
-    layout.rotate(tmp_path, keep=2)
+    retention.rotate(tmp_path, keep=2)
     assert sorted(os.listdir(tmp_path)) == sorted([f"global_step_{step}" for step in (1, 9, 20, 30, 40)] + [POINTER])
 
 
@@ -302,11 +303,11 @@ def test_a_failed_deletion_is_logged_and_the_next_victim_goes(
 
     monkeypatch.setattr(fsio, "rename", refuse)
     with caplog.at_level(logging.WARNING):
-        layout.rotate(tmp_path, keep=1)
+        retention.rotate(tmp_path, keep=1)
     assert sorted(p.name for p in tmp_path.glob("global_step_*")) == ["global_step_10", "global_step_5"]
     assert "Permission denied" in caplog.text
     monkeypatch.undo()
-    layout.rotate(tmp_path, keep=1)
+    retention.rotate(tmp_path, keep=1)
     assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_10"]
 
 
@@ -318,7 +319,9 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
         os.utime(tmp_path / f"global_step_{step}", (age, age))
     (tmp_path / POINTER).unlink()
     assert steps(tmp_path) == [30, 20, 10]
-    assert [p.name for p in layout.checkpoints_to_delete(tmp_path, keep=2, protect=frozenset())] == ["global_step_10"]
+    assert [p.name for p in retention.checkpoints_to_delete(tmp_path, keep=2, protect=frozenset())] == [
+        "global_step_10"
+    ]
     assert set(content_of(30)) < {
         str(p.relative_to(tmp_path / "global_step_30")) for p in (tmp_path / "global_step_30").rglob("*")
     }
@@ -328,7 +331,7 @@ def test_what_could_not_be_pointed_to_does_not_outrank_a_pointer_moved_back_late
     save(tmp_path, 4)
     commit(tmp_path, 6)
     commit(tmp_path, 8)
-    layout.settle(tmp_path, 8, keep=None)
+    retention.settle(tmp_path, 8, Retention())
     point(tmp_path, "4")
     assert steps(tmp_path) == [4]
 
@@ -341,10 +344,3 @@ def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
     assert info.status == "committed" and steps(tmp_path) == [20, 10]
     assert info.manifest is not None
     assert verify_files(info.path, info.manifest) == ["huggingface/config.json: No such file or directory"]
-
-
-def test_rotation_spares_what_a_person_pointed_back_to(tmp_path: Path) -> None:
-    save(tmp_path, 10, 20, 30)
-    point(tmp_path, "10")
-    layout.rotate(tmp_path, keep=1)
-    assert [info.step for info in layout.checkpoints(tmp_path)] == [10, 30]

@@ -17,7 +17,7 @@ from test_checkpoint_lock import count_winners
 
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.config import ConfigError
-from trainer.runtime.file_lock import NO_FLOCK
+from trainer.runtime.files import NO_FLOCK
 
 DEAD = json.dumps({"nonce": "d" * 32, "pid": 4711, "host": "gone", "started": "1999", "renewed": "000000000007"})
 OBSERVE_S = 0.8

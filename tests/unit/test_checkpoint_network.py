@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from checkpoint_fakes import commit, save, stage
 
-from trainer.checkpoint import choice, fsio, layout
+from trainer.checkpoint import choice, fsio, layout, retention, rollback
 from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.retention import Retention
 
 RECORD = FileRecord("shard.pt", 5, "0" * 64)
 
@@ -101,8 +102,23 @@ def test_a_pointer_that_cannot_be_moved_does_not_undo_the_commit(
     commit(tmp_path, 2)
     with monkeypatch.context() as patched:
         patched.setattr(fsio, "atomic_write", full)
-        layout.settle(tmp_path, 2, keep=1)
-    assert "cannot be pointed to yet" in caplog.text
+        retention.settle(tmp_path, 2, Retention(keep=1))
+    assert "is committed; what follows" in caplog.text
     assert [info.step for info in choice.select(tmp_path).candidates] == [2, 1], "nothing was deleted"
-    layout.settle(tmp_path, 2, keep=1)
+    retention.settle(tmp_path, 2, Retention(keep=1))
     assert [info.step for info in choice.select(tmp_path).candidates] == [2]
+
+
+@pytest.mark.parametrize("look", ["worth_keeping", "worth_going_back_to"])
+def test_a_directory_that_cannot_be_read_behind_the_commit_does_not_undo_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, look: str
+) -> None:
+    def stale(*args: object, **settings: object) -> set[int]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(tmp_path))
+
+    save(tmp_path, 1)
+    commit(tmp_path, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(rollback, look, stale)
+        retention.settle(tmp_path, 2, Retention(keep=1, keep_full=1))
+    assert "Stale file handle" in caplog.text and layout.read_pointer(tmp_path).step == 2

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_fakes import commit, content_of, is_whole
 from sweeps import short_or_full
 
-from trainer.checkpoint import choice, layout
+from trainer.checkpoint import choice, layout, retention
 from trainer.checkpoint.manifest import verify_files
 
 NUM_HISTORIES = short_or_full(80, full=400)
@@ -74,7 +74,7 @@ class Run:
         commit(self.run_dir, self.step)
         layout.publish(self.run_dir, self.step)
         self.acknowledged.append(self.step)
-        layout.rotate(self.run_dir, keep=self.keep)
+        retention.rotate(self.run_dir, keep=self.keep)
 
     def restart(self) -> int | None:
         """The step continued from; None = nothing usable."""
@@ -89,7 +89,7 @@ class Run:
                 layout.quarantine(info.path, problems[0])
                 continue
             layout.publish(self.run_dir, info.step)
-            layout.rotate(self.run_dir, keep=self.keep, protect={info.step})
+            retention.rotate(self.run_dir, keep=self.keep, protect={info.step})
             self.step = info.step
             return info.step
         return None

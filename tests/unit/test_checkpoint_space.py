@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import save
 
-from trainer.checkpoint import fsio, space
+from trainer.checkpoint import fsio, layout, retention
+from trainer.checkpoint.retention import Retention
 
 GIB = 2**30
 
@@ -17,24 +18,30 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(free: None, tmp_path: Path) -> None:
-    space.require_space(tmp_path, 9 * GIB)
+    retention.require_space(tmp_path, 9 * GIB)
     with pytest.raises(OSError, match=r"needs 9.8 GiB, and 10 GiB are free: free some space") as caught:
-        space.require_space(tmp_path, int(9.8 * GIB))
+        retention.require_space(tmp_path, int(9.8 * GIB))
     assert caught.value.filename == str(tmp_path)
+    save(tmp_path, 1, 2)
+    for thinned, way in ((), "max_ckpt_to_keep or trainer.checkpoint.keep_full"), ((1,), "max_ckpt_to_keep:"):
+        for step in thinned:
+            layout.mark(tmp_path / layout.step_dir_name(step), layout.THINNED)
+        with pytest.raises(OSError, match=rf"or keep less of the 2 here: lower trainer.{way}") as caught:
+            retention.require_space(tmp_path, int(9.8 * GIB))
 
 
 @pytest.mark.covers("S3.25:C")
 def test_a_disk_that_fills_before_rotation_begins_is_warned_of(
     free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    space.warn_if_tight(tmp_path, 3 * GIB, keep=2)
+    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention(keep=2))
     assert caplog.messages == []
-    space.warn_if_tight(tmp_path, 3 * GIB, keep=3)
+    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention(keep=3))
     assert "4 more checkpoints of 3 GiB" in caplog.text and caplog.records[0].levelno == logging.WARNING
     caplog.clear()
     save(tmp_path, 1, 2)
-    space.warn_if_tight(tmp_path, 3 * GIB, keep=3)
-    space.warn_if_tight(tmp_path, 3 * GIB, keep=None)
+    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention(keep=3))
+    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention())
     assert caplog.messages == [], "what is already there needs no more room"
 
 
@@ -54,4 +61,4 @@ def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_are_readable(size_bytes: int, text: str) -> None:
-    assert space.readable(size_bytes) == text
+    assert retention.readable(size_bytes) == text

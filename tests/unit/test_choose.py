@@ -15,15 +15,15 @@ from toy import write_model_config
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.cli import plan
 from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
-from trainer.launch.ranks import chosen_words
+from trainer.launch.ranks import NodeLayout, chosen_words
 from trainer.planner import choose
 from trainer.planner.fake_step import Workload
-from trainer.planner.forecast import GIB, Change, Forecast
+from trainer.planner.forecast import GIB, Change, Forecast, default_memory_gib
 from trainer.planner.roofline import MATMUL, MEMORY, Card, DeviceOperation
 from trainer.run.compose import load_config
 from trainer.runtime import distributed
 
-CARD = Card("card", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 80.0, launch_us=0.0)
+CARD = Card("card", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 80.0, launch_us=0.0)
 AUTO = [f"{MAX_TOKENS}=auto", f"{RECOMPUTE}=auto"]
 GIB_PER_TOKEN = {"false": 10.0, "selective": 6.0, "true": 1.0, "offload": 0.5}
 WORK_PER_TOKEN = {"false": 3.0, "selective": 3.1, "true": 4.0, "offload": 4.0}
@@ -65,7 +65,8 @@ def test_the_fastest_that_fits_is_taken() -> None:
     assert taken(60.0, *AUTO) == ("4 false", 7)
     assert taken(60.0, *AUTO, once=4.0) == ("8 selective", 7)
     assert taken(60.0, *AUTO, once=100.0) == ("16 true", 7)
-    assert taken(60.0, *AUTO, "model.compile=true", once=4.0) == ("4 false", 6)
+    assert taken(60.0, *AUTO, "model.compile=true", once=4.0) == ("8 selective", 7)
+    assert taken(60.0, *AUTO, "model.compile=true", "trainer.device=cpu", once=4.0) == ("4 false", 6)
     assert taken(60.0, AUTO[0], f"{RECOMPUTE}=true", once=4.0)[0] == "4", "the recomputation is not asked for"
     assert taken(30.0, AUTO[1])[0] == "selective"
     assert taken(60.0, *AUTO, "data.micro_batch_size_per_gpu=3") == ("3 false", 3)
@@ -105,11 +106,12 @@ def test_without_a_card_it_is_the_least_recomputation(
 ) -> None:
     words = a_model(tmp_path)
     words.append("data.train_batch_size=4")
-    assert choose.automatic(load_config(words), 2) == [f"{MAX_TOKENS}=64", f"{RECOMPUTE}=false"]
-    assert "of what takes at most 95% of " in (said := capsys.readouterr().err)
-    assert "GiB the least recomputation, then the longest" in said
+    assert choose.automatic(load_config(words), 4, num_here=2) == [f"{MAX_TOKENS}=32", f"{RECOMPUTE}=false"]
+    share_gib = default_memory_gib(load_config(words), 2)  # two of the four are here
+    how = "the least recomputation, then the longest"
+    assert f"of what takes at most 95% of {share_gib:.1f} GiB {how}" in capsys.readouterr().err
     monkeypatch.setattr(choose, "default_memory_gib", lambda *_: 0.1)
-    assert choose.main(["2", *words]) == 2
+    assert choose.main(["4", "2", *words]) == 2
     said = capsys.readouterr().err.splitlines()
     nearest = f"{MAX_TOKENS}=32 {RECOMPUTE}="
     assert said[-1].startswith(f"ERROR: nothing fits 95% of 0.1 GiB; the nearest, {nearest}")
@@ -127,9 +129,10 @@ def test_a_resume_takes_what_the_checkpoint_was_trained_with(
     saved = parse_manifest(manifest.read_text())
     fsio_bytes = dataclasses.replace(saved, fingerprints={MAX_TOKENS: "None", RECOMPUTE: "True", "seed": "1"}).to_json()
     manifest.write_text(fsio_bytes)
-    assert choose.automatic(load_config(words), 2) == [f"{MAX_TOKENS}=null", f"{RECOMPUTE}=true"]
+    assert choose.automatic(load_config(words), 2, num_here=2) == [f"{MAX_TOKENS}=null", f"{RECOMPUTE}=true"]
     assert "as global_step_3 was trained" in capsys.readouterr().err
-    assert choose.automatic(load_config([*words, f"{MAX_TOKENS}=64"]), 2) == [f"{RECOMPUTE}=true"]
+    alone = choose.automatic(load_config([*words, f"{MAX_TOKENS}=64"]), 2, num_here=2)
+    assert alone == [f"{RECOMPUTE}=true"]
     assert choose.recorded(load_config(words), 4) is None
     path = [f"trainer.resume_from_path={manifest.parent}", "trainer.resume_mode=resume_path"]
     weights_alone = [*path, "trainer.checkpoint.load_contents=[model]"]
@@ -143,11 +146,11 @@ def test_the_launcher_hands_the_words_to_every_rank(monkeypatch: pytest.MonkeyPa
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     (tmp_path / "code").write_text("0")
-    assert chosen_words(16, ["x=auto"]) == ["a=1", "b=2"]
-    assert (tmp_path / "asked").read_text() == "-m trainer.planner.choose 16 x=auto\n"
+    assert chosen_words(8, NodeLayout(num_nodes=2), ["x=auto"]) == ["a=1", "b=2"]
+    assert (tmp_path / "asked").read_text() == "-m trainer.planner.choose 16 8 x=auto\n"
     (tmp_path / "code").write_text("2")
     with pytest.raises(ConfigError, match="the reason stands above"):
-        chosen_words(16, ["x=auto"])
+        chosen_words(8, NodeLayout(), ["x=auto"])
 
 
 def test_the_plan_shows_what_it_would_take_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ import pytest
 from checkpoint_fakes import commit, content_of, save, write_foreign
 from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.space import readable
+from trainer.checkpoint.retention import readable
 from trainer.checkpoint_tools.listing import tree_bytes
 from trainer.cli import checkpoint as cli
 
@@ -137,7 +137,7 @@ def test_verify_proves_every_byte(run_dir: Path, call: Call, monkeypatch: Patch)
         flip(run_dir / "global_step_4" / name)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code, out, err = call("verify", run_dir)
-    assert code == 0 and "global_step_2: 5 of 5 files" in err and err.endswith("\r\x1b[K") and "files" not in out
+    assert code == 0 and "global_step_2: 6 of 6 files" in err and err.endswith("\r\x1b[K") and "files" not in out
 
 
 def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: Call) -> None:
@@ -159,7 +159,7 @@ def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: 
 
 def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
     sha256_of = fsio.sha256_of
-    monkeypatch.setattr(fsio, "sha256_of", lambda path: (layout.rotate(run_dir, keep=2), sha256_of(path))[1])
+    monkeypatch.setattr(fsio, "sha256_of", lambda path: (retention.rotate(run_dir, keep=2), sha256_of(path))[1])
     code, out, _ = call("verify", run_dir)
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["gone", "ok", "ok"]
     save(run_dir, 8)
@@ -170,8 +170,9 @@ def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(run_dir: Path, c
     ("words", "message"),
     [
         ("", "required: COMMAND\nusage: "),
-        ("prune run", "required: --keep\nusage: "),
+        ("prune run", "say how many stay: --keep N, --keep-full N"),
         ("prune run --keep 0", "--keep: must be a whole number of at least 1, got '0'\nusage: "),
+        ("prune run --keep-last 1", "unrecognized arguments: --keep-last 1\nusage: bash run_sft.sh checkpoint prune "),
         (
             "verify run/global_step_9",
             "no directory 'run/global_step_9': give a run's, checkpoints/<project_name>/<experiment_name>",

@@ -121,7 +121,7 @@ def test_duplicates_are_found_inside_train_and_in_validation(files: Path, capsys
 def test_equal_digests_alone_make_no_duplicate(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data_tools.scan._digest", lambda input_ids: 0)
+    monkeypatch.setattr("trainer.data_tools.stats._digest", lambda input_ids: 0)
     found = stats(capsys, *words(files, chats(files)), "data.val_ratio=0.25")["duplicates"]
     assert found["train"]["count"] == found["validation_in_train"]["count"] == 0
 

@@ -9,7 +9,7 @@ import pytest
 from trainer.cli import metrics as command
 from trainer.metrics import METRICS
 from trainer.metrics.table import ALIASES
-from trainer.report.foreign_metrics import FOREIGN
+from trainer.report.vocabulary import FOREIGN
 
 
 @pytest.mark.covers("S0.34", "S4.40")

@@ -13,8 +13,8 @@ from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.space import readable
-from trainer.checkpoint_tools import prune
+from trainer.checkpoint.retention import readable
+from trainer.checkpoint_tools import listing
 from trainer.checkpoint_tools.listing import tree_bytes
 from trainer.cli import checkpoint as cli
 
@@ -106,7 +106,7 @@ def test_a_run_that_starts_while_prune_hashes_goes_first(run_dir: Path, call: Ca
             save(run_dir, 8)
         return []
 
-    monkeypatch.setattr(prune, "prove", train)
+    monkeypatch.setattr(listing, "prove", train)
     code, _, err = call("prune", run_dir, "--keep", 1, "--yes")
     assert code == 2 and "changed meanwhile: prune again" in err and len(names(run_dir)) == 4
 

@@ -1,6 +1,7 @@
 """The commands report, diagnose and compare: what they write, and what their exit codes say."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,9 @@ from page_text import Page
 from report_examples import examples
 
 from trainer.cli import compare, diagnose, report
+from trainer.cli.arguments import write_file
 from trainer.cli.report_options import EXIT_UNREADABLE
+from trainer.errors import CannotWriteError
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, UnreadableLogError
 
@@ -176,3 +179,10 @@ def test_compare_prints_runs_side_by_side(call: Call) -> None:
     words = " ".join(out.split())
     assert code == 0 and "1: sft-7b 2: v3" in words and "tokens per second 38,540 –" in words
     assert call(compare, "sft")[0] == 2
+
+
+def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CannotWriteError, match="no regular file"):
+        write_file(tmp_path / "pipe", "page")
+    assert (tmp_path / "pipe").is_fifo()

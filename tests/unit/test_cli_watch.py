@@ -10,7 +10,7 @@ import pytest
 from checkpoint_fakes import save
 
 from trainer.cli import watch
-from trainer.watch.run_status import NUM_ROWS, RunStatus
+from trainer.watch.screen import NUM_ROWS, RunStatus
 
 NOW_S = 1_000_000.0
 Call = Callable[..., tuple[int, str, str]]

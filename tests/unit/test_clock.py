@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.monitor.clock import PhaseClock
-from trainer.monitor.trace import TraceFile
+from trainer.monitor.clock import PhaseClock, TraceFile
 
 CPU = torch.device("cpu")
 

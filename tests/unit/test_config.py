@@ -136,8 +136,8 @@ def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str
             ["'model.enable_gradient_checkpointing'", "selective", "'some'"],
         ),
         (
-            ["model.enable_gradient_checkpointing=selective", "model.compile=true"],
-            ["exclude each other", "false or true"],
+            ["model.enable_gradient_checkpointing=selective", "model.compile=true", "trainer.device=cpu"],
+            ["together on a GPU alone", "false or true"],
         ),
         (["model.fsdp_config.reshard_after_forward=zero3"], ["reshard_after_forward", "true, false, auto"]),
         (["model.fsdp_config.param_dtype=float16"], ["model.fsdp_config.param_dtype"]),

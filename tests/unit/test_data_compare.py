@@ -16,10 +16,9 @@ from trainer.config import RowKeys
 from trainer.data.row_encoder import PrepareOptions
 from trainer.data.samples import Samples
 from trainer.data.tokens import Encoded
-from trainer.data_tools.compare import compare
-from trainer.data_tools.dump import read_dump
+from trainer.data_tools.compare import compare, match, moved, read_dump
+from trainer.data_tools.differences import Setting, differences
 from trainer.data_tools.frameworks import FRAMEWORKS
-from trainer.data_tools.matching import match, moved
 from trainer.errors import DataError
 
 NUM_ROWS = 6
@@ -81,6 +80,16 @@ def without_first_turn(ids: list[int], mask: list[bool]) -> tuple[list[int], lis
     return ids, [kept and index >= last for index, kept in enumerate(mask)]
 
 
+def last_turn_and_newlines(ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+    """What LLaMA-Factory trains with `mask_history: true`."""
+    return with_labels_at(1, True)(*without_first_turn(ids, mask))
+
+
+def cut_in_two_places(ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+    """What LLaMA-Factory's `cutoff_len` leaves: the ends of the last question and of its answer are gone."""
+    return [*ids[:24], *ids[-12:-6]], [*mask[:24], *mask[-12:-6]]
+
+
 def as_other_template(ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
     other = TOKENIZER.convert_tokens_to_ids("<|eot_id|>")
     return [other if token == END else token for token in ids], mask
@@ -114,6 +123,31 @@ def test_a_difference_has_its_rule(samples: Samples, name: str) -> None:
     assert rules(samples, change) == ({rule: NUM_ROWS} if rule else {})
 
 
+def test_what_llamafactory_and_axolotl_leave_out_is_named(samples: Samples) -> None:
+    assert rules(samples, last_turn_and_newlines) == {
+        "only the last turn supervised there": NUM_ROWS,
+        "trailing newline after the end token supervised there": NUM_ROWS,
+    }
+    assert rules(samples, cut_in_two_places) == {
+        "messages cut to make 30 tokens there": NUM_ROWS,
+        "truncated at 30 there": NUM_ROWS,
+    }
+    rows = [Encoded(*samples.sample(number)) for number in range(NUM_ROWS)]
+    longest = max(len(row.input_ids) for row in rows)
+    shorter = [row for row in rows if len(row.input_ids) < longest]
+    assert found(samples, shorter) == {"row missing there, longer than all there": NUM_ROWS - len(shorter)}
+
+
+def test_words_that_another_framework_puts_into_a_system_prompt_are_named(samples: Samples) -> None:
+    ids, mask = (part.tolist() for part in samples.sample(0))
+    sides = []
+    for words in ("Be brief.", "You are new.\n\nBe brief."):
+        changed = text_before(ids, mask, f"<|im_start|>system\n{words}<|im_end|>\n")
+        sides.append(Encoded(np.array(changed[0], dtype=np.int32), np.array(changed[1])))
+    setting = Setting(TOKENIZER, frozenset(TOKENIZER.added_tokens_decoder), max_length_here=512, max_length_there=512)
+    assert [item.rule for item in differences(*sides, setting)] == ["other system prompt"]
+
+
 def test_several_differences_are_told_apart_and_shown(samples: Samples) -> None:
     ids, mask = samples.sample(2)
     extra = TOKENIZER.bos_token_id
@@ -126,6 +160,46 @@ def test_several_differences_are_told_apart_and_shown(samples: Samples) -> None:
     assert entry["places"][0].endswith(
         f"a.jsonl:3, row 3 there, after '': nothing here; there token 0 is '<s>' ({extra}), not supervised"
     )
+
+
+def apart(directory: Path, reasoning: str, template: str) -> Samples:
+    rows = [conversation(number) for number in range(2)]
+    for row in rows if reasoning else ():
+        row["messages"][1]["reasoning_content"] = reasoning
+    options = PrepareOptions(RowKeys(), max_length=512, turns="apart")
+    data = run(write_rows(directory / "a.jsonl", *rows), options, cache=directory, template=template)
+    return Samples([data.whole("a")])
+
+
+def test_every_turn_that_is_a_sample_of_its_own_is_compared_and_named(tmp_path: Path) -> None:
+    samples = apart(tmp_path, "", fixtures.CHATML)
+    turns = [Encoded(*samples.sample(number)) for number in range(len(samples))]
+    whole = []
+    for first, last in (turns[:2], turns[2:]):
+        mask = last.loss_mask.copy()
+        mask[: len(first.loss_mask)] |= first.loss_mask
+        whole.append(Encoded(last.input_ids, mask))
+    assert found(samples, whole) == {}
+    one, changed = turns[2], whole[1].loss_mask.copy()
+    changed[np.flatnonzero(one.loss_mask)[-1]] = False
+    tree = compare(
+        samples, [whole[0], Encoded(whole[1].input_ids, changed)], TOKENIZER, framework="trl", max_length=512
+    )
+    assert tree["equal"] == 1 and list(tree["rules"]) == ["end token not supervised there"]
+    [place] = tree["rules"]["end token not supervised there"]["places"]
+    assert "a.jsonl:2, row 2 there, trained turn 1 of 2, after " in place and "'<|im_end|>'" in place
+
+
+def test_a_turn_that_only_a_server_renders_so_is_named(tmp_path: Path) -> None:
+    samples = apart(tmp_path, "so be it", fixtures.QWEN3)
+    first, last = (Encoded(*samples.sample(number)) for number in (2, 3))
+    equal = [Encoded(*samples.sample(1))]
+    tree = compare(samples, [*equal, last], TOKENIZER, framework="trl", max_length=512)
+    [(rule, entry)] = tree["rules"].items()
+    assert (rule, entry["rows"], tree["equal"]) == ("earlier turn as a server renders it only here", 2, 0)
+    assert "trained turn 1 of 2, after " in entry["places"][0] and "<think>'" in entry["places"][0]
+    kept = Encoded(np.append(first.input_ids, last.input_ids), np.append(first.loss_mask & False, last.loss_mask))
+    assert found(samples, [*equal, kept])["earlier turn not supervised there"] == 1
 
 
 def test_rows_are_matched_whatever_their_order_and_whichever_is_missing(samples: Samples) -> None:

@@ -28,7 +28,11 @@ def test_resolve_files(tmp_path: Path) -> None:
         ("missing.jsonl", "no such file: '.*missing.jsonl'"),
         ("*.parquet", r"no file matches '.*\*.parquet'"),
         (".", "is a directory"),
-        ("notes.txt", "unsupported format '.txt': supported are .jsonl, .jsonl.gz, .jsonl.zst, .json, .par"),
+        (
+            "notes.txt",
+            r"unsupported format '.txt': .* make a row of each line, to be read with data.text_key=text",
+        ),
+        ("notes.log", "unsupported format '.log': supported are .jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet$"),
         ("rows.csv", r"unsupported format '.csv': .* convert it: python -c .*rows.csv'"),
         ("rows.json.gz", "unpack it: gunzip '.*rows.json.gz'"),
         ("pipe.jsonl", "'.*pipe.jsonl' is a pipe, but data is read more than once: write it to a file first"),
@@ -38,7 +42,7 @@ def test_resolve_files(tmp_path: Path) -> None:
     ],
 )
 def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -> None:
-    for file in ("notes.txt", "rows.csv", "rows.json.gz"):
+    for file in ("notes.txt", "notes.log", "rows.csv", "rows.json.gz"):
         (tmp_path / file).write_text("hi")
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "link.jsonl").symlink_to("/dev/zero")

@@ -14,7 +14,8 @@ from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.growth import UNKNOWN, Division, TrainingData
 from trainer.data.loader import RankPlan, TrainLoader
 from trainer.data.order import FEISTEL, LISTED
-from trainer.data.sample_writer import ROW, SUPERVISED, SamplesDigest, Summary
+from trainer.data.row_encoder import ROW, SUPERVISED
+from trainer.data.sample_writer import SamplesDigest, Summary
 from trainer.data.samples import TokenDataset
 from trainer.progress import Position
 

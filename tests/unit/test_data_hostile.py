@@ -78,7 +78,7 @@ LINES: dict[bytes, str] = {
 FILES: dict[str, tuple[bytes, str]] = {
     "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read behind line "),
     "rows.jsonl.zst": (MANY, "cannot be read behind line 0: "),
-    "none.jsonl": (b"\n\n", "no row left to train on: 0 rows read"),
+    "none.jsonl": (b"\n\n", "no row to train on: there is none in "),
     "object.json": (b'{"a": 1}', "holds a dict: a .json file must be an array of objects"),
     "torn.json": (b'[\n{"a": 1},\n', "is not JSON: Expecting value in line 3"),
     "torn.parquet": (parquet(text=["a"])[:-5], "is not a readable parquet file (after row 0)"),

@@ -1,5 +1,8 @@
-"""Parquet files: only the columns that are needed, nulls undone, and odd values as bad rows."""
+"""Parquet files: only the columns that are needed, nulls undone, odd values as bad rows; and blocks of any format."""
 
+import json
+import pickle
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from prepared import to_conversation
 
 from trainer.config import RowKeys
 from trainer.data.conversation import Conversation, columns_of
-from trainer.data.readers import iter_rows
+from trainer.data.readers import BLOCK_BYTES, iter_blocks, iter_rows
 from trainer.data.rows import UnusableError
 from trainer.errors import DataError
 
@@ -105,3 +108,30 @@ def test_a_file_without_any_known_column_names_all_it_has(tmp_path: Path) -> Non
     assert len(rows) == 3 and all(isinstance(row, UnusableError) for row in rows)
     assert str(rows[0]).startswith("unrecognised columns: found 'question', 'answer', 'when'; tried 'messages'")
     assert str(rows[0]).endswith("data.prompt_key=question data.response_key=answer")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_a_block_is_about_a_mebibyte_or_one_row(tmp_path: Path, suffix: str) -> None:
+    """What is sent to a process counts: several blocks are under way for each."""
+    sizes = [9] * 700 + [200_000] * 30 + [3 * BLOCK_BYTES] + [40_000] * 60
+    rows = [{"messages": [USER, {"role": "assistant", "content": f"{i} ".ljust(n)}]} for i, n in enumerate(sizes)]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows)))
+    blocks = list(iter_blocks(path, columns_of(KEYS)))
+    read = [row for block in blocks for row in block.rows()]
+    assert [(row.line, row.record) for row in read] == list(enumerate(rows, start=1))
+    last = [max(len(pickle.dumps(row.record)) for row in block.rows()) for block in blocks]
+    assert all(len(pickle.dumps(block)) < 1.1 * BLOCK_BYTES + own for block, own in zip(blocks, last, strict=True))
+    assert len(blocks) < 45, "short rows go together"
+
+
+def test_long_documents_in_one_group_of_parquet_are_read_in_little_memory(tmp_path: Path) -> None:
+    drawn = random.Random(4)
+    rows = [{"messages": [USER, {"role": "assistant", "content": drawn.randbytes(20_000).hex()}]} for _ in range(800)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", write_batch_size=10)
+    before = pa.total_allocated_bytes()
+    used = [pa.total_allocated_bytes() - before for _ in iter_blocks(tmp_path / "rows.parquet", columns_of(KEYS))]
+    assert len(used) > 25 and max(used) < 12 * BLOCK_BYTES, "of 32 MiB"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import current_process, get_context
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,10 +16,12 @@ import tokenizer_fixtures as fixtures
 from prepared import OPTIONS, run, write_rows
 
 from trainer.config import RowKeys
-from trainer.data import row_encoder
+from trainer.data import readers, row_processes
+from trainer.data.readers import RowBlock
 from trainer.data.row_encoder import RowEncoder
-from trainer.data.rows import Row, UnusableError
+from trainer.data.row_processes import prepare_blocks
 from trainer.data.sample_writer import BAD_ROWS, OVER_LONG_ROWS
+from trainer.data.template import ChatTemplate
 
 TOKENIZER = fixtures.make_tokenizer(fixtures.CHATML)
 KEYS = RowKeys("messages", "tools", None, None)
@@ -29,8 +32,8 @@ OPTIONS = dataclasses.replace(
 
 @pytest.fixture(autouse=True)
 def _few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_encoder, "ROWS_HERE", 3)
-    monkeypatch.setattr(row_encoder, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(row_processes, "ROWS_HERE", 3)
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 4)
 
 
 def with_cpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -53,8 +56,9 @@ def test_the_number_of_processes_changes_nothing(tmp_path: Path, monkeypatch: py
     for count in (1, 3):
         with_cpus(monkeypatch, count)
         started: list[bool] = []
+        begin = row_processes._in_processes
         monkeypatch.setattr(
-            row_encoder, "_chunks", lambda rows, real=row_encoder._chunks, to=started: to.append(True) or real(rows)
+            row_processes, "_in_processes", lambda *more, real=begin, to=started: to.append(True) or real(*more)
         )
         dataset = run(file, OPTIONS, cache=tmp_path / f"with{count}")
         assert bool(started) == (count > 1)
@@ -71,11 +75,33 @@ def test_a_daemonic_process_prepares_alone(monkeypatch: pytest.MonkeyPatch) -> N
     """multiprocessing refuses it children: ten million rows ended in an assertion there."""
     with_cpus(monkeypatch, 2)
     monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    assert len(list(RowEncoder(TOKENIZER, OPTIONS).encode(itertools.islice(endless(), 20)))) == 20
+    assert len(list(prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), itertools.islice(endless(), 20)))) == 20
 
 
-def endless() -> Iterator[Row]:
-    return (Row(Path("endless.jsonl"), line, chat("answer")) for line in itertools.count(1))
+def endless() -> Iterator[tuple[int, RowBlock]]:
+    return ((0, RowBlock(Path("endless.json"), [(number, chat("answer"))])) for number in itertools.count(1))
+
+
+def test_rows_that_take_long_in_other_processes_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a rank waits for a block meanwhile, and the launcher would take its silence for a hang."""
+    with_cpus(monkeypatch, 2)
+    monkeypatch.setattr(row_processes, "LOOK_EVERY_S", 0.01)
+    render, here, told, calls = ChatTemplate.render, os.getpid(), get_context("fork").Event(), itertools.count(1)
+
+    def render_slowly(*args: Any, **more: Any) -> Any:
+        assert os.getpid() == here or told.wait(20), "no progress was told while this row was rendered"
+        return render(*args, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", render_slowly)
+    blocks = itertools.islice(endless(), 8)
+    progress = lambda: told.set() if next(calls) > 3 else None  # noqa: E731  three rows are prepared here
+    assert len(list(prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), blocks, progress))) == 8
+
+
+def test_a_row_that_never_ends_is_no_progress() -> None:
+    begun = row_processes._RowsBegun()
+    begun.add()
+    assert [begun.have_grown(), begun.have_grown()] == [True, False]
 
 
 def children_of(pid: int) -> list[psutil.Process]:
@@ -84,21 +110,21 @@ def children_of(pid: int) -> list[psutil.Process]:
 
 def test_a_process_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with_cpus(monkeypatch, 2)
-    results = RowEncoder(TOKENIZER, OPTIONS).encode(endless())
+    results = prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless())
     before = {child.pid for child in children_of(os.getpid())}
-    assert not any(isinstance(result, UnusableError) for result in itertools.islice(results, 20))
+    assert not any(part.bad for part in itertools.islice(results, 20))
     started = [child for child in children_of(os.getpid()) if child.pid not in before]
     assert len(started) == 2
     for child in started:  # one alone is noticed when nothing else comes
         child.kill()
-    with pytest.raises(RuntimeError, match="killed: is there enough memory"):
+    with pytest.raises(RuntimeError, match="killed, most likely because memory ran out"):
         list(results)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in started)
 
 
 def test_an_end_before_the_last_row_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with_cpus(monkeypatch, 2)
-    results = RowEncoder(TOKENIZER, OPTIONS).encode(endless())
+    results = prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless())
     before = {child.pid for child in children_of(os.getpid())}
     next(itertools.islice(results, 20, None))
     assert len(children_of(os.getpid())) == len(before) + 2
@@ -123,5 +149,5 @@ def test_they_end_with_the_process_that_is_killed(monkeypatch: pytest.MonkeyPatc
 
 def _encode_for_ever() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
-    for _ in RowEncoder(TOKENIZER, OPTIONS).encode(endless()):
+    for _ in prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless()):
         pass

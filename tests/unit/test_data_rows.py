@@ -44,6 +44,7 @@ def row(*messages: object, **columns: object) -> str:
 
 BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"messages": [', "broken JSON: Expecting value at column 15"),
+    ("{", "broken JSON: Expecting property name enclosed in double quotes at column 2; a row is one line"),
     (b'{"messages": "\xff"}', "bad UTF-8: byte 0xff at position 15"),
     ("[" * 100_000, "broken JSON: maximum recursion depth exceeded"),
     ("[1, 2]", "not an object: the row is a list"),

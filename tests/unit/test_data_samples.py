@@ -13,9 +13,8 @@ from toy import ToySamples
 from trainer.batch import IGNORE_INDEX
 from trainer.config import ConfigError
 from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.held_out import Draw
 from trainer.data.loader import RankPlan, TrainLoader, build_step
-from trainer.data.order import FEISTEL, LISTED, ORDERS, Share
+from trainer.data.order import FEISTEL, LISTED, ORDERS, Draw, Share
 from trainer.data.samples import Samples, SourceSamples
 from trainer.errors import DataError
 

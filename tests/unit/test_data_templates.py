@@ -15,9 +15,8 @@ from trainer.data.conversation import Conversation
 from trainer.data.preview import preview
 from trainer.data.rows import UnusableError
 from trainer.run.compose import load_config
-from trainer.run.inputs import source_at
+from trainer.run.inputs import prepare_data, source_at
 from trainer.run.preflight import TEMPLATE_NAMES, find_files, read_chat_template
-from trainer.run.prepared_data import prepare_data
 
 USER, AGAIN = {"role": "user", "content": "How warm?"}, {"role": "user", "content": "And now?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

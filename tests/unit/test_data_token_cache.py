@@ -18,9 +18,10 @@ import tokenizer_fixtures as fixtures
 from prepared import OPTIONS, good_rows, run, write_rows
 from tokenizer_fixtures import make_tokenizer
 
-from trainer.data import chat, sample_writer
+from trainer.data import chat, readers
 from trainer.data.chat import ChatEncoder
 from trainer.errors import CannotWriteError, DataError
+from trainer.runtime.files import locked
 
 
 @pytest.fixture
@@ -43,12 +44,12 @@ def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_encoded: list[int]
 ) -> None:
     monkeypatch.setattr(chat, "BATCH_ROWS", 4)
-    monkeypatch.setattr(sample_writer, "SAMPLES_PER_WRITE", 3)
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
     second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
     dataset = run([first, second], cache=tmp_path / "cache")
     tokenizer = make_tokenizer()
-    assert num_encoded == [7]
+    assert num_encoded == [5, 1, 1]
     assert len(dataset) == 7
     for index, answer in enumerate([*(row["a"] for row in good_rows(6)), "row 🙂"]):
         input_ids, loss_mask = dataset.sample(index)
@@ -160,7 +161,7 @@ def test_too_many_bad_rows_to_skip(tmp_path: Path) -> None:
 
 def test_no_usable_row(tmp_path: Path) -> None:
     empty = write_rows(tmp_path / "empty.jsonl")
-    with pytest.raises(DataError, match="no row left to train on: 0 rows read"):
+    with pytest.raises(DataError, match=r"no row to train on: there is none in .*empty.jsonl"):
         run(empty, cache=tmp_path / "cache")
     options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=1.0)
     with pytest.raises(DataError, match=r"1 of 1 rows cannot be trained on \(0 can\)"):
@@ -230,6 +231,17 @@ def test_killed_preparation_leaves_nothing_that_is_read(tmp_path: Path, monkeypa
     assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [dataset.directory.name]
 
 
+def test_what_a_killed_preparation_left_goes_with_the_next_of_any_data(tmp_path: Path) -> None:
+    """But not what another process prepares now."""
+    killed, under_way = (tmp_path / "cache" / "tokens" / f"{name}.tmp-host-1" for name in ("killed", "alive"))
+    for directory in (killed, under_way):
+        directory.mkdir(parents=True)
+        (directory / "tokens.bin").write_bytes(b"half a file")
+    with locked(under_way.with_name("alive.lock")):
+        run(write_rows(tmp_path / "rows.jsonl", *good_rows(3)), cache=tmp_path / "cache")
+    assert (killed.exists(), under_way.exists()) == (False, True)
+
+
 def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(CannotWriteError, match=r"point data.cache_dir to a writable directory"):
@@ -291,10 +303,11 @@ def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(
     assert num_encoded == [50]
 
 
-def test_preparing_shows_progress_with_every_row(tmp_path: Path) -> None:
+def test_preparing_shows_progress_with_every_row_and_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 10)
     beats: list[int] = []
     run(write_rows(tmp_path / "rows.jsonl", *good_rows(50)), cache=tmp_path / "cache", progress=lambda: beats.append(1))
-    assert len(beats) == 51, "and once for the file that is hashed"
+    assert len(beats) == 50 + 5 + 1, "and once for the file that is hashed"
 
 
 @pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])

@@ -4,23 +4,25 @@ import inspect
 import json
 import random
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN3_5
 
+from trainer.data import tokens
 from trainer.data.tokens import WORD_PATTERNS, MarkedText, TokenFinder, _byte_level
 
 SEEDS = range(20)
 WHITESPACE = [*" \n\t\r\x0b\x1c\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000", "  ", "   ", "\n\n", " \n", "\r\n"]
 ASCII = "a The answer don't 's 'S ' x's 12 3 1234567 . , ... !?\n / _ # <<5*4=20>>20 <|end|> <|end|>\n <think> \x7f"
 OTHER = "٣ Ⅻ é e\u0301 \u0301 ñ привет ДА 你好 世界 。 ア กำ 한국 🙂 👩\u200d🚀 € † Ⱥ ǅ \u200b \ufeff \u180e"
+LONG = "x" * 33
 WORDS = [*ASCII.split(" "), *OTHER.split(" ")]
 
 
@@ -37,7 +39,7 @@ def merge_all() -> dict[str, Any]:
     rng = random.Random(0)
     backend.train_from_iterator([random_text(rng) for _ in range(2000)], trainer)
     backend.add_special_tokens(["<|end|>", "<s>"])
-    backend.add_tokens(["<think>"])
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
     state: dict[str, Any] = json.loads(backend.to_str())
     return state
 
@@ -77,6 +79,8 @@ BYTE_LEVEL = {
     "another pattern": {"pre_tokenizer": cut_by(split(r"\S+ \S+"), BYTES)},
     "other pieces": {"pre_tokenizer": cut_by(split(WORD_PATTERNS["llama 3"], "MergedWithPrevious"), BYTES)},
     "token of two words": with_token("answer The"),
+    "tokens that overlap": with_token("e<|end"),
+    "tokens looked for one after the other": with_token("e<|end", normalized=True),
 }
 OTHERS = {
     "prefix space": {"pre_tokenizer": {**GPT2, "add_prefix_space": True}},
@@ -84,6 +88,7 @@ OTHERS = {
     "token that takes spaces after it in": with_token("<|end|>", rstrip=True),
     "token that takes spaces before it in": with_token("<|end|>", lstrip=True),
     "word of its own": with_token("answer", single_word=True),
+    "token that normalization changes": {**with_token("e\u0301", normalized=True), "normalizer": {"type": "NFC"}},
     "missing bytes": {"pre_tokenizer": LLAMA3, "model": {"vocab": {"a": 0, "Ġ": 1, "<u>": 2}, "merges": []}},
     "unknown bytes": {"pre_tokenizer": GPT2, "model": {"vocab": {"a": 0, "<u>": 2}, "merges": [], "unk_token": "<u>"}},
     "metaspace": {
@@ -92,9 +97,8 @@ OTHERS = {
 }
 
 
-def find(tokenizer: PreTrainedTokenizerFast, batch: list[MarkedText]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    with ThreadPoolExecutor(1) as pool:
-        located = TokenFinder(tokenizer).start(batch, pool)()
+def find(finder: TokenFinder, batch: list[MarkedText]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    located = finder.find(batch)
     assert all(ids.dtype == np.int32 for ids, _ in located)
     return [(ids.tolist(), spans) for ids, spans in located]
 
@@ -121,8 +125,10 @@ def is_normalized(item: MarkedText) -> bool:
     return unicodedata.is_normalized("NFC", item.text)
 
 
-def check(tokenizer: PreTrainedTokenizerFast, batch: list[MarkedText], seed: int) -> None:
-    for item, found in zip(batch, find(tokenizer, batch), strict=True):
+def check(
+    tokenizer: PreTrainedTokenizerFast, batch: list[MarkedText], seed: int, finder: TokenFinder | None = None
+) -> None:
+    for item, found in zip(batch, find(finder or TokenFinder(tokenizer), batch), strict=True):
         assert found == expected(tokenizer, item), f"seed {seed}: {item}"
 
 
@@ -130,9 +136,12 @@ def check(tokenizer: PreTrainedTokenizerFast, batch: list[MarkedText], seed: int
 def test_tokens_found_without_offsets_are_the_tokenizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(TokenFinder, "_encode_with_offsets")
     tokenizer = changed(**BYTE_LEVEL[name])
+    finder = TokenFinder(tokenizer)  # which knows words of earlier batches
     for seed in SEEDS:
-        check(tokenizer, [item for item in marked_texts(seed) if is_normalized(item)], seed)
+        check(tokenizer, [item for item in marked_texts(seed) if is_normalized(item)], seed, finder)
     check(tokenizer, [MarkedText(" ", [(0, 1)])], -1)
+    for texts in ("The<|end|> a",), ("The<|e", "nd|> a"):  # what looks like a token in one text, and in two
+        check(tokenizer, [MarkedText(text, []) for text in texts], -2)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -157,12 +166,26 @@ def test_tokens_that_do_not_add_up_to_the_text_are_left_to_offsets() -> None:
     check(tokenizer, [MarkedText("The answer <s>", [(4, 10)]), MarkedText("no_space", [(0, 2)])], -1)
 
 
-def test_a_word_is_tokenized_once_a_batch() -> None:
-    byte_level = _byte_level(changed(pre_tokenizer=LLAMA3).backend_tokenizer)
-    assert byte_level is not None
-    texts = ["the one and the other", "the one  and the third", "the one and the other"]
-    words = byte_level.cut([MarkedText(text, []) for text in texts])
-    assert words.new_texts == ["the one and the other", "  and third", ""]
+def test_a_word_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listed:
+        """The tokenizer's texts are kept."""
+
+        def encode_batch_fast(self, batch: list[str], **more: Any) -> Any:
+            texts.append(batch)
+            return real.encode_batch_fast(batch, **more)
+
+    monkeypatch.setattr(tokens, "NUM_KNOWN", 8)
+    tokenizer, texts = changed(pre_tokenizer=LLAMA3), []
+    finder = TokenFinder(tokenizer)
+    assert finder._byte_level is not None
+    real = finder._byte_level.backend
+    finder._byte_level = replace(finder._byte_level, backend=Listed())  # type: ignore[arg-type]
+    batches = [["the one<s>the other", "the one  and<s>the <s><|end|> third", "the one <s>the other"]]
+    batches += [["an other<s>the " + LONG], ["the one an " + LONG], ["the one"]]
+    for batch in batches:
+        check(tokenizer, [MarkedText(text, [(0, 1)]) for text in batch], -1, finder)
+    assert texts[0] == ["the one", "<s> other  and ", "<|end|> third"]
+    assert texts[1:] == [["an " + LONG], [" an " + LONG], ["the one"]]  # too long to be kept; then too many were
 
 
 @pytest.mark.parametrize("name", ["whole texts", "another pattern", "other pieces", "token of two words"])
@@ -177,4 +200,4 @@ def test_the_patterns_are_those_of_the_models() -> None:
 
 
 def test_nothing_is_found_in_nothing() -> None:
-    assert find(changed(**BYTE_LEVEL["gpt 2"]), []) == find(changed(**OTHERS["metaspace"]), []) == []
+    assert all(find(TokenFinder(changed(**kind)), []) == [] for kind in (BYTE_LEVEL["gpt 2"], OTHERS["metaspace"]))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from curves import val_curve
 
-from trainer.detection.overfit import OverfitJudge
+from trainer.detection.watches import OverfitJudge
 
 NUM_RUNS = 300
 

@@ -23,7 +23,8 @@ from checkpoint_fakes import save
 from trainer.checkpoint import fsio
 from trainer.cli import doctor
 from trainer.config import Config, ConfigError
-from trainer.doctor import checkup, machine, recipe
+from trainer.doctor import machine, recipe
+from trainer.launch.memory_kills import MemoryKills
 from trainer.planner import forecast
 from trainer.planner.forecast import Forecast
 from trainer.quickstart import MODEL_DIR
@@ -66,9 +67,9 @@ class Scene:
         self.limits[kind] = number
 
     def cards(self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900) -> None:
-        self.patch.setattr(checkup, "count_gpus", lambda: number)
+        self.patch.setattr(recipe, "count_gpus", lambda: number)
         self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
-        self.patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=host_gib * GIB))
+        self.patch.setattr(MemoryKills, "usable_bytes", host_gib * GIB)
         self.patch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib * GIB, 80 * GIB))
         self.patch.setattr(torch.cuda, "get_device_name", lambda card: "H100")
         self.patch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
@@ -105,6 +106,14 @@ class Scene:
         self.write("model/config.json", json.dumps(json.loads(Path("model/config.json").read_text()) | changes))
         self.write("model/model.safetensors", "")
 
+    def vllm(self) -> None:
+        """Of an interpreter that is none; a name that was served once is no longer."""
+        self.write("python", f"#!/bin/sh\necho {Path.cwd()}/vllm/__init__.py\n")
+        Path("python").chmod(0o755)
+        tables = "_TEXT = {'LlamaForCausalLM': 1}\n_OLD = {'Qwen2ForCausalLM': '0.1'}\n_VLLM_MODELS = {**_TEXT}\n"
+        Path("vllm/model_executor").mkdir(parents=True)
+        self.write("vllm/model_executor/models/registry.py", tables)
+
     def checkpoint(self, pointer: str = "2") -> None:
         Path("run").mkdir()
         save(Path("run").absolute(), 2)
@@ -129,7 +138,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says and how to mend it
     "a package": ("", lambda s: s.without("tokenizers"), "!requirements", "pip install 'tokenizers"),
     "too few cards": ("8", lambda s: s.cards(4), "!cards", "start at most 4"),
-    "driver": ("", lambda s: s.patch.setattr(checkup, "count_gpus", raising(ConfigError("old"))), "!cards", "old"),
+    "driver": ("", lambda s: s.patch.setattr(recipe, "count_gpus", raising(ConfigError("old"))), "!cards", "old"),
     "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
     "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
     "which machine": ("", lambda s: s.env(NNODES="2"), "!cards", "NODE_RANK is not set"),
@@ -164,6 +173,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "quantized": (MINE, lambda s: s.model(quantization_config={}), "!architecture", "bfloat16 or float32 weights"),
     "too long": (MINE, lambda s: s.model(max_position_embeddings=512), "?architecture", "data.max_length=512"),
     "own code": (MINE, lambda s: s.model(auto_map={"AutoModel": "m.M"}), "?architecture", "--trust-remote-code"),
+    "not in vLLM": ("--python=./python", lambda s: s.vllm(), "?serving", "Qwen2ForCausalLM is not among"),
     "broken row": ("", lambda s: s.write("rows.jsonl", "{\n"), "!rows", "rows.jsonl:1: broken JSON"),
     "left out": ("data.on_bad_row=skip", lambda s: s.write("rows.jsonl", "{\n"), "?rows", "it is left out"),
     "template": ("data.chat_template=t", lambda s: s.write("t", "{% if %}"), "!rows", "template is broken in line 1"),
@@ -174,7 +184,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "big model": ("trainer.device=cpu", lambda s: s.cards(host_gib=0.5), "!memory and disk", "smallest change"),
     "little host memory": ("", lambda s: s.cards(host_gib=0.01), "!memory and disk", "async_save=false"),
     "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "run: 6 checkpoints"),
-    "tight disk": ("", lambda s: s.free(200 << 20), "?memory and disk", "lower trainer.max_ckpt_to_keep"),
+    "tight disk": ("", lambda s: s.free(80 << 20), "?memory and disk", "lower trainer.max_ckpt_to_keep"),
 }
 
 
@@ -240,4 +250,4 @@ def test_what_needs_a_broken_part_is_named_instead_of_blamed_too(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main([*WORDS, "model.partial_pretrain=./nope"]) == 1
-    assert capsys.readouterr().out.endswith("is mended: architecture, rows, cache, memory and disk\n")
+    assert capsys.readouterr().out.endswith("is mended: architecture, serving, rows, cache, memory and disk\n")

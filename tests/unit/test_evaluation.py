@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import commit
 
-from trainer.checkpoint import layout, lease
+from trainer.checkpoint import layout, retention
 from trainer.checkpoint.rollback import worth_keeping
 from trainer.cli import evaluate as command
 from trainer.config import ConfigError
 from trainer.evaluation.evaluate import Evaluation, append_result, evaluate, interval
-from trainer.evaluation.questions import Question, read_questions
 from trainer.evaluation.sandbox import SandboxLimits
-from trainer.evaluation.scorers import make_scorer, program_of
+from trainer.evaluation.scorers import Question, digest_of_questions, make_scorer, program_of, read_questions
 from trainer.progress import History
 from trainer.report.analyse import analyse
 from trainer.report.readers import read_run
@@ -123,6 +122,31 @@ def test_questions_of_rows(tmp_path: Path) -> None:
     first, second = read_questions(path, answer_key="answer")
     assert (first.turns[0]["content"], first.expected) == ("p", 3)
     assert (second.turns, second.expected) == (chat[:1], "b")
+    assert [question.expected for question in read_questions(path, answer_key="tests")] == [None, None]
+    assert digest_of_questions(read_questions(path, answer_key="tests")) != digest_of_questions([first, second])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--score", "exec"], 65, "exec needs tests"),
+        (["--score", "exact", "--answer", "label"], 65, "no answer to compare with"),
+        (["--score", "exact", "--engine", "vllm", "--python", "/nosuch"], 2, "--python /nosuch is no interpreter"),
+        (["--score", "exact", "--engine", "vllm"], 2, "has no vllm (pip install vllm)"),
+        (["--score", "exact", "--step", "9"], 2, "No such file or directory; there are: 1"),
+        (["--tasks", "gsm8k"], 2, "has no lm_eval"),
+        (["--tasks", "gsm8k", "--engine", "http://host/v1"], 2, "--watch and --tasks need another"),
+        (["--score", "exact", "--", "--limit", "5"], 2, "they need --tasks"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    run_dir, prompts = run_with(tmp_path / "run", 1), tmp_path / "q.jsonl"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompts.write_text(json.dumps({"messages": chat}))
+    assert command.main([str(run_dir), "--prompts", str(prompts), *words]) == code
+    assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()
 
 
 def test_rotation_spares_what_is_read_and_the_best_that_was_scored(tmp_path: Path) -> None:
@@ -131,13 +155,13 @@ def test_rotation_spares_what_is_read_and_the_best_that_was_scored(tmp_path: Pat
         append_result(run_dir, name="code", step=step, value=value)
     spared = worth_keeping(run_dir, History(), "eval/code")
     assert spared == {2} and worth_keeping(run_dir, History()) == set()
-    with lease.reading(run_dir / "global_step_1") as is_there:
+    with retention.reading(run_dir / "global_step_1") as is_there:
         assert is_there
-        layout.rotate(run_dir, keep=1, protect=spared)
+        retention.rotate(run_dir, keep=1, protect=spared)
         assert [info.step for info in layout.committed(run_dir)] == [1, 2, 4]
-    layout.rotate(run_dir, keep=1, protect=spared)
+    retention.rotate(run_dir, keep=1, protect=spared)
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
-    with lease.reading(run_dir / "global_step_1") as is_there:
+    with retention.reading(run_dir / "global_step_1") as is_there:
         assert not is_there
 
 
@@ -168,3 +192,45 @@ def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
     capsys.readouterr()
     assert command.main([str(run_dir), "--attach", "10", "code", "nan"]) == 2
     assert "--attach takes STEP NAME VALUE" in capsys.readouterr().err
+
+
+HARNESS = """#!/usr/bin/env python
+import json, pathlib, sys
+if "lm_eval" in sys.argv:
+    words = sys.argv[sys.argv.index("lm_eval") + 1 :]
+    out = pathlib.Path(words[words.index("--output_path") + 1])
+    pathlib.Path(__file__).with_name("asked.json").write_text(json.dumps(words))
+    found = {"alias": "mine", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,strict": 1}
+    tree = {"results": {"mine": found}, "n-samples": {"mine": {"effective": 20}}}
+    (out / "results_1.json").write_text(json.dumps(tree if "--predict_only" not in words else {}))
+"""
+
+
+def test_results_of_lm_evaluation_harness_land_in_the_log_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked for this adapter with its own tokenizer, whatever options the user hands on to it."""
+    run_dir, base, python = run_with(tmp_path / "run", 10), tmp_path / "base", tmp_path / "python"
+    export = run_dir / "global_step_10" / "huggingface"
+    (export / "config.json").unlink()
+    base.mkdir()
+    (export / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 4}))
+    (export / "tokenizer_config.json").write_text("{}")
+    (export / "chat_template.jinja").write_text("")
+    (run_dir / "run.json").write_text(json.dumps({"config": {"trainer": {"logger": "console"}}}))
+    python.write_text(HARNESS)
+    python.chmod(0o755)
+    words = [str(run_dir), "--tasks", "mine", "--python", str(python), "--"]
+    assert command.main([*words, "--include_path", "tasks", "--model_args", "pretrained=other"]) == 0
+    asked = json.loads((tmp_path / "asked.json").read_text())
+    assert asked[:2] == ["--include_path", "tasks"]
+    last = len(asked) - 1 - asked[::-1].index("--model_args")
+    assert asked[last + 1] == f"pretrained={base},dtype=auto,peft={export},tokenizer={export}"
+    assert "without the chat template; with it: --tasks" in capsys.readouterr().out
+    rows = read_summaries(run_dir)
+    assert rows["eval/mine_acc"][10]["mean"] == 0.5 and rows["eval/mine_exact_match_strict"][10]["mean"] == 1
+    assert rows["eval/mine_acc"][10]["n"] == 20 and rows["eval/mine_acc"][10]["low"] == pytest.approx(0.304, abs=1e-3)
+    assert read_metrics(run_dir / "evaluation/mine_acc/metrics.jsonl")[0]["eval/mine_acc"] == 0.5
+    assert command.main([*words, "--include_path", "tasks", "--model_args", "pretrained=other"]) == 0
+    assert "was measured before" in capsys.readouterr().out and len(read_evaluations(run_dir)) == 2
+    assert command.main([*words, "--predict_only"]) == 2 and "0 results" in capsys.readouterr().err

@@ -1,14 +1,18 @@
 """Programs that mean harm, or want to pass without solving the task: stopped, scored 0, and nothing of them is left."""
 
 import glob
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+import pytest
 
 from trainer.evaluation.sandbox import SandboxLimits, run_tests
 
@@ -62,7 +66,25 @@ HOSTILE = {
     "        except OSError: pass",
     "mounts": IN_CALL + "    return ctypes.CDLL(None).mount(b'proc', b'/work', b'proc', 0, None)",
     "does not parse": "def solve(x) return 1",
+    # these answer rightly where they can do what they must not
+    "memory of no process": IN_CALL + "    return 40 + (ctypes.CDLL(None).shmget(0, 2**20, 0o1600) >= 0)",
+    "memory in a file of no disk": IN_CALL + "    return 40 + (os.memfd_create('f') > 0)",
+    "rights in a namespace": IN_CALL + "    return 40 + (ctypes.CDLL(None).unshare(0x10000000) == 0)",
+    "clone with rights": IN_CALL + "    libc = ctypes.CDLL(None)\n"
+    "    number, flags = (56 if os.uname().machine == 'x86_64' else 220), 0x10000000 | 17\n"
+    "    made = libc.syscall(number, flags, 0, 0, 0, 0)\n"
+    "    if made == 0: os._exit(0)\n"
+    "    return 40 + (made > 0)",
 }
+OF_ANY_USER = ("memory bit by bit", "many files", "writes outside", "reads secrets", "network")
+OF_ANY_USER += ("kill -9 -1", "memory of no process", "rights in a namespace", "replaces the standard library")
+AS_ANOTHER = """
+import json, sys
+from trainer.evaluation.sandbox import SandboxLimits, run_tests
+programs, test = json.load(sys.stdin)
+found = [run_tests(code, [test], SandboxLimits(seconds=1.0, memory_mib=256)) for code in programs]
+print(json.dumps([[verdict.is_passed, verdict.reason] for verdict in found]))
+"""
 
 
 def listening() -> tuple[socket.socket, list[bytes]]:
@@ -101,6 +123,24 @@ def test_hostile_programs_score_0_and_leave_nothing() -> None:
     assert set(glob.glob(f"{tempfile.gettempdir()}/sft-jail-*")) <= files
 
 
+@pytest.mark.parametrize("user", ["--map-root-user", "--map-user=1000 --map-group=1000"])
+def test_the_sandbox_of_another_user_holds_too(user: str) -> None:
+    """An ordinary one, and root of a container that has no other user."""
+    programs = [RIGHT, *(HOSTILE[name].replace("PORT", "9") for name in OF_ANY_USER)]
+    ended = subprocess.run(
+        ["unshare", "--user", *user.split(), sys.executable, "-c", AS_ANOTHER],
+        input=json.dumps([programs, TEST]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found[0] == [True, ""]
+    assert all(not is_passed and reason for is_passed, reason in found[1:])
+    assert not os.path.exists(MARK)
+
+
 def test_right_programs_pass() -> None:
     tests = {
         RIGHT: [TEST],
@@ -114,7 +154,9 @@ def test_right_programs_pass() -> None:
 
 
 def test_what_tests_do_not_ask_does_not_pass() -> None:
-    assert "called nothing" in run_tests(RIGHT, ["sum([1, 2]) == 3"], SandboxLimits()).reason
+    assert "ask nothing" in run_tests(RIGHT, ["sum([1, 2]) == 3"], SandboxLimits()).reason
+    for answer, reason in ((42, ""), (41, "not true: answer == 42")):
+        assert run_tests(f"answer = {answer}", ["answer == 42"], SandboxLimits()).reason == reason
     assert (
         "redefines all"
         in run_tests("def all(x): return True\n" + RIGHT, ["all([solve(1) == 0])"], SandboxLimits()).reason

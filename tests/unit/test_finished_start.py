@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoint_fakes import save
 
 from trainer.config import Config
-from trainer.run import finished
+from trainer.doctor.machine import Launch
+from trainer.doctor.recipe import resume
+from trainer.run import preflight
 from trainer.run.compose import load_config
 from trainer.run.preflight import find_files
 
 LAUNCH = """
-import sys
+import contextlib, sys
 from trainer.launch import __main__ as launch
+launch.mirrored = lambda *args: contextlib.nullcontext()  # only of a run that trains
 launch.supervise = lambda *args, **kwargs: 99  # ranks would start
 for num_ranks in sys.argv[1].split(","):
     print(launch.main([num_ranks, *sys.argv[2:]]))
@@ -44,11 +48,11 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def stamp(config: Config, num_ranks: int = 2) -> str:
-    return finished.stamp_of(config, find_files(config), config.model.partial_pretrain, num_ranks=num_ranks)
+    return preflight.stamp_of(config, find_files(config), config.model.partial_pretrain, num_ranks=num_ranks)
 
 
 def recalled(config: Config, num_ranks: int = 2) -> str | None:
-    return finished.recall(Path(config.trainer.default_local_dir), stamp(config, num_ranks))
+    return preflight.recall(Path(config.trainer.default_local_dir), stamp(config, num_ranks))
 
 
 def write_again(path: Path) -> None:
@@ -67,14 +71,14 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a damaged checkpoint": lambda root: write_again(root / "run" / "step" / "model.pt"),
     "no report": lambda root: (root / "run" / "report.html").unlink(),
     "a run that has begun": lambda root: (root / "run" / ".train.lock").write_text("{}"),
-    "a damaged record": lambda root: (root / "run" / finished.RECORD).write_text("[]"),
+    "a damaged record": lambda root: (root / "run" / preflight.RECORD).write_text("[]"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_is_recalled_once_something_has_changed(words: list[str], tmp_path: Path, change: str) -> None:
     config = load_config(words)
-    finished.remember(tmp_path / "run", stamp(config), "all done")
+    preflight.remember(tmp_path / "run", stamp(config), "all done")
     assert recalled(config) == "all done"
     CHANGES[change](tmp_path)
     assert recalled(config) is None
@@ -82,23 +86,40 @@ def test_nothing_is_recalled_once_something_has_changed(words: list[str], tmp_pa
 
 def test_nor_for_another_run(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(words)
-    finished.remember(tmp_path / "run", stamp(config), "all done")
+    preflight.remember(tmp_path / "run", stamp(config), "all done")
     assert recalled(load_config([*words, "trainer.total_epochs=7"])) is None and recalled(config, num_ranks=3) is None
-    monkeypatch.setattr(finished, "version", lambda name: "another")
+    monkeypatch.setattr(preflight, "version", lambda name: "another")
     assert recalled(config) is None
+
+
+def test_what_was_chosen_automatically_is_asked_for_again_without_a_new_start(words: list[str], tmp_path: Path) -> None:
+    chosen = [*words, "data.max_token_len_per_gpu=4096", "model.enable_gradient_checkpointing=selective"]
+    preflight.remember(tmp_path / "run", stamp(load_config(chosen)), "all done")
+    asked = [*words, "data.max_token_len_per_gpu=auto", "model.enable_gradient_checkpointing=auto"]
+    assert recalled(load_config(asked)) == "all done"
+
+
+def test_doctor_says_that_nothing_is_left_to_do(words: list[str], tmp_path: Path) -> None:
+    launch = Launch(load_config(words), 2)
+    save(tmp_path / "run", 2)
+    assert [said.what for said in resume(launch)] == [f"continues from {tmp_path}/run/global_step_2"]
+    preflight.remember(tmp_path / "run", stamp(launch.config), "all done")
+    assert [said.what for said in resume(launch)] == ["all done"]
 
 
 def test_what_changed_while_the_run_read_it_is_looked_at_again(words: list[str], tmp_path: Path) -> None:
     config = load_config(words)
     before = stamp(config)
     (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
-    finished.remember(tmp_path / "run", before, "all done")
+    preflight.remember(tmp_path / "run", before, "all done")
     assert recalled(config) is None
 
 
 def test_the_launcher_answers_without_ranks_and_without_libraries(words: list[str], tmp_path: Path) -> None:
-    finished.remember(tmp_path / "run", stamp(load_config(words)), "all done")
+    words.append("trainer.checkpoint.mirror=hf://org/model")  # which is not up to date: nobody asks it here
+    preflight.remember(tmp_path / "run", stamp(load_config(words)), "all done")
     command = [sys.executable, "-c", LAUNCH, "2,3", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == ["all done", "0", "99"]
+    assert done.stderr.count("hf://org/model does not hold what was saved last: ") == 1

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from trainer.config import ConfigError, find_foreign, known_keys, own_words
-from trainer.config.foreign import foreign_keys
+from trainer.config.parse import foreign_keys
 from trainer.launch.ranks import parse_arguments
 from trainer.run.compose import load_config
 

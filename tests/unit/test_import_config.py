@@ -11,7 +11,7 @@ from unit.foreign_files import AXOLOTL, FACTORY, TRL, VERL, ForeignExample, yaml
 
 from trainer.cli.__main__ import main
 from trainer.config import Config, ConfigError, SourceConfig, find_foreign, parse_config
-from trainer.import_config.answers import ForeignSetting, became
+from trainer.import_config.rules import ForeignSetting, became
 from trainer.import_config.translation import Translation
 from trainer.run.compose import PARTS, load_config
 
@@ -81,7 +81,7 @@ def test_what_has_no_equal_stands_in_the_recipe(tmp_path: Path) -> None:
         ({"dataset_config": "main"}, {"data.train_files": "hf://org/data:main/train"}),
         ({"loss_type": "dft"}, {"model.loss": "dft"}),
         ({"save_strategy": "no"}, {"trainer.save_freq": -1}),
-        ({"report_to": "[wandb, trackio]"}, {"trainer.logger": ["console", "wandb"]}),
+        ({"report_to": "[wandb, trackio, comet_ml]"}, {"trainer.logger": ["console", "wandb", "trackio"]}),
     ],
     ids=lambda value: "" if isinstance(value, dict) and "." in next(iter(value)) else None,
 )

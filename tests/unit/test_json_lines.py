@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.runtime.json_lines import JsonLines, read_object, strict
+from trainer.runtime.json_lines import AppendFile, JsonLines, read_object, strict
 
 
 def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -47,3 +47,15 @@ def test_a_file_without_an_object_is_an_empty_one(tmp_path: Path, content: bytes
     assert read_object(tmp_path / "x.json") == {}
     (tmp_path / "x.json").write_text('{"a": 1}')
     assert read_object(tmp_path / "x.json") == {"a": 1}
+
+
+def test_a_guest_leaves_the_line_alone_that_another_process_is_writing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st')
+    file = AppendFile(path, is_guest=True)
+    file.append({"step": 2})
+    file.close()
+    assert path.read_bytes() == b'{"step": 1}\n{"st{"step":2}\n'
+    (tmp_path / "torn.jsonl").write_bytes(b'{"step": 1}\n{"st')
+    AppendFile(tmp_path / "torn.jsonl").close()
+    assert (tmp_path / "torn.jsonl").read_bytes() == b'{"step": 1}\n'

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.launch import __main__ as launch
-from trainer.launch import ranks, supervise
+from trainer.launch import agent, ranks
 from trainer.launch.__main__ import agent_command
 from trainer.launch.ranks import (
     Arguments,
@@ -126,7 +126,7 @@ def test_threads_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     env = rank_environment({"HOME": "/h"}, NodeLayout(), num_ranks=2, status_dir=tmp_path)
     assert env["OMP_NUM_THREADS"] == "4"
     assert (env["HOME"], env["SFT_STATUS_DIR"], env["PYTHONSAFEPATH"]) == ("/h", str(tmp_path), "1")
-    mine = {"OMP_NUM_THREADS": "3", "SFT_STATUS_DIR": "old", "PYTHONSAFEPATH": ""}
+    mine = {"OMP_NUM_THREADS": "3", "SFT_STATUS_DIR": "old", "PYTHONSAFEPATH": "", "TORCH_CPP_LOG_LEVEL": "INFO"}
     assert rank_environment(mine, NodeLayout(), num_ranks=2, status_dir=tmp_path) == {
         **mine,
         "SFT_STATUS_DIR": str(tmp_path),
@@ -138,8 +138,8 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
     from torch.distributed.run import parse_args
 
     command = agent_command(3, layout, ["optim.lr=1e-5"], timeout_s=7)
-    assert command[:4] == [sys.executable, "-m", "trainer.launch", "--agent"]
-    args = parse_args(command[4:])
+    assert command[:3] == [sys.executable, "-m", "trainer.launch.agent"]
+    args = parse_args(command[3:])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == (str(layout.num_nodes), "3", 0)
     assert (args.module, args.training_script, args.training_script_args) == (True, "trainer", ["optim.lr=1e-5"])
     if layout.num_nodes == 1:
@@ -187,10 +187,10 @@ def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
     monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
     monkeypatch.setenv("SFT_AGENT_PID", "")
     monkeypatch.setattr(torch.distributed.run, "run", wait_for_machines)
-    monkeypatch.setattr(supervise.signal, "signal", lambda *arguments: None)
-    monkeypatch.setattr(supervise.logging, "disable", lambda level: None)
+    monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
     nodes = NodeLayout(2, 0, "head", 1234)
-    code = supervise.run_agent(agent_command(1, nodes, [], timeout_s=60)[4:])
+    code = agent.run_agent(agent_command(1, nodes, [], timeout_s=60)[3:])
     reported = int((tmp_path / "exit_code").read_text())
     assert run_exit_code(reported, agent_code=code, was_signalled=False) == 75
     error = capsys.readouterr().err
@@ -218,6 +218,13 @@ def test_mistakes_end_with_2_before_torch_is_loaded(argv: list[str], env: dict[s
     assert result.returncode == 2
     assert result.stderr.startswith("ERROR: ") and message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_directory_that_was_removed_under_the_shell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert launch.main(["2"]) == 2
 
 
 def test_help_and_configuration_are_printed_without_ranks() -> None:

@@ -12,11 +12,10 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.doctor import machine
-from trainer.doctor.checked import Launch
+from trainer.doctor.machine import Launch
 from trainer.launch import __main__ as launch
-from trainer.launch import network_interface, ranks
-from trainer.launch.network_interface import gloo_interface
-from trainer.launch.ranks import NodeLayout, count_gpus, rank_environment
+from trainer.launch import ranks
+from trainer.launch.ranks import NodeLayout, count_gpus, gloo_interface, rank_environment
 from trainer.run.compose import load_config
 
 
@@ -178,8 +177,8 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = Routes(routes)
-    monkeypatch.setattr(network_interface.socket, "getaddrinfo", kernel.getaddrinfo)
-    monkeypatch.setattr(network_interface.socket, "socket", kernel.socket)
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", kernel.getaddrinfo)
+    monkeypatch.setattr(ranks.socket, "socket", kernel.socket)
     entries = {name: [SimpleNamespace(address=a, family=family_of(a)) for a in interfaces[name]] for name in interfaces}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     assert gloo_interface("head") == expected

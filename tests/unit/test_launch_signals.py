@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.launch.__main__ import agent_command
-from trainer.launch.ranks import NodeLayout
+from trainer.launch.ranks import NodeLayout, rank_environment
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """
@@ -116,7 +116,8 @@ def test_exit_code_of_an_agent(agent: str, code: int, start: Callable[..., subpr
 def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None:
     launcher = start("import os; os.kill(os.getpid(), 9)")
     _, stderr = launcher.communicate(timeout=20)
-    assert (launcher.returncode, stderr) == (1, "ERROR: the ranks were killed by SIGKILL\n")
+    said = "ERROR: the ranks were killed by SIGKILL; continue with the same command\n"
+    assert (launcher.returncode, stderr) == (1, said)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
@@ -208,6 +209,29 @@ def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subproc
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait(timeout=20)
     assert wait_until(lambda: not is_alive(agent_pid), timeout_s=2)
+
+
+HOLDS_THE_STORE = """
+import os
+from torch.distributed import TCPStore
+port = os.getpid() % 20000 + 20000
+if os.fork() == 0:
+    TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False).get("asked")
+    os.kill(os.getpid(), 9)
+store = TCPStore("127.0.0.1", port, 2, False)
+store.set("asked", "")
+try:
+    store.wait(["never"])
+except RuntimeError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_lost_rank_prints_no_stack_of_torch(tmp_path: Path) -> None:
+    env = rank_environment({**os.environ, "PYTHONPATH": str(ROOT)}, NodeLayout(), num_ranks=2, status_dir=tmp_path)
+    command = [sys.executable, "-c", HOLDS_THE_STORE]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("DistNetworkError\n", "")
 
 
 @pytest.mark.parametrize(

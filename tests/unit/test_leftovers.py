@@ -10,7 +10,7 @@ import pytest
 
 from trainer.launch import supervise
 from trainer.launch.supervise import status_directory
-from trainer.runtime.file_lock import locked, try_lock
+from trainer.runtime.files import locked, try_lock
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """

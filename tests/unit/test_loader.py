@@ -1,7 +1,9 @@
 """From samples to packed batches, and the position of a run across restarts."""
 
+import errno
 import itertools
 import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,8 +23,11 @@ from trainer.batch import PackedBatch, StepBatch
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches, build_step, pack
 from trainer.data.order import Share
+from trainer.errors import CannotWriteError
 from trainer.progress import Position
 from trainer.run import main
+from trainer.runtime.exit_codes import explain
+from trainer.runtime.signals import StopRequest
 
 NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
 UNLIMITED = Limits(None, None)
@@ -217,6 +222,26 @@ def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path: Path, monkeyp
     monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
     for left, right in zip(loader(num_workers=1), loader(), strict=True):
         assert all(same(a, b) for a, b in zip(left.micro_batches, right.micro_batches, strict=True))
+
+
+def test_a_worker_that_is_killed_or_cannot_be_started_is_told_without_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = multiprocessing.active_children()
+    batches = iter(loader(num_workers=1))
+    next(batches)
+    (worker,) = (process for process in multiprocessing.active_children() if process not in others)
+    with pytest.raises(RuntimeError) as found:
+        worker.kill()
+        list(batches)
+    code, message = explain(found.value, StopRequest())
+    assert code == 1 and message.startswith("DataLoader worker (pid") and str(worker.pid) in message
+    assert message.endswith("continue with the same command")
+
+    def no_room(self: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("torchdata.stateful_dataloader.StatefulDataLoader.__iter__", no_room)
+    with pytest.raises(CannotWriteError, match="/dev/shm: No space left on device; a container needs --shm-size=1g"):
+        next(iter(loader(num_workers=1)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -104,10 +104,12 @@ def test_recomputation_lowers_activations(tmp_path: Path) -> None:
     assert kept["true"] - kept["offload"] == pytest.approx(2 * hidden_bytes, abs=hidden_bytes)
 
 
-@pytest.mark.parametrize("words", [[RECOMPUTE], ["trainer.device=cpu"]])
-def test_four_and_six_layers_tell_all_of_nine(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [[RECOMPUTE], ["model.fsdp_config.cpu_offload=true"], ["trainer.device=cpu"]], ids=str
+)
+def test_four_and_five_layers_tell_all_of_nine(tmp_path: Path, words: list[str]) -> None:
     found = planned(tmp_path, 8, *tokens(512, 64), *words, num_hidden_layers=9, vocab_size=1024)
-    assert found.num_measured_layers == (4, 6)
+    assert found.num_measured_layers == (4, 5)
     job = memory_plan._job(load_config([f"model.partial_pretrain={tmp_path}", *tokens(512, 64), *words]), 8)
     whole = fake_step.measure(job, 9)
     fullest = max(whole.on_device.values(), key=lambda held: held.total())
@@ -115,7 +117,7 @@ def test_four_and_six_layers_tell_all_of_nine(tmp_path: Path, words: list[str]) 
     step_s = [
         predict(ops, find_card("H100"), num_micro_batches=9).step_s for ops in (found.operations, whole.operations)
     ]
-    assert step_s[0] == pytest.approx(step_s[1], rel=0.015)  # of layers so small that much waits for the host
+    assert step_s[0] == pytest.approx(step_s[1], rel=1e-9)
 
 
 def test_layers_that_differ_are_all_measured(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ BOTH = (RECOMPUTE, SHORT[-1])
 
 def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
     workload = fake_step.Workload((1024,) * 4, 1)
-    return MemoryPlan(num_ranks, workload, 1, 1, (1,), {PARAMETERS: size_bytes}, {}, Counter(), 0, "", None, 1)
+    return MemoryPlan(num_ranks, workload, 1, 1, (1,), {PARAMETERS: size_bytes}, {}, Counter(), 0, 0, "", None, 1)
 
 
 def found_change(fitting: set[Change], *words: str) -> Change | None:

@@ -19,12 +19,10 @@ from trainer.data.loader import RankPlan, build_step
 from trainer.metrics import METRICS, is_signal
 from trainer.metrics import find as lookup
 from trainer.metrics.table import ALIASES, PHASES
-from trainer.monitor import system
-from trainer.monitor.memory import Memory
+from trainer.monitor import memory
+from trainer.monitor.memory import GpuSampler, Memory, RollDetail
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.packet import Totals
-from trainer.monitor.roll_detail import RollDetail
-from trainer.monitor.system import GpuSampler
 from trainer.runtime.distributed import World
 
 CPU = torch.device("cpu")
@@ -173,10 +171,11 @@ def test_a_loss_that_is_not_a_number_is_shown_and_leaves_the_average_alone() -> 
 def test_totals_survive_a_restart_and_count_what_earlier_attempts_took() -> None:
     meter = new_meter()
     for step in range(1, 6):
-        last = row_of(meter, step=step)
+        last = row_of(meter, step=step, grad_norm=100.0)
     resumed = new_meter(attempt=2, past_s=50.0, num_lost_steps=3)
     resumed.load_state_dict(meter.state_dict())
-    row = row_of(resumed, step=6)
+    row = row_of(resumed, step=6, grad_norm=0.0)
+    assert row["optim/clipped_frac"] == pytest.approx(5 / 6), "of all steps, also those before"
     assert row["progress/tokens"] == last["progress/tokens"] + 112 == 6 * 112
     assert row["progress/attempt"] == 2 and row["progress/lost_steps"] == 3 and row["progress/elapsed_s"] > 50
     assert row["progress/goodput"] < 0.1, "almost nothing of fifty seconds was training"
@@ -305,7 +304,7 @@ def test_without_the_package_a_gpu_is_asked_by_the_drivers_program(
     program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/words\necho "97, 41, 63, 612.34"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = system.sample(torch.device("cuda", 3))
+    found = memory.sample(torch.device("cuda", 3))
     assert found == {
         "system/gpu_util": 97.0,
         "system/gpu_mem_util": 41.0,

@@ -15,7 +15,7 @@ from trainer.config import known_keys
 from trainer.metrics import METRICS
 from trainer.metrics.table import ALIASES
 from trainer.metrics.words import COMBINED, GROUPS, OVER_RANKS, PLACEHOLDERS, Metric, pattern, split_reducer
-from trainer.report.foreign_metrics import FOREIGN, Foreign, lookup
+from trainer.report.vocabulary import FOREIGN, Foreign, lookup
 from trainer.tracking import Tracking, read_metrics
 
 EXAMPLES = {

@@ -60,7 +60,7 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(capsys: p
     [
         ("optim: {lr: [", "recipe own.yaml: while parsing"),
         ("- a\n- b\n", "recipe own.yaml holds no keys"),
-        ("optim:\n  lrr: 1\n", "did you mean 'optim.lr'"),
+        ("optim:\n  lrr: 1\n", "recipe own.yaml: unknown configuration key 'optim.lrr': did you mean 'optim.lr'"),
         ("optim:\n  lr: high\n", "optim.lr"),
         ("optim: 3\n", "optim"),
     ],

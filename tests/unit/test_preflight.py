@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_fakes import save
 
+from trainer.errors import CannotWriteError
 from trainer.model.source import find_architecture, find_model, require_model
+from trainer.run.compose import load_config
+from trainer.run.preflight import require_ready
 
 TRY_ALL = """
 import sys
@@ -92,6 +96,21 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path:
         if (found_code, part in message) != (code, True)
     }
     assert wrong == {}
+
+
+def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that begins; one that goes on may be complete, and then nothing is written."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    theirs.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != theirs)  # root may write anywhere
+    require_ready(load_config([f"trainer.default_local_dir={mine}/run"]))
+    with pytest.raises(CannotWriteError, match=f"user {os.geteuid()} may not write in '{theirs}'; choose another"):
+        require_ready(load_config([f"trainer.default_local_dir={theirs}/runs/first"]))
+    save(theirs, 4)
+    require_ready(load_config([f"trainer.default_local_dir={theirs}"]))
+    assert not mine.exists()
 
 
 def test_a_model_of_the_hub_is_taken_from_the_cache_without_a_question(

@@ -8,9 +8,9 @@ import pytest
 from report_curves import BURSTS, PERCENTS, SWIFT_CONFIG, sft_run, swift_run
 
 from trainer.report.analyse import analyse
-from trainer.report.causes import chain_of, story
 from trainer.report.result import Anomaly, Finding, Report
 from trainer.report.run_log import RunLog, Series
+from trainer.report.words import chain_of, story
 
 SEEDS = range(8)
 STORY = ("kl", "length", "reward")

@@ -6,12 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from trainer.report.axis import Scale, axis_labels, scale_of
-from trainer.report.curves import bin_means, decimate, gaps, smooth
 from trainer.report.formatting import clean, interval, number
 from trainer.report.run_log import Series
 from trainer.report.statistics import within
-from trainer.report.svg import NUM_COLUMNS, Panel
+from trainer.report.svg import NUM_COLUMNS, Panel, Scale, axis_labels, bin_means, decimate, gaps, scale_of, smooth
 
 SEED = 5
 

@@ -77,3 +77,12 @@ def test_a_report_is_named_by_the_run_not_by_a_checkpoint_of_it(place: str, tmp_
     (tmp_path / place).mkdir(parents=True)
     for path in (tmp_path / place, tmp_path / place / "trainer_state.json"):
         assert analyse(RunLog(path=path, source="transformers", series={}, num_rows=0)).title == "mine"
+
+
+@pytest.mark.parametrize("seed", [0, 5, 8])
+def test_a_long_log_of_noise_alone_is_judged(seed: int) -> None:
+    """Its rises end before the onset that was looked for."""
+    num_steps = 40_000
+    losses = Series(np.arange(1, num_steps + 1), abs(np.random.default_rng(seed).normal(2, 1, num_steps)))
+    report = analyse(RunLog(Path("run"), "jsonl", {"train/loss": losses}, num_steps), profile="sft")
+    assert report.verdict in VERDICTS

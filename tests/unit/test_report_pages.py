@@ -14,12 +14,11 @@ from page_text import Page, numbers_in, schema_faults
 from report_examples import examples, series, summary
 from rich.console import Console
 
-from trainer.report.around import around
-from trainer.report.as_json import as_json
 from trainer.report.formatting import number, step
 from trainer.report.page import as_page
-from trainer.report.result import Report
+from trainer.report.result import Report, as_json
 from trainer.report.run_log import RunLog, Series
+from trainer.report.sections import around
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_report, print_section
 
@@ -242,12 +241,20 @@ def test_a_table_without_rows_has_no_header() -> None:
     assert ">verdict</th>" in as_page([(report, log)])
 
 
+@pytest.mark.parametrize(("gap", "told"), [(0.25, "0.25 above"), (-0.25, "0.25 below"), (math.nan, None)])
+def test_a_validation_below_training_is_not_called_above(gap: float, told: str | None) -> None:
+    report, log = examples()["sft"]
+    assert report.generalisation is not None
+    text = text_of((replace(report, generalisation=replace(report.generalisation, gap=gap)), log), width=200)
+    assert f"; validation is {told} training at the end." in text if told else "training at the end" not in text
+
+
 def test_rows_around_a_step_are_those_of_metrics_that_moved() -> None:
-    section = around(examples()["grpo"][1], step=3145, window=10)
+    section = around(examples()["grpo"][1], at=3145, window=10)
     assert section.table is not None and section.table.header[:2] == ("step", "train/loss")
     assert {"kl", "rewards/Format/mean"} <= set(section.table.header) and "memory(GiB)" not in section.table.header
     assert [row[0] for row in section.table.rows] == ["3135", "3140", "3145", "3150", "3155"]
-    assert around(examples()["grpo"][1], step=90_000, window=5).lead == "No rows there."
+    assert around(examples()["grpo"][1], at=90_000, window=5).lead == "No rows there."
 
 
 @pytest.mark.covers("S0.28")

@@ -7,7 +7,7 @@ import pytest
 from report_curves import changed, sft_run
 
 from trainer.report.analyse import analyse
-from trainer.report.raised_rate import raised_rates
+from trainer.report.learning_rate import raised_rates
 from trainer.report.run_log import RunLog, Series
 
 SEED = 5

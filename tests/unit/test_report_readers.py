@@ -8,8 +8,7 @@ import pytest
 from log_formats import WRITERS, Curves, make_curves, write_jsonl, write_lines, write_own, write_swift
 
 from trainer.report.readers import UnreadableLogError, read_run
-from trainer.report.readers.aliases import canonical
-from trainer.report.readers.parsing import parse_number
+from trainer.report.readers.parsing import canonical, parse_number
 from trainer.report.run_log import RunLog, Series
 
 CONFIG_SOURCES = {"ms-swift", "transformers", "mlflow"}

@@ -9,8 +9,8 @@ from log_formats import write_lines, write_own
 from report_curves import sft_run
 
 from trainer.report.analyse import analyse
-from trainer.report.as_json import as_json
 from trainer.report.readers import read_run
+from trainer.report.result import as_json
 from trainer.report.run_log import LogEvent
 from trainer.report.sections import sections
 from trainer.tracking import Tracking
@@ -98,15 +98,29 @@ def test_events_and_the_exit_code_of_the_last_attempt(tmp_path: Path) -> None:
     assert read_run(tmp_path).exit_code is None, "it runs again"
 
 
-def checkpoint(run_dir: Path, step: int) -> Path:
+def checkpoint(run_dir: Path, step: int, **more: bytes) -> Path:
     path = run_dir / f"global_step_{step}"
     (path / "huggingface").mkdir(parents=True)
-    files = {"model_world_size_1_rank_0.pt": b"12345", "huggingface/config.json": b"{}"}
+    files = {f"{name}_world_size_1_rank_0.pt": content for name, content in more.items()}
+    files |= {"model_world_size_1_rank_0.pt": b"12345", "huggingface/config.json": b"{}"}
     for name, content in files.items():
         (path / name).write_bytes(content)
     listed = [{"path": name, "size_bytes": len(content), "sha256": "0" * 64} for name, content in files.items()]
     (path / "manifest.json").write_text(json.dumps({"step": step, "files": listed}))
     return path
+
+
+def test_what_was_thinned_on_purpose_is_not_damaged(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 7), 1, 1.0))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    for step in (2, 4, 6):
+        checkpoint(tmp_path, step, optim=b"1" * 4000)
+    for step in (2, 4):
+        (tmp_path / f"global_step_{step}" / "optim_world_size_1_rank_0.pt").unlink()
+    rules = {finding.rule for finding in analyse(read_run(tmp_path)).findings}
+    for step in (2, 4):
+        (tmp_path / f"global_step_{step}" / ".thinned").touch()
+    assert rules - {finding.rule for finding in analyse(read_run(tmp_path)).findings} == {"V27"}
 
 
 def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from trainer.cli.report_options import load_log
 from trainer.report.analyse import analyse
-from trainer.report.causes import chain_of
 from trainer.report.result import Finding, Report
 from trainer.report.terminal import print_report
+from trainer.report.words import chain_of
 
 LOGS = Path(__file__).parents[1] / "real_logs"
 RAISED = ("transformers_raised", "trl_raised")

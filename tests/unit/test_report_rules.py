@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from report_curves import changed, controller_run, sft_run, swift_run
 from report_faults import FAULTS, SEED, healthy, put
+from sweeps import some
 
 from trainer.report.analyse import analyse
-from trainer.report.analysed_run import recognise_profile
+from trainer.report.analysed_run import STATISTICS, recognise_profile
 from trainer.report.judge import ROOMS, find_check
-from trainer.report.measure import STATISTICS
 from trainer.report.result import LEVELS, VERDICTS, Finding, Report
 from trainer.report.rule_table import rules
 from trainer.report.run_log import RunLog
@@ -65,7 +65,7 @@ def test_a_finding_says_what_why_and_what_to_do(rule: str, kind: str, build: Cal
         assert "nan" not in finding.title.replace("finance", "").lower().split(), finding
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some(range(200), 5))
 def test_a_healthy_fine_tuning_is_ok_without_any_warning(seed: int) -> None:
     report = analyse(sft_run(seed))
     assert (report.profile, report.verdict) == ("sft", "OK"), report.findings

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from trainer.optim.schedule import LrSchedule
-from trainer.report.collapse import collapse
+from trainer.report.checks_validation import judge_validations, train_losses_at
 from trainer.report.formatting import listed, number
-from trainer.report.generalisation import judge_validations, train_losses_at
 from trainer.report.learning_rate import learning_rate
 from trainer.report.rule_table import merged, read_thresholds, rules
 from trainer.report.run_log import Series
 from trainer.report.statistics import (
     bins,
+    collapse,
     epoch_means,
     longest_run,
     mann_kendall,

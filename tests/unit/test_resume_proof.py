@@ -167,7 +167,7 @@ def test_a_failing_run_gives_its_code_and_the_end_of_its_log(
     code, out, err = call(f"exit {run}", kills=1)
     name = run.split()[0]
     assert code == 65 and "verdict" not in out and f"{name}: done" not in out
-    assert err.startswith(f"ERROR: the {name} run ended with exit code 65; the end of its log:\n  ")
+    assert err.startswith(f"ERROR: the run '{name}' ended with exit code 65; the end of its log:\n  ")
     assert err.endswith("\n  the reason\n")
     assert bool(left_in(tmp_path)) == is_kept and alive(tmp_path) == []
 

@@ -11,24 +11,31 @@ from toy import write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import ConfigError
-from trainer.planner import roofline
+from trainer.planner import memory_plan, roofline
+from trainer.planner.fake_step import measure
 from trainer.planner.live_storage import LiveStorages
 from trainer.planner.memory_plan import MemoryPlan
 from trainer.planner.operations import FUSED, Operations
 from trainer.planner.roofline import (
     ATTENTION,
+    AWAITED,
+    COPIES,
+    FROM_HOST,
     GATHER,
     MATMUL,
     MEMORY,
+    ON_HOST,
     REDUCE,
+    TO_HOST,
     Card,
     DeviceOperation,
     find_card,
     predict,
 )
+from trainer.run.compose import load_config
 
 BF16 = "model.fsdp_config.param_dtype=bfloat16"
-CARD = Card("card", 100.0, 50.0, 10.0, 1.0, 1000.0, 100.0, 10.0, 80.0, launch_us=0.0)
+CARD = Card("card", 100.0, 50.0, 10.0, 1.0, 1000.0, 100.0, 10.0, 20.0, 30.0, 80.0, launch_us=0.0)
 
 
 def totals(plan: MemoryPlan, kind: str) -> int:
@@ -74,6 +81,8 @@ def counted(work: Any, **settings: Any) -> Counter[DeviceOperation]:
         (lambda a, b: a[torch.tensor([1, 1])], 2 * 80),
         (lambda a, b: a.view(100).t(), 0),
         (lambda a, b: torch._foreach_add_([a, b], 1.0), 4 * 400),
+        (lambda a, b: torch._foreach_copy_([a], [b]), 2 * 400),
+        (lambda a, b: torch.ops.fsdp.chunk_cat([a, b], 0, 2, out=torch.empty(2, 100)), 4 * 400),
     ],
 )
 def test_bytes_read_and_written(work: Any, num_bytes: int) -> None:
@@ -96,6 +105,32 @@ def test_a_compiler_fuses_what_lies_between_products() -> None:
     assert [op for op in fused if op.kind != MEMORY] == [op for op in plain if op.kind != MEMORY]
 
 
+def test_memory_that_was_given_back_is_not_written() -> None:
+    """Though what is made there next, which is no kernel's, lives on."""
+    a = torch.ones(10, 10)
+
+    def work() -> list[torch.Tensor]:
+        a.mul(2)
+        return [torch.empty(10, 10) for _ in range(8)]
+
+    assert [(op.name, op.size_bytes) for op in counted(work, is_compiled=True)] == [(FUSED, 400)]
+
+
+def test_a_compiled_step_is_predicted_alike_each_time_and_from_fewer_layers(tmp_path: Path) -> None:
+    write_model_config(tmp_path, num_hidden_layers=7)
+    words = [f"model.partial_pretrain={tmp_path}", *tokens(64, 32, batch=4), BF16, "model.compile=true"]
+    job = memory_plan._job(load_config(words), 2)
+    few, more = (measure(job, number) for number in (4, 5))
+    elsewhere = [torch.empty(1) for _ in range(5000)]
+    again, whole = (measure(job, number) for number in (5, 7))
+    del elsewhere
+    assert again.operations == more.operations
+    found = memory_plan.extrapolated(few, more, 7).operations
+    assert found.total() == whole.operations.total()
+    seconds = [predict(counts, find_card("H100"), num_micro_batches=1).step_s for counts in (found, whole.operations)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+
+
 def test_attention_waits_for_the_heads_that_ranks_exchange(tmp_path: Path) -> None:
     """Half of q and output (64 wide), k and v (32), in bfloat16, of 64 tokens; forward and back, in two layers."""
     words = [*tokens(64, 64, batch=4), BF16, "model.ulysses_sequence_parallel_size="]
@@ -107,10 +142,47 @@ def test_attention_waits_for_the_heads_that_ranks_exchange(tmp_path: Path) -> No
     assert predict(hidden + Counter([sent]), CARD, num_micro_batches=1).step_s == pytest.approx(5.0)
 
 
+def copied(plan: MemoryPlan, kind: str) -> int:
+    number = plan.workload.num_micro_batches
+    return sum(n * op.size_bytes * roofline.repeats(op, number) for op, n in plan.operations.items() if op.kind == kind)
+
+
+def test_offloaded_state_goes_and_comes_as_computed_by_hand(tmp_path: Path) -> None:
+    """As fake CUDA tensors do (fakecuda/test_fake_step.py): float32 shards of the layers twice in each of three
+    micro-batches, all else once; gradients back, added to those there from the second one on (12 bytes an element).
+    The host reads gradients for their norm, and for the update reads and writes them, parameters and moments.
+    """
+    words = [*tokens(64, 64, batch=24), BF16, RESHARD, "model.fsdp_config.cpu_offload=true"]
+    shared = planned(tmp_path, 8, *words)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    whole, layers = (sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers))
+    assert copied(shared, FROM_HOST) == 3 * (whole + layers) * 4 // 8
+    assert (copied(shared, TO_HOST), copied(shared, AWAITED)) == (whole * 4 // 8, 2 * whole * 4 // 8)
+    assert shared.copied_bytes == (3 * (2 * whole + layers) * 4 // 8, 2 * whole * 4 // 8)
+    assert copied(shared, ON_HOST) == pytest.approx((2 * 12 + 4 + 32) * whole // 8, rel=0.02)
+    one, replicas = (
+        planned(tmp_path, 1, *words),
+        planned(tmp_path, 16, *words, *tokens(64, 64, batch=48), HSDP.replace("=2", "=8")),
+    )
+    assert copied(one, FROM_HOST) == 0, "nothing is gathered, so nothing is fetched ahead"
+    assert copied(one, AWAITED) == 24 * (whole + layers) * 4 + 23 * whole * 4
+    assert (copied(replicas, TO_HOST), copied(replicas, AWAITED)) == (whole * 4 // 8, 0), "behind their sum, once"
+    assert copied(replicas, FROM_HOST) == 3 * (whole + layers) * 4 // 8
+
+
+def test_inputs_of_layers_that_are_put_away_go_and_come(tmp_path: Path) -> None:
+    """Of four layers and two micro-batches, 64 tokens of 64 in bfloat16; the last one's stays until it is needed."""
+    words = [*tokens(64, 64, batch=4), BF16, "model.enable_gradient_checkpointing=offload"]
+    found = planned(tmp_path, 2, *words, num_hidden_layers=4)
+    assert copied(found, TO_HOST) == 2 * 4 * 64 * 64 * 2
+    assert copied(found, FROM_HOST) == 2 * 3 * 64 * 64 * 2
+
+
 def operation(kind: str, seconds: float, part: str, micro_batch: int = 0) -> DeviceOperation:
     """That takes so long on CARD."""
     flops = int(seconds * CARD.rate(kind)) if kind in (MATMUL, ATTENTION) else 0
-    size_bytes = 0 if flops else int(seconds * 1e9 * (CARD.memory_gb_s if kind == MEMORY else CARD.link_gb_s))
+    rates = {MEMORY: CARD.memory_gb_s, ON_HOST: CARD.host_memory_gb_s, **dict.fromkeys(COPIES, CARD.host_link_gb_s)}
+    size_bytes = 0 if flops else int(seconds * 1e9 * rates.get(kind, CARD.link_gb_s))
     return DeviceOperation((micro_batch, part, 1), kind, kind, flops, size_bytes)
 
 
@@ -123,9 +195,13 @@ def operation(kind: str, seconds: float, part: str, micro_batch: int = 0) -> Dev
         ([(MATMUL, 1.0, "forward"), (GATHER, 2.0, "backward")], 3.0),
         ([(MEMORY, 1.0, "start"), (GATHER, 2.0, "start"), (MEMORY, 1.0, "update")], 4.0),
         ([(MATMUL, 1.0, "forward"), (MATMUL, 2.0, "forward", 1)], 1.0 + 3 * 2.0),
+        ([(MATMUL, 3.0, "forward"), (GATHER, 1.0, "forward"), (FROM_HOST, 2.0, "forward")], 3.0),
+        ([(MATMUL, 1.0, "backward"), (FROM_HOST, 2.0, "backward"), (TO_HOST, 3.0, "backward")], 3.0),
+        ([(MATMUL, 1.0, "backward"), (REDUCE, 2.0, "backward"), (AWAITED, 1.5, "backward")], 4.5),
+        ([(FROM_HOST, 1.0, "start"), (GATHER, 2.0, "start"), (ON_HOST, 1.0, "update")], 4.0),
     ],
 )
-def test_ranks_exchange_while_a_layer_is_computed(work: list[tuple[Any, ...]], expected: float) -> None:
+def test_ranks_exchange_and_copies_run_while_a_layer_is_computed(work: list[tuple[Any, ...]], expected: float) -> None:
     counts = Counter(operation(*entry) for entry in work)
     found = predict(counts, CARD, num_micro_batches=4)
     assert found.step_s == pytest.approx(expected)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,12 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer import __main__
+from trainer.config import ConfigError
+from trainer.data import row_processes
 from trainer.data.order import Share
 from trainer.model import source
 from trainer.run import main as run
+from trainer.run.compose import load_config
 from trainer.runtime import log, signals
 from trainer.runtime.exit_codes import explain
 from trainer.runtime.heartbeat import Heartbeat, unpack_beat
@@ -91,6 +95,15 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
     assert message.startswith("another machine of this run failed or is out of reach") is (code == 75)
 
 
+def test_a_killed_process_that_prepared_data_is_told_without_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_processes, "_begin", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError) as found:
+        list(row_processes._in_processes(None, iter([(0, None)]), 1, lambda: None))  # type: ignore[arg-type, list-item]
+    code, message = explain(found.value, StopRequest())
+    assert code == 1 and message.startswith("one of 1 processes that prepare data was killed")
+    assert message.endswith("continue with the same command")
+
+
 def test_a_rank_follows_another_that_lost_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It meets the broken connection later, when that one has left already: both ranks end the same way."""
     lost = subprocess.Popen(["true"])
@@ -127,10 +140,18 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "decide_start", decide_start)
     try:
         with pytest.raises(ReachedError):
-            run.run(__main__.load_config([*LIMITS, "trainer.deterministic=true"]), StopRequest(), Recorder())
+            run.run(load_config([*LIMITS, "trainer.deterministic=true"]), StopRequest(), Recorder())
     finally:
         run.distributed.stop()
     assert phases == [("start", None), ("deterministic", None), ("prepare", 900), ("meet", 900), ("load", 1400)]
+
+
+def test_what_goes_on_a_gpu_alone_is_refused_before_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "prepare_inputs", lambda *_, **__: pytest.fail("prepared"))
+    words = ["trainer.device=auto", "model.compile=true", "model.enable_gradient_checkpointing=selective"]
+    with pytest.raises(ConfigError, match="go together on a GPU alone"):
+        run.run(load_config(words), StopRequest(), Heartbeat())
 
 
 def test_a_download_beats_as_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

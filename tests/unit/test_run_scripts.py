@@ -15,7 +15,7 @@ COPIED = ("run_sft.sh", "run_tests.sh", "pyproject.toml", "constraints.txt", "tr
 FAKE_PYTHON = """#!/bin/bash
 echo "$(basename "$(dirname "$(dirname "$0")")") $*" >>{log}
 case "$*" in
-    "-m trainer.cli.requirements"*) exit {lacks_requirements} ;;
+    "-m trainer.launch.requirements"*) exit {lacks_requirements} ;;
     "-m venv"*) mkdir -p "${{@: -1}}/bin"; cp "$0" "${{@: -1}}/bin/python" ;;
     "-c import sys, venv"*) exit {is_old} ;;
     "-m pip"*) [ ! -e {broken_network} ] ;;
@@ -122,6 +122,16 @@ def test_an_environment_of_someone_else_is_never_changed(tmp_path: Path) -> None
     assert calls == [] and list(mine.parent.iterdir()) == [mine]
 
 
+def test_a_checkout_that_cannot_be_written_names_the_way_out(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    mkdir = tmp_path / "system" / "bin" / "mkdir"
+    mkdir.write_text('#!/bin/bash\necho "mkdir: ${@: -1}: Permission denied" >&2; exit 1\n')
+    mkdir.chmod(0o755)
+    result, calls = checkout.run("run_sft.sh", "2")
+    assert result.returncode == 73 and "activate an environment that has the requirements" in result.stderr
+    assert not any("trainer.launch" in call for call in calls)
+
+
 def test_an_environment_of_someone_else_is_used_when_it_is_complete(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     python = checkout.root / ".venv" / "bin" / "python"
@@ -158,10 +168,13 @@ def test_an_old_python_is_refused_with_a_way_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path: Path) -> None:
+    """Neither where the command is called nor in front in PYTHONPATH."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit(99)")
     command = ["bash", ROOT / "run_sft.sh", "2", "data.train_batchsize=8"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": f"{tmp_path}:"}
+    )
     assert result.returncode == 2
     assert "did you mean 'data.train_batch_size'?" in result.stderr
 

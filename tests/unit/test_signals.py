@@ -41,7 +41,7 @@ def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, tmp_path: Path) 
     done = run(f"send('{name}'); print('still here')", status_dir=tmp_path)
     assert done.returncode == EXIT_RESUMABLE
     assert done.stdout == ""
-    assert done.stderr == f"stopped by {name}; nothing was saved after the last checkpoint\n"
+    assert done.stderr == f"stopped by {name}; the same command goes on from the last checkpoint\n"
     assert (tmp_path / "exit_code").read_text() == "75"
 
 
@@ -63,7 +63,7 @@ libc.pthread_mutex_lock(mutex)
 """
     done = run(program, status_dir=tmp_path)
     assert (done.returncode, (tmp_path / "exit_code").read_text()) == (EXIT_RESUMABLE, "75")
-    assert done.stderr == "stopped by SIGTERM; nothing was saved after the last checkpoint\n"
+    assert done.stderr == "stopped by SIGTERM; the same command goes on from the last checkpoint\n"
 
 
 def test_another_signal_with_a_handler_asks_for_nothing() -> None:

@@ -110,7 +110,7 @@ def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda: FakeCuda) 
     """On device 0, where a thread begins, waiting would open a context of half a GiB for each of the other ranks."""
     buffers = HostBuffers(CARD)
     buffers.copy(state())
-    pending = _Pending(1, lambda: 7, buffers, CARD)
+    pending = _Pending(1, lambda: buffers.wait_until_ready() or 7, CARD)
     pending.join()
     assert pending.outcome == 7
     assert cuda.waits == [("checkpoint", CARD)]

@@ -19,10 +19,9 @@ from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime import json_lines
 from trainer.tracking import Tracking, facade, read_metrics
-from trainer.tracking.backend import Backend
+from trainer.tracking.backend import Backend, Sink
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
-from trainer.tracking.sink import Sink
 
 
 def track(run_dir: Path, *backends: str, **kwargs: Any) -> Tracking:
@@ -298,7 +297,7 @@ def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
     """A name on an index that nobody registered could be anyone's."""
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for name in ("tensorboard", "mlflow"):
+    for name in ("tensorboard", "mlflow", "trackio"):
         assert facade.BACKENDS[name].install == " ".join(f"'{text}'" for text in extras[name])
     assert facade.BACKENDS["wandb"].install.strip("'") in project["dependencies"]
 

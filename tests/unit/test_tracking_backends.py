@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import math
 import re
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from trainer.tracking import Tracking, read_metrics
 from trainer.tracking.mlflow_backend import MetricNames
-from trainer.tracking.wandb_files import read_records
+from trainer.tracking.wandb_backend import read_records
 
 CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
 
@@ -107,7 +108,7 @@ def test_wandb_offline_continues_one_run(
     run_id = first.state_dict()["run_ids"]["wandb"]
     assert second.state_dict()["run_ids"] == {"wandb": run_id}
     assert json.loads((tmp_path / "run.json").read_text()) == {
-        "project_name": "project", "experiment_name": "exp", "total_steps": 8, "config": CONFIG,
+        "project_name": "project", "experiment_name": "exp", "group": "together", "total_steps": 8, "config": CONFIG,
         "run_ids": {"wandb": run_id},
     }  # fmt: skip
 
@@ -129,6 +130,15 @@ def test_wandb_offline_continues_one_run(
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
     assert exit_codes == [75, 0]
     assert ("*", "trainer/step") in metrics
+
+    evaluation = Tracking(
+        "project", "exp_arithmetic", "wandb", {"evaluation": "arithmetic", "of": "exp"}, run_dir=tmp_path / "evaluation"
+    )
+    evaluation.log({"eval/arithmetic": 1.0}, step=8)
+    evaluation.finish()
+    (file,) = (tmp_path / "evaluation" / "wandb").glob("offline-run-*/*.wandb")
+    (run,) = (record.run for record in read_records(file) if record.WhichOneof("record_type") == "run")
+    assert (run.display_name, run.run_group) == ("exp_arithmetic", "together"), "the name is that of the training alone"
 
 
 def test_wandb_without_key_is_dropped_and_never_asks(
@@ -186,3 +196,23 @@ def test_console_shows_a_bar_over_the_whole_run_on_a_terminal(tmp_path: Path, mo
     assert "100/200" in shown and "101/200" in shown and "loss 2.5000 | 1.00 s | eta 0:01:39" in shown
     assert "step 101/200 | val/loss 1.2500" in shown
     assert sys.stdout is terminal
+
+
+def test_trackio_has_name_group_configuration_tables_and_alerts_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.getbasetemp() / "trackio"))
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    tracking = Tracking("own", "exp-eval", "trackio", CONFIG, run_dir=tmp_path, group="exp")
+    tracking.log({"train/loss": float("nan"), "train/lr(1e-3)": 0.125}, step=1)
+    tracking.table("samples", 1, [{"prompt": "2+2?", "score": 1.0}])
+    tracking.event("severe", 1, "the loss is NaN", "error")
+    tracking.finish(0)
+    (run,) = storage.get_run_records("own")
+    assert (run["name"], run["id"]) == ("exp-eval", tracking.state_dict()["run_ids"]["trackio"])
+    config = storage.get_run_config("own", run_id=run["id"])
+    assert (config["_Group"], config["optim"]) == ("exp", {"lr": 1e-4})
+    first, second = storage.get_logs("own", run_id=run["id"])
+    assert math.isnan(first["train/loss"]) and first["train/lr(1e-3)"] == 0.125
+    assert second["samples"]["_value"] == [{"prompt": "2+2?", "score": 1.0}]
+    assert [(alert["title"], alert["level"]) for alert in storage.get_alerts("own")] == [("severe", "error")]

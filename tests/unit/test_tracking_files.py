@@ -206,4 +206,10 @@ def test_the_resolved_configuration_is_kept_with_the_run(tmp_path: Path) -> None
     track(tmp_path).start(0)
     content = json.loads((tmp_path / "run.json").read_text())
     names = {"project_name": "project", "experiment_name": "experiment"}
-    assert content == names | {"total_steps": 10, "config": {"lr": 0.5}}
+    assert content == names | {"group": "experiment", "total_steps": 10, "config": {"lr": 0.5}}
+
+
+def test_the_group_of_a_run_is_that_of_its_last_start(tmp_path: Path) -> None:
+    for group, written in (("together", "together"), (None, "experiment")):
+        Tracking("project", "experiment", [], run_dir=tmp_path, group=group).start(0)
+        assert json.loads((tmp_path / "run.json").read_text())["group"] == written, "its evaluations go there"

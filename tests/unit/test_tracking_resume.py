@@ -1,5 +1,6 @@
 """Trackers over kills and rollbacks, read back with their own libraries: each step once, none lost."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from sweeps import short_or_full
 
 from trainer.cli.resend import main as resend
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.tracking import Tracking, read_metrics, tensorboard_events, wandb_files
+from trainer.tracking import Tracking, read_metrics, tensorboard_backend, wandb_backend
 from trainer.tracking.events_file import read_events
 
 Series = dict[str, list[tuple[int, float]]]
@@ -32,6 +33,7 @@ KILLS = ((1, 6), (5, 9), (7, 11))
 @pytest.fixture(autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.getbasetemp() / "trackio"))  # read once, at its import
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path_factory.mktemp(name)))
     for name in ("USE_WANDB", "WANDB_PROJECT", "MLFLOW_TRACKING_URI"):
@@ -60,9 +62,11 @@ def mlflow(run_dir: Path) -> Series:
 def wandb(run_dir: Path) -> Series:
     """Checks on the way that all files are of one run, and that its own steps go on from file to file."""
     (run_id,) = json.loads((run_dir / "run.json").read_text())["run_ids"].values()
-    paths = wandb_files.offline_files(run_dir / "wandb", run_id)
+    paths = wandb_backend.offline_files(run_dir / "wandb", run_id)
     assert len(paths) == len(list((run_dir / "wandb").glob("*run-*")))
-    rows = [{key: json.loads(text) for key, text in row.items()} for path in paths for row in wandb_files.history(path)]
+    rows = [
+        {key: json.loads(text) for key, text in row.items()} for path in paths for row in wandb_backend.history(path)
+    ]
     assert [row["_step"] for row in rows] == list(range(len(rows)))
     series: Series = {}
     for row in rows:
@@ -71,8 +75,24 @@ def wandb(run_dir: Path) -> Series:
     return series
 
 
-READERS: dict[str, Callable[[Path], Series]] = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
-by_tracker = pytest.mark.parametrize("backend", READERS)
+def trackio(run_dir: Path) -> Series:
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    run_id = json.loads((run_dir / "run.json").read_text())["run_ids"]["trackio"]
+    series: Series = {}
+    for row in storage.get_logs("project", run_id=run_id):
+        for key in row.keys() - {"step", "timestamp"}:
+            series.setdefault(key, []).append((row["step"], row[key]))
+    return series
+
+
+READERS: dict[str, Callable[[Path], Series]] = {
+    "tensorboard": tensorboard,
+    "mlflow": mlflow,
+    "wandb": wandb,
+    "trackio": trackio,
+}
+not_here = pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+by_tracker = pytest.mark.parametrize("backend", [*list(READERS)[:-1], pytest.param("trackio", marks=not_here)])
 
 
 def truth(steps: int = STEPS) -> Series:
@@ -130,7 +150,7 @@ def test_kills_leave_one_continuous_run(tmp_path: Path, backend: str) -> None:
 
 def exit_codes(run_dir: Path) -> list[int]:
     files = sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"))
-    records = [record for file in files for record in wandb_files.read_records(file)]
+    records = [record for file in files for record in wandb_backend.read_records(file)]
     return [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"]
 
 
@@ -225,12 +245,12 @@ def test_torn_event_and_wandb_files_still_say_what_they_hold(tmp_path: Path) -> 
     counts = []
     for size_bytes in range(0, len(whole), 37):
         events.write_bytes(whole[:size_bytes])
-        counts.append(tensorboard_events.last_steps(tmp_path / "tensorboard").get("train/loss", 0))
+        counts.append(tensorboard_backend.last_steps(tmp_path / "tensorboard").get("train/loss", 0))
     assert counts == sorted(counts) and set(counts) == set(range(STEPS + 1)), "not one step after the other"
     num_rows = []
     for size_bytes in range(0, len(whole_records), 37):
         records.write_bytes(whole_records[:size_bytes])
-        num_rows.append(sum("train/loss" in row for row in wandb_files.history(records)))
+        num_rows.append(sum("train/loss" in row for row in wandb_backend.history(records)))
     assert num_rows == sorted(num_rows) and set(num_rows) == set(range(STEPS + 1))
 
 
@@ -241,7 +261,9 @@ def test_errors_alert_in_wandb(tmp_path: Path) -> None:
     tracking.event("spike", 2, "only a warning", level="warn")
     tracking.finish(0)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    alerts = [record.alert for record in wandb_files.read_records(file) if record.WhichOneof("record_type") == "alert"]
+    alerts = [
+        record.alert for record in wandb_backend.read_records(file) if record.WhichOneof("record_type") == "alert"
+    ]
     assert [(alert.title, alert.text, alert.level) for alert in alerts] == [
         ("dead at step 2", "no gradient for 10 steps", "ERROR")
     ]
@@ -257,7 +279,7 @@ def test_wandb_is_switched_and_its_project_named_in_the_environment(
     log_steps(tracking, range(1, 3))
     tracking.finish(0)
     (file,) = (tmp_path / "on" / "wandb").glob("offline-run-*/*.wandb")
-    (run,) = [record.run for record in wandb_files.read_records(file) if record.WhichOneof("record_type") == "run"]
+    (run,) = [record.run for record in wandb_backend.read_records(file) if record.WhichOneof("record_type") == "run"]
     assert run.project == "train and eval" and run.display_name == "killed"
     monkeypatch.setenv("USE_WANDB", "False")
     tracking = track(tmp_path / "off", "wandb")

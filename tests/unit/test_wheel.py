@@ -28,7 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     (wheel,) = source.parent.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
-        assert "fsdp-sft = trainer.cli.__main__:main" in file.read(entry_points(file)).decode()
+        assert "fsdp-sft = fsdp_sft:main" in file.read(entry_points(file)).decode()
         file.extractall(target)
     return target
 
@@ -47,6 +47,22 @@ def files_below(root: Path) -> list[Path]:
     walked = os.walk(root / "trainer", followlinks=True)
     found = [Path(directory, name).relative_to(root) for directory, _, names in walked for name in names]
     return [path for path in found if path.suffix != ".pyc"]
+
+
+def test_a_foreign_package_of_the_same_name_is_named(site: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; from fsdp_sft import main; sys.exit(main())", "metrics", "train/loss"]
+
+    def call(*path: Path) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1"}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('run')")
+    done = call(tmp_path, site)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"ERROR: Python finds {tmp_path}/trainer/__init__.py as 'trainer' in front of")
+    done = call(site, tmp_path)
+    assert done.returncode == 0 and "train/loss" in done.stdout, done.stderr
 
 
 TRIES = """

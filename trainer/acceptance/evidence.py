@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.acceptance.probe import Probe
     from trainer.resume_proof.bit_equality import Comparison
 
-ONE_RANK, ONE_BY_ONE, PROBE = "one rank", "one by one", "probe"
+ONE_RANK, ONE_BY_ONE, FLOAT32, PROBE = "one rank", "one by one", "float32", "probe"
 NUM_COMPARED = 4
 """Steps of the runs that are only compared with the straight one: errors of the first steps grow in later ones."""
 NUM_TIMED = 12
@@ -76,6 +76,12 @@ class Evidence:
         """Each document in a forward pass of its own."""
         changed = self._changed("model.attention=per_document")
         return self._once(ONE_BY_ONE, lambda: self._trained(ONE_BY_ONE, changed, until=NUM_COMPARED))
+
+    @property
+    def in_float32(self) -> KilledRun:
+        """What rounding in bfloat16 changes shows beside it."""
+        changed = self._changed("model.fsdp_config.param_dtype=float32")
+        return self._once(FLOAT32, lambda: self._trained(FLOAT32, changed, until=NUM_COMPARED))
 
     @property
     def repeated(self) -> "Comparison":

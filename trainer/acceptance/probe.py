@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.acceptance import kernels
 from trainer.runtime import distributed
-from trainer.runtime.atomic_files import atomic_write
+from trainer.runtime.files import atomic_write
 from trainer.runtime.heartbeat import Heartbeat
 
 TIMEOUT_S = 120

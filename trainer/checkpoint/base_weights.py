@@ -60,7 +60,8 @@ def digest_together(directory: Path) -> str:
             raise part
         for name, sha256 in part.items():
             if hashes.setdefault(name, sha256) != sha256:
-                raise ConfigError(f"model.partial_pretrain={directory}: {name} is not the same on all machines")
+                text = f"model.partial_pretrain={directory}: {name} is not the same on all machines"
+                raise ConfigError(f"{text}: copy the directory of one to the others")
     return _digest(hashes)
 
 

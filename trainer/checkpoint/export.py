@@ -25,8 +25,7 @@ from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_name,
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, BaseWeights, MergedReader, stored_name
 from trainer.checkpoint.fsio import FileRecord
-from trainer.checkpoint.shards import ShardReader, weight_buffers
-from trainer.checkpoint.tensor_file import write_tensors
+from trainer.checkpoint.shards import ShardReader, weight_buffers, write_tensors
 from trainer.config import ConfigError
 from trainer.weight_files import INDEX
 from trainer.weights import TensorGroup, WholeCheckpoint, match

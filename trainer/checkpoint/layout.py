@@ -1,6 +1,7 @@
-"""The run directory: names, what stands in it, and which old checkpoints may go. Rank 0 only; no torch.
+"""The run directory: names, and what stands in it. Rank 0 only; no torch.
 
-A checkpoint appears by one rename (`commit`), becomes the one to continue from by `publish`, and leaves by `rotate`.
+A checkpoint appears by one rename (`commit`) and becomes the one to continue from by `publish`; `retention` says how
+long it stays.
 Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification time.
 """
 
@@ -8,18 +9,17 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trainer.checkpoint import fsio, lease
+from trainer.checkpoint import fsio
 from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.config import ConfigError
 
 POINTER = "latest_checkpointed_iteration.txt"
-PUBLISHED = ".published"
+PUBLISHED, THINNED = ".published", ".thinned"
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
 HUGGINGFACE = "huggingface"
@@ -28,6 +28,7 @@ STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
 
+NO_OPTIMIZER = "its optimizer state was removed (trainer.checkpoint.keep_full)"
 LORA_META = "lora_train_meta.json"
 MEGATRON = {"dist_ckpt", "ckpt_contents.json"}
 """Of these a `global_step_N` of verl has one where Megatron saved it."""
@@ -59,6 +60,11 @@ def model_file(world_size: int, rank: int) -> str:
 
 def optim_file(world_size: int, rank: int) -> str:
     return f"optim_world_size_{world_size}_rank_{rank}.pt"
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a file of a checkpoint holds what a resume alone needs, and only as long as it is to be exact."""
+    return name.startswith("optim_world_size_")
 
 
 def extra_file(world_size: int, rank: int) -> str:
@@ -113,12 +119,15 @@ class VerlCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What stands in one `global_step_N`. `published`: the pointer has named it once."""
+    """What stands in one `global_step_N`. `published`: the pointer has named it once. `thinned`: it has no optimizer
+    state any more, so `manifest` lists none.
+    """
 
     step: int
     path: Path
     reason: str = ""
     published: bool = False
+    thinned: bool = False
     manifest: Manifest | None = None
     verl: VerlCheckpoint | None = None
 
@@ -142,22 +151,21 @@ def inspect(path: Path) -> CheckpointInfo:
             if PUBLISHED in names:
                 raise OSError(f"its {MANIFEST} was removed")
             return CheckpointInfo(step, path, verl=_open_verl(path, step, names))
-        manifest = parse_manifest(fsio.read_bytes(path / MANIFEST))
-        _require_listed_files(path, step, manifest)
+        manifest, thinned = parse_manifest(fsio.read_bytes(path / MANIFEST)), THINNED in names
+        if thinned:
+            manifest = replace(manifest, files=tuple(file for file in manifest.files if not is_optimizer(file.path)))
+        if manifest.step != step:
+            raise ManifestError(f"it belongs to step {manifest.step}")
+        for record in manifest.files:
+            if not is_export(record.path) and (problem := fsio.size_problem(path, record)):
+                raise OSError(problem)
     except ManifestError as error:
         return CheckpointInfo(step, path, f"{MANIFEST}: {error}")
     except OSError as error:
         file_name = "" if error.filename is None else f"{Path(str(error.filename)).name}: "
         return CheckpointInfo(step, path, f"{file_name}{error.strerror or error}")
-    return CheckpointInfo(step, path, published=PUBLISHED in names, manifest=manifest)
-
-
-def _require_listed_files(path: Path, step: int, manifest: Manifest) -> None:
-    if manifest.step != step:
-        raise ManifestError(f"it belongs to step {manifest.step}")
-    for record in manifest.files:
-        if not is_export(record.path) and (problem := fsio.size_problem(path, record)):
-            raise OSError(problem)
+    reason = NO_OPTIMIZER if thinned else ""
+    return CheckpointInfo(step, path, reason, published=PUBLISHED in names, thinned=thinned, manifest=manifest)
 
 
 def _open_verl(path: Path, step: int, names: list[str]) -> VerlCheckpoint:
@@ -229,15 +237,11 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
         fsio.rename_unsynced(staging, final)
     except OSError:
         # a network file system that lost the answer to a rename it carried out reports an error on the second try
-        if not _is_renamed(staging, final, nonce):
+        found = inspect(final).manifest
+        if staging.exists() or found is None or found.nonce != nonce:
             raise
     fsio.fsync_dir(final.parent)
     return final
-
-
-def _is_renamed(staging: Path, final: Path, nonce: str) -> bool:
-    found = inspect(final)
-    return not staging.exists() and found.manifest is not None and found.manifest.nonce == nonce
 
 
 def publish(run_dir: Path, step: int) -> None:
@@ -251,7 +255,7 @@ def publish(run_dir: Path, step: int) -> None:
     if unmarked or read_pointer(run_dir).step != step:
         fsio.atomic_write(run_dir / POINTER, str(step).encode())
     if unmarked:
-        _mark_published(step_dir)
+        mark(step_dir, PUBLISHED)
 
 
 def is_published(run_dir: Path, info: CheckpointInfo) -> bool:
@@ -259,25 +263,11 @@ def is_published(run_dir: Path, info: CheckpointInfo) -> bool:
     return (info.published or info.manifest is None) and read_pointer(run_dir).step == info.step
 
 
-def _mark_published(step_dir: Path) -> None:
-    fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
+def mark(step_dir: Path, name: str) -> None:
+    """Make an empty file, which is durable on return also where an earlier attempt to make it was cut short."""
+    if name not in fsio.list_dir(step_dir):
+        fsio.write_file(step_dir / name, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
-
-
-def settle(run_dir: Path, step: int, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
-    """Point to the committed checkpoint of `step`, then delete what rotation no longer keeps.
-
-    A failure is only logged: the checkpoint is committed, a resume finds it and settles it again.
-    """
-    try:
-        publish(run_dir, step)
-        for info in committed(run_dir):
-            if info.step < step and not info.published:
-                _mark_published(info.path)  # its own pointing failed: it must not look like the work of a later crash
-    except OSError as error:
-        logger.warning("%s is committed, but cannot be pointed to yet: %s", run_dir / step_dir_name(step), error)
-        return
-    rotate(run_dir, keep=keep, protect=protect)
 
 
 def quarantine(path: Path, reason: str) -> Path:
@@ -287,36 +277,6 @@ def quarantine(path: Path, reason: str) -> Path:
     fsio.rename(path, path.parent / name)
     logger.warning("set %s aside as %s: %s", path, name, reason)
     return path.parent / name
-
-
-def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int]) -> list[Path]:
-    """Committed checkpoints that may go, oldest first: all but the newest `keep`, the pointer's and the protected."""
-    if keep is None:
-        return []
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}: the newest checkpoint always stays")
-    spared = {*protect, read_pointer(run_dir).step}
-    return [info.path for info in committed(run_dir)[:-keep] if info.step not in spared]
-
-
-def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
-    """Delete old checkpoints; what cannot be deleted or is being read is logged and tried again next time.
-
-    Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do not prove that the
-    newest is good. `protect` holds the step this run resumed from, until a newer one is published.
-    """
-    for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
-        trash = run_dir / f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}"
-        try:
-            with lease.deleting(path) as may_delete:
-                if may_delete:
-                    fsio.rename(path, trash)
-            if may_delete:
-                fsio.remove_tree(trash)
-            else:
-                logger.info("%s is being read, it is deleted at a later save", path)
-        except OSError as error:
-            logger.warning("cannot delete the old checkpoint %s: %s", path, error)
 
 
 def clean_leftovers(run_dir: Path) -> None:

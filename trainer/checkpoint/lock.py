@@ -14,8 +14,8 @@ from typing import Self
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.runtime.file_lock import try_lock
-from trainer.runtime.live_run import LOCK
+from trainer.runtime.files import try_lock
+from trainer.runtime.heartbeat import LOCK
 
 POLL_S = 0.1
 REPLACED = (errno.ENOENT, errno.ESTALE)
@@ -118,7 +118,7 @@ class RunLock:
             time.sleep(min(POLL_S, remaining_s))
             return False
         if not is_locked:
-            logger.warning("%s: this file system has no locks: holding a lease there instead", self._path)
+            logger.warning("%s: no locks on this file system: renewing that file instead", self._path)
             return self._try_lease(deadline_s)
         if b'"renewed"' in self._content():  # of a machine without flock: this one cannot tell whether it lives
             return self._try_lease(deadline_s)

@@ -11,10 +11,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint import fsio, layout, rollback, shards, space, start
-from trainer.checkpoint.board import SaveFailedError, UnresolvedSaveError
+from trainer.checkpoint import fsio, layout, retention, rollback, shards, start
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.save import Saver
+from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, load_state, rank_state
 from trainer.errors import CannotWriteError, ResumableError
@@ -50,11 +49,13 @@ class CheckpointManager:
 
     def require_space(self) -> None:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
-        size_bytes = self._saver.size_bytes([self._state[name].state_dict() for name in ("model", "optimizer")])
+        model, optimizer = (self._state[name].state_dict() for name in ("model", "optimizer"))
+        size_bytes = self._saver.size_bytes([model, optimizer])
+        optimizer_bytes = size_bytes - self._saver.size_bytes(model)
 
         def check() -> None:
-            space.require_space(self.run_dir, size_bytes)
-            space.warn_if_tight(self.run_dir, size_bytes, keep=self._saver.keep)
+            retention.require_space(self.run_dir, size_bytes)
+            retention.warn_if_tight(self.run_dir, size_bytes, optimizer_bytes=optimizer_bytes, kept=self._saver.kept)
 
         self._on_main(check)
 
@@ -75,7 +76,8 @@ class CheckpointManager:
             snapshot = self._snapshot(position, loss=loss, grad_norm=grad_norm, history=history)
             self._try(snapshot, in_background=not is_required)
         if is_required and step != self._committed_step:
-            raise CannotWriteError(f"checkpoint of step {step} failed: {self._last_error}")
+            text = f"the checkpoint of step {step} cannot be written: {self._last_error}"
+            raise CannotWriteError(f"{text}; mend that, then the same command goes on")
         self._raise_if_exhausted(is_required)
         self._metrics["time/train/checkpoint_s"] = time.perf_counter() - started
 
@@ -110,20 +112,28 @@ class CheckpointManager:
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
         started, step = time.perf_counter(), snapshot.position.step
         if not self._is_finite(snapshot):
-            error = SaveFailedError("a parameter or moment is not finite; a poisoned state is never committed")
+            error = SaveFailedError("a parameter or a moment of the optimizer is not finite: that is never saved")
             self._note(step, error, stall_s=0.0, total_s=0.0)
             return
-        buffers = self._buffers if in_background else None
-        if buffers is not None:
+        buffers = self._buffers
+        # of a card always: a write would fetch one tensor after the other, through memory that is not page-locked
+        if buffers is not None and (in_background or self._saver.device.type == "cuda"):
             snapshot = buffers.copy(snapshot)
-            self._pending = _Pending(step, lambda: self._saver.save(snapshot), buffers, self._world.device)
+
+        def write() -> int:
+            if buffers is not None:
+                buffers.wait_until_ready()
+            return self._saver.save(snapshot)
+
+        if buffers is not None and in_background:
+            self._pending = _Pending(step, write, self._world.device)
         else:
-            outcome = _outcome(lambda: self._saver.save(snapshot))
-            self._note(step, outcome, stall_s=time.perf_counter() - started, total_s=None)
+            self._note(step, _outcome(write), stall_s=time.perf_counter() - started, total_s=None)
 
     def _note(self, step: int, outcome: int | BaseException, *, stall_s: float, total_s: float | None) -> None:
         if isinstance(outcome, UnresolvedSaveError):
-            raise ResumableError(f"the save of step {step} was left undecided: {outcome}") from outcome
+            text = f"the save of step {step} was left undecided: {outcome}"
+            raise ResumableError(f"{text}; the same command finds out and goes on") from outcome
         if isinstance(outcome, SaveFailedError):
             self._num_failed_in_a_row += 1
             self._failed_at, self._last_error = time.monotonic(), str(outcome)
@@ -140,14 +150,15 @@ class CheckpointManager:
             self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
         self._tell("checkpoint", step, f"saved {path}", "info")
         if total_s is None:
-            logger.info("saved %s (%s, %.1f s)", path, space.readable(outcome), stall_s)
+            logger.info("saved %s (%s, %.1f s)", path, retention.readable(outcome), stall_s)
         else:
             self._metrics["time/train/checkpoint_bg_s"] = total_s
-            logger.info("saved %s (%s, %.1f s behind training)", path, space.readable(outcome), total_s)
+            logger.info("saved %s (%s, %.1f s behind training)", path, retention.readable(outcome), total_s)
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:
-            raise ResumableError(f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}")
+            text = f"{self._num_failed_in_a_row} saves in a row failed; the last: {self._last_error}"
+            raise ResumableError(f"{text}; mend that, then the same command goes on from the checkpoint before")
 
     def _is_finite(self, snapshot: Snapshot) -> bool:
         """Whether every parameter and moment of every rank is finite."""
@@ -205,8 +216,7 @@ class CheckpointManager:
         """Point to the checkpoint of `step`, and delete those that are no longer to be kept."""
         is_own = (self.run_dir / layout.step_dir_name(step)).is_dir()  # else a run branches from that of another
         if self._world.is_main and is_own:
-            worth = rollback.worth_keeping(self.run_dir, history, self._saver.best_metric)
-            layout.settle(self.run_dir, step, keep=self._saver.keep, protect={step, *worth})
+            retention.settle(self.run_dir, step, self._saver.kept, history=history, protect={step})
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """However the run ends: give a save in flight a moment to end. After that nothing may be committed."""
@@ -223,8 +233,8 @@ class CheckpointManager:
 class _Pending:
     """A save that goes on behind training, in a thread of its own."""
 
-    def __init__(self, step: int, save: Callable[[], int], buffers: HostBuffers, device: torch.device) -> None:
-        self.step, self._save, self._buffers, self._device = step, save, buffers, device
+    def __init__(self, step: int, write: Callable[[], int], device: torch.device) -> None:
+        self.step, self._write, self._device = step, write, device
         self._started, self.duration_s = time.perf_counter(), 0.0
         self._outcome: int | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -247,10 +257,6 @@ class _Pending:
             torch.cuda.set_device(self._device)  # a new thread stands on device 0, and would open a context there
         self._outcome = _outcome(self._write)
         self.duration_s = time.perf_counter() - self._started
-
-    def _write(self) -> int:
-        self._buffers.wait_until_ready()
-        return self._save()
 
 
 def _outcome(write: Callable[[], int]) -> int | BaseException:

@@ -16,8 +16,8 @@ from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource, Plans, num_bytes, plan_export, plan_lora, write_export
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
+from trainer.checkpoint.retention import readable
 from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers
-from trainer.checkpoint.space import readable
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.weights import WholeCheckpoint, stored_in
@@ -110,7 +110,8 @@ def _open_shards(
         whole = WholeCheckpoint(model, manifest.text_names, stored_in(exported / OTHER_PARTS))
     buffers = read_torch(checkpoint / layout.extra_file(size, 0)).get("buffers", {})
     if absent := sorted(set(weight_buffers(architecture) if architecture else ()) - set(buffers)):
-        raise ConfigError(f"'{checkpoint}' cannot be exported: it was saved by a version that left out {absent[0]}")
+        text = f"'{checkpoint}' cannot be exported: it was saved by a version that left out {absent[0]}"
+        raise ConfigError(f"{text}; export one that the run saves from now on")
     shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
     if adapter is not None:
         plans = plan_lora(shapes, adapter, dtype=dtype, lora=lora)

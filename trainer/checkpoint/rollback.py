@@ -8,7 +8,9 @@ checkpoint is set aside. The steps it names are passed over for good.
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CheckpointInfo
@@ -41,7 +43,7 @@ def read(run_dir: Path) -> Rollbacks:
 
 
 def candidates(run_dir: Path, *, onset: int, history: History, data: str | None) -> list[CheckpointInfo]:
-    """Committed checkpoints from well before `onset` and outside any earlier trouble, newest first.
+    """Whole checkpoints from well before `onset` and outside any earlier trouble, newest first.
 
     Only of the same data (its fingerprint): where rows came since, a restart would let them join in another epoch.
     """
@@ -51,26 +53,51 @@ def candidates(run_dir: Path, *, onset: int, history: History, data: str | None)
         info
         for info in reversed(layout.committed(run_dir))
         if info.step <= latest
+        and not info.thinned
         and not any(first <= info.step <= last for first, last in trouble)
         and (info.manifest is None or info.manifest.fingerprints.get("data") == data)
     ]
 
 
-def worth_keeping(run_dir: Path, history: History, best_metric: str = "val/loss") -> set[int]:
+def worth_keeping(
+    run_dir: Path, history: History, best_metric: str = "val/loss", found: list[CheckpointInfo] | None = None
+) -> set[int]:
     """Checkpoints that rotation spares: that of the best validation, the newest one before the last trouble, and the
-    best one of the evaluation `best_metric`, where it is one.
+    best one of the evaluation `best_metric`, where it is one. `found`: committed elsewhere, by rising step.
+    """
+    found = layout.committed(run_dir) if found is None else found
+    best = set() if history.best_step is None else _newest_until(history.best_step, found)
+    rows = scores(run_dir, best_metric)
+    scored = [info.step for info in found if _nonce(info) == rows.get(info.step, {}).get("nonce", "")]
+    best |= {max(scored, key=lambda step: rows[step]["mean"])} if scored else set()
+    return best | _before_trouble(found, history)
+
+
+def scores(run_dir: Path, best_metric: str) -> dict[int, Mapping[str, Any]]:
+    """By step, what the evaluation `best_metric` came to; none where it is no evaluation."""
+    return read_summaries(run_dir).get(best_metric, {}) if best_metric.startswith(PREFIX) else {}
+
+
+def worth_going_back_to(run_dir: Path, history: History, *, step: int, delay: int | None) -> set[int]:
+    """Checkpoints that keep their optimizer states: the newest one before the last trouble, and all that a rollback
+    may choose from after `step`, which finds trouble `delay` steps after its onset at the latest (None: no rollbacks).
     """
     found = layout.committed(run_dir)
-    committed = [info.step for info in found]
-    bounds = [] if history.best_step is None else [history.best_step]
-    if history.episodes:
-        bounds.append(history.episodes[-1][0] - STEPS_BEFORE_ONSET)
-    spared = {max(before) for bound in bounds if (before := [step for step in committed if step <= bound])}
-    if best_metric.startswith(PREFIX):
-        rows = read_summaries(run_dir).get(best_metric, {})
-        scored = [info.step for info in found if _nonce(info) == rows.get(info.step, {}).get("nonce", "")]
-        spared |= {max(scored, key=lambda step: rows[step]["mean"])} if scored else set()
-    return spared
+    needed = _before_trouble([info for info in found if not info.thinned], history)
+    if delay is not None and found:
+        newest = found[-1].manifest
+        data = newest.fingerprints.get("data") if newest else None
+        oldest = candidates(run_dir, onset=step + 1 - delay, history=history, data=data)
+        needed |= {info.step for info in found if not oldest or info.step >= oldest[0].step}
+    return needed
+
+
+def _before_trouble(found: list[CheckpointInfo], history: History) -> set[int]:
+    return _newest_until(history.episodes[-1][0] - STEPS_BEFORE_ONSET, found) if history.episodes else set()
+
+
+def _newest_until(step: int, found: list[CheckpointInfo]) -> set[int]:
+    return {max(before)} if (before := [info.step for info in found if info.step <= step]) else set()
 
 
 def decide(

@@ -6,25 +6,120 @@ A crash at any point leaves the older checkpoints as they were and either nothin
 import dataclasses
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from trainer.adapter_names import ADAPTER_CONFIG
-from trainer.checkpoint import export, fsio, layout, rollback, shards, space
-from trainer.checkpoint.board import Board, SaveFailedError
+from trainer.checkpoint import export, fsio, layout, retention, shards
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
+from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig
 from trainer.runtime.distributed import World
+from trainer.runtime.processes import begun
+
+GRACE_S = 10.0
+"""How much longer than the main rank the others wait for its verdict, and it for them to have read it."""
+NO_ANSWER = "gave no answer in time"
+
+
+class SaveFailedError(RuntimeError):
+    """The save was given up on all ranks alike; the message names rank and cause."""
+
+
+class UnresolvedSaveError(SaveFailedError):
+    """The main rank gave no answer in time: only this rank knows, and a checkpoint may or may not exist."""
+
+
+class Board:
+    """What ranks tell each other during a save: acknowledgements with a status and a deadline, instead of a barrier.
+
+    They go through a key-value store of their own, hosted by the main rank, and not through a collective, so a save may
+    run behind training, and a rank that is slow or gone costs a deadline, never a hang. Creating it is collective.
+    """
+
+    def __init__(self, world: World, *, grace_s: float = GRACE_S) -> None:
+        self._world, self._grace_s = world, grace_s
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port: list[int] = [0]
+        if world.is_main:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = [self._store.port]
+        dist.broadcast_object_list(port, src=0)
+        if not world.is_main:
+            self._store = dist.TCPStore(host, port[0], is_master=False)
+
+    def agree(self, topic: str, *, value: Any = None, error: str | None = None, deadline: float) -> list[Any]:
+        """Report `value` (plain JSON) or `error`; returns every rank's value in rank order.
+
+        `deadline` is a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if any rank reported
+        an error or, by the main rank's deadline, nothing.
+        """
+        report = json.dumps({"value": value, "error": error})
+        if self._world.is_main:
+            verdict = self._collect(topic, report, deadline)
+            self._announce(topic, verdict)
+        else:
+            self._store.set(f"{topic}/{self._world.rank}", report)
+            verdict = self._await_verdict(topic, deadline + self._grace_s)
+            self._store.set(f"{topic}/read by {self._world.rank}", "")
+        if verdict["error"] is not None:
+            raise SaveFailedError(verdict["error"])
+        return list(verdict["values"])
+
+    def forget(self, topic: str) -> None:
+        """Main rank: free what was said about a topic that every rank is done with."""
+        ranks = range(1, self._world.size)
+        for name in ("verdict", *ranks, *(f"read by {rank}" for rank in ranks)):
+            self._store.delete_key(f"{topic}/{name}")
+
+    def _collect(self, topic: str, own: str, deadline: float) -> dict[str, Any]:
+        reports = [json.loads(own)]
+        for rank in range(1, self._world.size):
+            try:
+                reports.append(json.loads(self._wait_for(f"{topic}/{rank}", deadline)))
+            except dist.DistStoreError:
+                reports.append({"value": None, "error": NO_ANSWER})
+        errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if report["error"]]
+        silent = [rank for rank, report in enumerate(reports) if report["error"] == NO_ANSWER]
+        values = [report["value"] for report in reports]
+        return {"values": values, "error": errors[0] if errors else None, "silent": silent}
+
+    def _announce(self, topic: str, verdict: dict[str, Any]) -> None:
+        """Main rank: tell all, and stay until they have read it, for the store ends with this process."""
+        self._store.set(f"{topic}/verdict", json.dumps(verdict))
+        deadline = time.monotonic() + self._grace_s
+        for rank in range(1, self._world.size):
+            if rank not in verdict["silent"]:
+                with suppress(dist.DistStoreError):
+                    self._wait_for(f"{topic}/read by {rank}", deadline)
+
+    def _await_verdict(self, topic: str, deadline: float) -> dict[str, Any]:
+        """Asked for in a thread: torch's client waits for a store whose process is stopped without any limit."""
+        asking = begun(lambda: self._wait_for(f"{topic}/verdict", deadline))
+        try:
+            verdict: dict[str, Any] = json.loads(asking.result(max(0.0, deadline - time.monotonic()) + 1.0))
+        except (TimeoutError, dist.DistError):
+            raise UnresolvedSaveError("rank 0 gave no answer in time") from None
+        return verdict
+
+    def _wait_for(self, key: str, deadline: float) -> bytes:
+        self._store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        value: bytes = self._store.get(key)
+        return value
+
 
 VISIBLE_WITHIN_S = 60.0
 PHASES = ("open", "shards", "export", "commit")
@@ -43,15 +138,13 @@ class Saver:
         world: World,
         config: CheckpointConfig,
         source: ExportSource,
-        keep: int | None,
+        kept: Retention,
         fingerprints: Mapping[str, str],
         lock: RunLock | None,
-        best_metric: str = "val/loss",
     ) -> None:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
-        self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
+        self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
         self._source, self.fingerprints, self._lock = source, fingerprints, lock
-        self.best_metric = best_metric
         self._board, self._number, self._deadline = Board(world), 0, math.inf
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -72,7 +165,8 @@ class Saver:
         self._deadline = time.monotonic() + self.config.save_timeout_s
         try:
             staging = self.run_dir / self._together("open", lambda: self._open(snapshot))[0]
-            self._forget_previous()
+            for phase in PHASES if self.world.is_main else ():
+                self._board.forget(f"save {self._number - 1}/{phase}")
             shard_files = self._written("shards", lambda: self._write_shards(staging, snapshot))
             exported = self._written("export", lambda: self._write_export(staging, snapshot, shard_files))
             records = [*shard_files, *exported]
@@ -106,7 +200,7 @@ class Saver:
             return None
         self._require_lock()
         layout.clean_leftovers(self.run_dir)
-        space.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
+        retention.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
         staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
         for directory in ("", *filter(None, self._plans)):
@@ -162,8 +256,7 @@ class Saver:
             raise TimeoutError("the save took longer than trainer.checkpoint.save_timeout_s")
         self._require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
-        worth = rollback.worth_keeping(self.run_dir, snapshot.history, self.best_metric)
-        layout.settle(self.run_dir, manifest.step, keep=self.keep, protect=worth)
+        retention.settle(self.run_dir, manifest.step, self.kept, history=snapshot.history)
         return sum(record.size_bytes for record in records)
 
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
@@ -193,8 +286,3 @@ class Saver:
         """Raise `RuntimeError` unless this run still owns its directory."""
         if self._lock is not None and not self._lock.is_held():
             raise RuntimeError(self._lock.why_lost())
-
-    def _forget_previous(self) -> None:
-        if self.world.is_main:
-            for phase in PHASES:
-                self._board.forget(f"save {self._number - 1}/{phase}")

@@ -1,8 +1,10 @@
-"""Sharded state on disk: one file per rank and kind, readable by any number of ranks.
+"""Sharded state on disk: one file per rank and kind, readable by any number of ranks; and whole tensors in safetensors.
 
 A tensor split over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows / S), as FSDP2 does.
 """
 
+import hashlib
+import json
 import logging
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,14 +14,18 @@ from typing import IO, Any, cast
 
 import torch
 import torch.distributed.tensor  # registers the classes that weights_only loading needs
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_leaves
+from transformers.modeling_utils import str_to_torch_dtype
 
 from trainer.adapter_names import is_adapter
 from trainer.checkpoint import layout
 from trainer.checkpoint.fsio import FileRecord, HashingFile
 from trainer.config import ConfigError
+from trainer.weights import bytes_of
 
 
 class CorruptShardError(ConfigError):
@@ -101,13 +107,8 @@ def num_bytes(tree: Any) -> int:
 
 def local_tensors(tree: Any) -> Iterator[Tensor]:
     """This rank's part of every tensor in nested containers."""
-    if isinstance(tree, DTensor):
-        yield tree._local_tensor
-    elif isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from local_tensors(item)
+    found = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in found)
 
 
 class ShardReader:
@@ -126,10 +127,6 @@ class ShardReader:
         self._parts = [read_torch(file) for file in files]
         self._directory, self._buffers = directory, buffers
         self.parameters = tuple(parameters)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.parameters, *self._buffers)
 
     def whole(self, name: str) -> Tensor:
         """Raises `CorruptShardError` if the pieces do not make up the tensor."""
@@ -237,3 +234,50 @@ def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -
             raise CorruptShardError(f"'{name}': piece {index} is {tuple(piece.shape)}, expected {tuple(expected)}")
         if max(begin, first) < min(end, last):
             yield piece[max(begin, first) - first : end - first]
+
+
+_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+"""As the header of a safetensors file calls them."""
+
+
+def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Tensor], *, root: Path) -> FileRecord:
+    """Write a new file of the directory that is being made at `root`, and read it back.
+
+    layout: name -> tensor without memory, in the order in which `tensors` gives them.
+    """
+    digests = {}
+    with HashingFile(path, root=root) as file:
+        file.write(_header(layout))
+        for name in layout:
+            data = bytes_of(next(tensors))
+            file.write(data)
+            digests[name] = hashlib.blake2b(data).digest()
+            del data
+    _read_back(path, layout, digests)
+    return file.record
+
+
+def _header(layout: Mapping[str, Tensor]) -> bytes:
+    """Length (8 bytes, little-endian) and JSON table of a safetensors file, padded to a multiple of 8."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in layout.items():
+        end = offset + tensor.nbytes
+        dtype = _DTYPE_NAMES[tensor.dtype]
+        table[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
+    """Open a file as a reader would and compare every tensor with what was sent to the disk."""
+    with safe_open(path, framework="pt") as reader:
+        if set(reader.keys()) != set(digests):
+            raise OSError(f"{path}: read back other tensors than were written")
+        for name, digest in digests.items():
+            tensor = reader.get_tensor(name)
+            is_same = hashlib.blake2b(bytes_of(tensor)).digest() == digest
+            if tensor.shape != layout[name].shape or tensor.dtype != layout[name].dtype or not is_same:
+                raise OSError(f"{path}: tensor {name} read back differently from what was written")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trainer.checkpoint import fsio, layout, lineage, rollback, verl
-from trainer.checkpoint.choice import NoUsableCheckpointError, candidates_of, cannot_use
+from trainer.checkpoint.choice import NoUsableCheckpointError, candidates_of, cannot_use, contents_of
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock, is_given_back
@@ -156,7 +156,7 @@ def _unfinished(
 
 
 def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape) -> Position:
-    if "extra" not in config.checkpoint.load_contents:
+    if "extra" not in contents_of(config, checkpoint):
         return Position()
     if checkpoint.manifest is not None:
         return checkpoint.manifest.position
@@ -166,7 +166,7 @@ def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape
 
 def _saved_data(checkpoint: CheckpointInfo, config: TrainerConfig, world: World) -> dict[str, Any] | None:
     """Collective; None where the run does not go on with the data of the checkpoint."""
-    if checkpoint.manifest is None or "extra" not in config.checkpoint.load_contents:
+    if checkpoint.manifest is None or "extra" not in contents_of(config, checkpoint):
         return None
     return _on_main(partial(saved_data, checkpoint), config, world)
 
@@ -188,8 +188,8 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
             _on_main(aside, config, world)
     if candidates:
         raise NoUsableCheckpointError(
-            f"every checkpoint in {run_dir} is damaged (set aside as .corrupt_*); begin anew in another "
-            f"directory: trainer.experiment_name=<new name>"
+            f"every checkpoint in {run_dir} to continue from is damaged (set aside as .corrupt_*); begin anew in "
+            f"another directory: trainer.experiment_name=<new name>"
         )
     return None
 
@@ -205,7 +205,8 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     dist.all_gather_object(reports, own)
     problems = [problem for report in reports for problem in report]
     for problem in filter(layout.is_export, problems):
-        logger.warning("%s cannot be deployed, the run continues from it: %s", candidate.path, problem)
+        text = "the export of %s cannot be served, 'checkpoint export' makes another; the run continues from it: %s"
+        logger.warning(text, candidate.path, problem)
     if candidate.verl is not None and not problems:
         verl.require_safe(candidate.verl)
     return [problem for problem in problems if not layout.is_export(problem)]
@@ -215,7 +216,7 @@ def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Li
     if checkpoint.manifest is None:
         return
     saved = checkpoint.manifest.fingerprints
-    if "extra" not in config.checkpoint.load_contents:  # another run may begin from the weights alone
+    if "extra" not in contents_of(config, checkpoint):  # another run may begin from the weights alone
         saved = {key: value for key, value in saved.items() if key == lineage.BASE_WEIGHTS}
     for change in lineage.compare(saved, now):
         logger.warning("changed since %s: %s", checkpoint.path.name, change)

@@ -1,23 +1,30 @@
-"""What stands in run directories: found, measured, proven, and put into words (floor 5, no torch)."""
+"""What stands in run directories: found, measured, proven, and put into words (floor 5, no torch).
+
+Old checkpoints of a run that does not train are deleted or thinned, never what a resume needs.
+"""
 
 import dataclasses
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import choice, fsio, layout
+from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.layout import CORRUPT_PREFIX, STAGING_PREFIX, TRASH_PREFIX, CheckpointInfo
-from trainer.checkpoint.lock import LOCK
+from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
-from trainer.checkpoint.space import readable
+from trainer.checkpoint.retention import readable
 from trainer.config import ConfigError
+from trainer.errors import CannotWriteError
+from trainer.mirror import STATE
+from trainer.runtime.json_lines import read_object
 
 RUNS_ROOT = Path("checkpoints")
 NUM_LOOKS = 5
@@ -82,7 +89,7 @@ def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Listing:
-    """`resume_step`: which one a resume takes. `notes`: why, or why none of them."""
+    """`resume_step`: which one a resume takes. `notes`: why, or why none of them. `mirror`: as the run last saw it."""
 
     run_dir: Path
     checkpoints: list[CheckpointInfo]
@@ -90,6 +97,7 @@ class Listing:
     pointed_step: int | None
     resume_step: int | None
     notes: tuple[str, ...]
+    mirror: dict[str, Any]
 
 
 def read_run(run_dir: Path) -> Listing:
@@ -106,7 +114,8 @@ def read_run(run_dir: Path) -> Listing:
     there = [info for info in found if info.status != "incomplete" or os.path.lexists(info.path)]
     leftovers = [run_dir / name for name in names if name.startswith(tuple(LEFTOVERS))]
     resume_step = selection.chosen.step if selection.chosen else None
-    return Listing(run_dir, there, leftovers, pointer.step, resume_step, selection.notes)
+    mirror = read_object(run_dir / STATE)
+    return Listing(run_dir, there, leftovers, pointer.step, resume_step, selection.notes, mirror)
 
 
 def tree_bytes(path: Path) -> int:
@@ -123,12 +132,12 @@ def as_tree(listing: Listing) -> dict[str, Any]:
     """The listing as plain containers."""
     checkpoints = []
     for info in listing.checkpoints:
-        own = {name: getattr(info, name) for name in ("step", "status", "reason", "published")}
+        own = {name: getattr(info, name) for name in ("step", "status", "reason", "published", "thinned")}
         marks = {"pointer": info.step == listing.pointed_step, "resume": info.step == listing.resume_step}
         about = {name: getattr(info.manifest, name, None) for name in ("world_size", "loss", "created_utc")}
         checkpoints.append({**own, **marks, "path": str(info.path), "size_bytes": tree_bytes(info.path), **about})
     leftovers = [{"name": path.name, "size_bytes": tree_bytes(path)} for path in listing.leftovers]
-    rest = {"resume_step": listing.resume_step, "notes": listing.notes}
+    rest = {"resume_step": listing.resume_step, "notes": listing.notes, "mirror": listing.mirror}
     return {"run_dir": str(listing.run_dir), "checkpoints": checkpoints, "leftovers": leftovers, **rest}
 
 
@@ -147,12 +156,20 @@ def as_lines(listing: Listing) -> Iterator[str]:
         text = ", ".join(mark for mark in [*marks, "resume takes it" * (info.step == listing.resume_step)] if mark)
         row = f"{info.step:9}  {info.status:10}  {readable(tree_bytes(info.path)):>9}  {ranks:>5}  {loss:>8}  "
         yield printable(f"{row}{created[:19]:19}  {text}".rstrip())
+    if listing.mirror:
+        yield printable(mirror_line(listing.mirror))
     for path in listing.leftovers:
         meaning = next(meaning for prefix, meaning in LEFTOVERS.items() if path.name.startswith(prefix))
         yield printable(f"  {path.name}  {readable(tree_bytes(path))}  {meaning}")
     in_table = tuple(info.reason for info in listing.checkpoints if info.reason)
     for note in listing.notes:
         yield from (printable(f"  {line}") for line in note.splitlines() if not line.endswith(in_table))
+
+
+def mirror_line(mirror: dict[str, Any]) -> str:
+    steps = ", ".join(map(str, mirror.get("steps", []))) or "none"
+    failed = f"; since then it failed: {mirror['failed']}" if mirror.get("failed") else ""
+    return f"  mirror {mirror.get('url')}  steps: {steps}{failed}"
 
 
 def printable(text: str) -> str:
@@ -174,9 +191,104 @@ def prove(path: Path) -> list[str]:
             problems += found
             _show_progress(f"{path.name}: {num_done} of {len(alone)} files")
     _show_progress("")
-    return problems or ([info.reason] if info.reason else [])
+    if layout.THINNED in fsio.list_dir(path):  # by now, or it is damaged beside that
+        problems = [problem for problem in problems if not layout.is_optimizer(problem)]
+    return problems or ([info.reason] if info.status == "incomplete" else [])
 
 
 def _show_progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+LOCK_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What stays of a run and what goes, given that `keep` checkpoints stay, `keep_full` of them whole (None: all), and
+    whether damaged ones go too.
+
+    `proofs` must verify before anything goes: the newest checkpoint, and the one a resume takes.
+    """
+
+    run_dir: Path
+    keep: int | None
+    keep_full: int | None
+    is_corrupt_deleted: bool
+    kept: list[str]
+    proofs: list[CheckpointInfo]
+    to_delete: list[Path]
+    to_thin: list[Path]
+
+
+def plan_pruning(run_dir: Path, *, keep: int | None, keep_full: int | None, is_corrupt_deleted: bool) -> Pruning:
+    """Raises `ConfigError` naming the holder while the run trains, and where a resume would find nothing."""
+    require_run(run_dir)
+    with _locked(run_dir):
+        return _plan(run_dir, keep, keep_full, is_corrupt_deleted)
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Raises `ConfigError` naming the holder. Not held while hashing: a run that starts then need not wait."""
+    lock = RunLock(run_dir)
+    lock.acquire(timeout_s=LOCK_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _plan(run_dir: Path, keep: int | None, keep_full: int | None, is_corrupt_deleted: bool) -> Pruning:
+    """Raises `ConfigError` where a resume would find nothing: what looks left over may be all that is left."""
+    chosen = choice.select(run_dir).chosen
+    protect = {chosen.step} if chosen else set()
+    old = retention.checkpoints_to_delete(run_dir, keep=keep, protect=protect)
+    to_thin = retention.checkpoints_to_thin(run_dir, keep_full=keep_full, protect=protect)
+    kept = [info for info in layout.checkpoints(run_dir) if info.path not in old]
+    committed = [info for info in kept if info.status == "committed"]
+    proofs = [info for info in committed if info is committed[-1] or info.step in protect]
+    prefixes = tuple(prefix for prefix in LEFTOVERS if prefix != CORRUPT_PREFIX or is_corrupt_deleted)
+    leftovers = [run_dir / name for name in fsio.list_dir(run_dir) if name.startswith(prefixes)]
+    if not proofs and any(path.name.startswith(CORRUPT_PREFIX) for path in leftovers):
+        raise ConfigError(f"'{run_dir}' has no checkpoint that can be proven: leave out --corrupt")
+    names = [info.path.name if info in committed else f"{info.path.name} ({info.status})" for info in kept]
+    to_thin = [path for path in to_thin if path not in old]
+    return Pruning(run_dir, keep, keep_full, is_corrupt_deleted, names, proofs, old + leftovers, to_thin)
+
+
+def prune(pruning: Pruning) -> list[Path]:
+    """The checkpoints that were left as they are because they are being read.
+
+    Raises `OSError` before anything is deleted if a proof fails, `CannotWriteError` for what cannot be deleted.
+    """
+    run_dir, keep, keep_full = pruning.run_dir, pruning.keep, pruning.keep_full
+    asked = (run_dir, keep, keep_full, pruning.is_corrupt_deleted)
+    for info in pruning.proofs:
+        found = prove(info.path)
+        for problem in filter(layout.is_export, found):
+            logger.warning("%s: %s; a resume does not need it, and 'export' makes another", info.path, problem)
+        if problems := [problem for problem in found if not layout.is_export(problem)]:
+            raise OSError(
+                f"nothing was deleted, because '{info.path}' is damaged: {'; '.join(problems)}. Start the run (it sets "
+                "the checkpoint aside and continues from an older one) or move it away, then prune again"
+            )
+    with _locked(run_dir):
+        if _plan(*asked) != pruning:
+            raise ConfigError(f"nothing was deleted, because '{run_dir}' changed meanwhile: prune again")
+        protect = {info.step for info in pruning.proofs}
+        being_read = retention.rotate(run_dir, keep=keep, protect=protect)
+        thinned_later = retention.thin(run_dir, keep_full=keep_full, protect=protect)
+        being_read += [path for path in thinned_later if path not in being_read]
+        for path in pruning.to_delete:
+            if path.name.startswith(CORRUPT_PREFIX):
+                try:
+                    fsio.rename(path, run_dir / f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}")
+                except OSError as error:
+                    logger.warning("cannot delete %s: %s", path, error)
+        layout.clean_leftovers(run_dir)
+        after = _plan(*asked)
+        if left := [path.name for path in (*after.to_delete, *after.to_thin) if path not in being_read]:
+            raise CannotWriteError(f"cannot delete all of it (reasons above), still in '{run_dir}': {', '.join(left)}")
+    return being_read

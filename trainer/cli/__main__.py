@@ -6,7 +6,7 @@ import sys
 import trainer
 from trainer.config import did_you_mean
 from trainer.errors import EXIT_DONE, EXIT_USAGE
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 TRAIN = "train"
 GROUPS = {
@@ -27,6 +27,7 @@ GROUPS = {
         "compare": ("runs side by side", "checkpoints/mine/first checkpoints/mine/second"),
         "metrics": ("what the metrics mean", "train/loss"),
         "resend": ("one clean tracker run from a run directory", "checkpoints/mine/first --to wandb"),
+        "workspace": ("panels in W&B for a project, in sections by what they show", "mine --entity team"),
         "replay": (
             "steps trained again without some of their rows: what changes",
             "checkpoints/mine/first --from 100 --steps 20 --without train.jsonl:7",

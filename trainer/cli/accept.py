@@ -11,22 +11,19 @@ from pathlib import Path
 
 from trainer.acceptance.accept import accept, shareable, summary
 from trainer.acceptance.lines import FAIL, LINES
-from trainer.cli.arguments import Parser, answer, write_file
+from trainer.cli.arguments import Parser, add_words, as_command, write_file
 from trainer.cli.verify_resume import trial_of
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.launch.ranks import parse_arguments
 from trainer.resume_proof.proof import Trial, interruptible
 from trainer.run.compose import load_config
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 NUM_STEPS = 8
 
 
+@as_command(interrupted="interrupted: no verdict")
 def main(argv: list[str]) -> int:
-    return answer(lambda: _accept(argv), interrupted="interrupted: no verdict")
-
-
-def _accept(argv: list[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
     trial, started = _trial(options), time.monotonic()
     with interruptible():
@@ -44,7 +41,7 @@ def _parser() -> Parser:
     usage = f"{call('accept')} [N] [--device cpu] [--only LINE] [--json FILE] [--keep DIR] [key=value ...]"
     text = "Judge this machine, and a recipe on it (default: the quickstart), in some minutes. The lines:\n" + lines
     parser = Parser(usage=usage, description=text)
-    parser.add_argument("words", metavar="N | key=value", nargs="*", help="ranks and overrides, as for run_sft.sh")
+    add_words(parser)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="short for trainer.device=...")
     about = "this line alone; may be given several times"
     parser.add_argument("--only", metavar="LINE", choices=list(LINES), action="append", default=[], help=about)

@@ -3,13 +3,15 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer.config import ConfigError
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
-from trainer.runtime.atomic_files import atomic_write
+from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_USAGE, CannotWriteError
+from trainer.runtime.files import atomic_write
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -21,23 +23,65 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-Codes = dict[type[Exception], int]
+class CommandParser(Parser):
+    """Of a command below another: refuses what it does not know itself; argparse leaves that to the parser above."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
 
-def answer(command: Callable[[], int], codes: Codes | None = None, *, interrupted: str = "interrupted") -> int:
-    """The exit code of `command`; an error that has one goes to stderr as one message.
+def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
+    """What a run is started with, as `words` for `parse_arguments`. `ranks`: what N counts."""
+    about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
+    parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
 
-    `codes` beside, or in place of, 2 for `ConfigError` and 73 for `CannotWriteError`.
-    """
-    known: Codes = {ConfigError: EXIT_USAGE, CannotWriteError: EXIT_CANNOT_WRITE, **(codes or {})}
+
+class LibraryError(Exception):
+    """What a library raised that is no fault of what was asked for."""
+
+
+@contextmanager
+def told_as(library: str) -> Iterator[None]:
+    """Errors without an exit code are those of the library, which may raise anything."""
     try:
-        return command()
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except tuple(known) as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return next(code for kind, code in known.items() if isinstance(error, kind))
+        yield
+    except (ConfigError, CannotWriteError):
+        raise
+    except Exception as error:
+        raise LibraryError(f"{library}: {type(error).__name__}: {error}") from error
+
+
+Codes = dict[type[Exception], int]
+Main = Callable[[list[str]], int]
+"""From the words of a command to its exit code."""
+
+
+def as_command(codes: Codes | None = None, *, interrupted: str = "interrupted") -> Callable[[Main], Main]:
+    """Makes what raises errors a command: one that has an exit code goes to stderr as one message.
+
+    `codes` beside, or in place of, 2 for `ConfigError`, 73 for `CannotWriteError` and 1 for `LibraryError`.
+    """
+    known: Codes = {ConfigError: EXIT_USAGE, CannotWriteError: EXIT_CANNOT_WRITE, LibraryError: EXIT_CRASH}
+    known |= codes or {}
+
+    def decorate(command: Main) -> Main:
+        @wraps(command)
+        def main(argv: list[str]) -> int:
+            try:
+                return command(argv)
+            except KeyboardInterrupt:
+                print(interrupted, file=sys.stderr)
+                return EXIT_INTERRUPTED
+            except tuple(known) as error:
+                print(f"ERROR: {error}", file=sys.stderr)
+                return next(code for kind, code in known.items() if isinstance(error, kind))
+
+        return main
+
+    return decorate
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -52,7 +96,9 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Whole or not at all. Raises `CannotWriteError`."""
+    """Whole or not at all, never in the place of a device or a pipe. Raises `CannotWriteError`."""
+    if path.exists() and not path.is_file():
+        raise CannotWriteError(f"cannot write {path}: it is no regular file; choose another place")
     try:
         atomic_write(path, text)
     except OSError as error:

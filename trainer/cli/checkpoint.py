@@ -11,18 +11,23 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio
-from trainer.checkpoint.space import readable
+from trainer.checkpoint.retention import optimizer_files, readable
 from trainer.checkpoint_tools import listing
-from trainer.checkpoint_tools.prune import plan_pruning, prune
-from trainer.cli.arguments import Parser, answer, at_least
-from trainer.config import DTYPES
-from trainer.errors import EXIT_CRASH, EXIT_DONE
+from trainer.checkpoint_tools.listing import plan_pruning, prune
+from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
+from trainer.config import DTYPES, ConfigError, parse_config
+from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, ResumableError
+from trainer.mirror import STATE
 from trainer.model.source import find_model
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
+from trainer.runtime.heartbeat import is_live
+from trainer.runtime.json_lines import read_object
+from trainer.tracking.run_info import read_config
 
 VERIFY_RESUME = "verify-resume"
 AT_ONCE = ("ls", "verify", "prune")
@@ -37,11 +42,8 @@ def set_up(argv: list[str]) -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+@as_command({OSError: EXIT_CRASH, ResumableError: EXIT_RESUMABLE})
 def main(argv: list[str]) -> int:
-    return answer(lambda: _command(argv), {OSError: EXIT_CRASH})
-
-
-def _command(argv: list[str]) -> int:
     if argv[:1] == [VERIFY_RESUME]:  # argparse would read the options as its own
         from trainer.cli.verify_resume import main as verify_resume
 
@@ -54,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     """Each command names its function: from the parsed arguments to the exit code."""
     about = "List, prove, delete and export checkpoints, and prove that they resume."
     parser = Parser(prog=call("checkpoint"), description=about)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     about = "list checkpoints and leftovers, and which one a resume takes"
     command = commands.add_parser(
@@ -70,16 +72,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("paths", metavar="PATH", nargs="+", type=_path, help="a run directory or a global_step_<step>")
     command.set_defaults(run=_verify)
 
-    about = "delete old checkpoints and leftovers; without --yes only say which"
+    about = "delete or thin old checkpoints, delete leftovers; without --yes only say which"
     rule = "The checkpoint a resume takes stays, and is proven before anything goes. Refused while the run trains."
     command = commands.add_parser("prune", help=about, description=f"{about}. {rule}")
     command.add_argument("run_dir", metavar="RUN_DIR", type=_path)
     about = "the newest N stay, and the pointer's"
-    command.add_argument("--keep", metavar="N", type=at_least(1), required=True, help=about)
+    command.add_argument("--keep", metavar="N", type=at_least(1), help=about)
+    about = "the newest N stay whole; older ones that stay lose their optimizer state: they cannot be resumed"
+    command.add_argument("--keep-full", metavar="N", type=at_least(1), help=about)
     command.add_argument("--corrupt", action="store_true", help="delete what was set aside as damaged, too")
     command.add_argument("--yes", action="store_true", help="delete")
     command.set_defaults(run=_prune)
 
+    _add_ways_out(commands)
+    about = "kill a run at random points and compare what it becomes with a run left alone"
+    commands.add_parser(VERIFY_RESUME, help=f"{about} (its options: {VERIFY_RESUME} --help)", add_help=False)
+    return parser
+
+
+def _add_ways_out(commands: "argparse._SubParsersAction[CommandParser]") -> None:
+    """Commands that bring a checkpoint elsewhere."""
     about = "make a directory for transformers and vLLM from the shards"
     rule = (
         "Weights in the dtype asked for, with the tokenizer and template trained with. Needs no GPU; may run meanwhile."
@@ -95,9 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--base", metavar="DIR", type=_path, help=about)
     command.set_defaults(run=_export)
 
-    about = "kill a run at random points and compare what it becomes with a run left alone"
-    commands.add_parser(VERIFY_RESUME, help=f"{about} (its options: {VERIFY_RESUME} --help)", add_help=False)
-    return parser
+    about = "bring the mirror of a run up to what its directory holds"
+    rule = "A run does so by itself; this is for what was not up when it ended. Refused while the run trains."
+    command = commands.add_parser("mirror", help=about, description=f"{about}. {rule}")
+    command.add_argument("run_dir", metavar="RUN_DIR", type=_path)
+    command.set_defaults(run=_mirror)
 
 
 def _path(text: str) -> Path:
@@ -138,18 +152,27 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    pruning = plan_pruning(arguments.run_dir, keep=arguments.keep, is_corrupt_deleted=arguments.corrupt)
+    run_dir, keep, keep_full = arguments.run_dir, arguments.keep, arguments.keep_full
+    if keep is None and keep_full is None:
+        raise ConfigError("say how many stay: --keep N, --keep-full N (with their optimizer state), or both")
+    pruning = plan_pruning(run_dir, keep=keep, keep_full=keep_full, is_corrupt_deleted=arguments.corrupt)
     sizes_bytes = {path: listing.tree_bytes(path) for path in pruning.to_delete}
-    lines = [f"{arguments.run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
-    verb = "delete" if arguments.yes else "would delete"
-    lines += [f"  {verb} {path.name}  {readable(size_bytes)}" for path, size_bytes in sizes_bytes.items()]
+    sizes_bytes |= {path: sum(map(listing.tree_bytes, optimizer_files(path))) for path in pruning.to_thin}
+    lines = [f"{run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
+    for path, size_bytes in sizes_bytes.items():
+        verb = f"{'would ' * (not arguments.yes)}{'delete' if path in pruning.to_delete else 'thin'}"
+        lines.append(f"  {verb} {path.name}  {readable(size_bytes)}")
+    if mirror := read_object(run_dir / STATE):
+        lines.append(f"{listing.mirror_line(mirror)}; nothing is deleted there")
     print("\n".join(map(listing.printable, lines)), flush=True)
     total = readable(sum(sizes_bytes.values()))
-    if not pruning.to_delete or not arguments.yes:
-        print(f"{total}; nothing is deleted without --yes" if pruning.to_delete else "nothing to delete")
+    if not sizes_bytes or not arguments.yes:
+        print(f"{total}; nothing is deleted without --yes" if sizes_bytes else "nothing to delete")
         return EXIT_DONE
-    prune(pruning)
-    print(f"deleted {total}")
+    being_read = prune(pruning)
+    for path in being_read:
+        print(listing.printable(f"left {path.name} as it is, because it is being read: prune again later"))
+    print(f"deleted {readable(sum(n for path, n in sizes_bytes.items() if path not in being_read))}")
     return EXIT_DONE
 
 
@@ -165,6 +188,28 @@ def _export(arguments: argparse.Namespace) -> int:
     export_from_shards(checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=base)
     size = readable(listing.tree_bytes(target))
     print(listing.printable(f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s"))
+    return EXIT_DONE
+
+
+def _mirror(arguments: argparse.Namespace) -> int:
+    run_dir = arguments.run_dir
+    listing.require_run(run_dir)
+    trainer = replace(parse_config(read_config(run_dir)).trainer, default_local_dir=str(run_dir))
+    if trainer.checkpoint.mirror is None:
+        raise ConfigError(f"the run in '{run_dir}' has no mirror: start it once with trainer.checkpoint.mirror=<URL>")
+    if is_live(run_dir):
+        raise ConfigError(f"'{run_dir}' is being trained in: its own process keeps the mirror")
+    from trainer.mirror.hub import storage_of, uploader_of
+    from trainer.mirror.restore import prepare
+    from trainer.mirror.storage import StorageError
+
+    try:
+        storage = storage_of(trainer.checkpoint.mirror)
+        prepare(trainer, storage)
+        uploader_of(trainer, storage).sync()
+    except StorageError as error:
+        raise OSError(str(error)) from error
+    print(listing.printable(listing.mirror_line(read_object(run_dir / STATE)).strip()))
     return EXIT_DONE
 
 

@@ -8,20 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainer.cli.arguments import Parser
-from trainer.cli.report_options import add_options, answer, load
+from trainer.cli.arguments import Parser, as_command
+from trainer.cli.report_options import CODES, add_options, load
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_section
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 
+@as_command(CODES)
 def main(argv: list[str]) -> int:
-    return answer(lambda: _compare(argv))
-
-
-def _compare(argv: list[str]) -> int:
     parser = Parser(prog=call("compare"), description="Runs side by side.")
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="run directories or log files, two or more")
     add_options(parser)

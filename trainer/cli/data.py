@@ -13,23 +13,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, answer, write_file
+from trainer.cli.arguments import Parser, as_command, write_file
 from trainer.config import Config, ConfigError
 from trainer.data_tools.frameworks import FRAMEWORKS
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
 from trainer.run.compose import load_config, with_recipe
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 EXIT_DIFFERENT = 1
 DEFAULT_NUM_EACH = 3
 PROG = call("data")
 
 
+@as_command({DataError: EXIT_BAD_DATA})
 def main(argv: list[str]) -> int:
-    return answer(lambda: _command(argv), {DataError: EXIT_BAD_DATA})
-
-
-def _command(argv: list[str]) -> int:
     parser = Parser(prog=PROG, description="What is trained, shown.", epilog="each command has its own --help")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (about, _) in COMMANDS.items():
@@ -99,8 +96,7 @@ def _compare(parser: Parser, argv: list[str]) -> int:
     if not arguments.framework or not arguments.dump:
         raise ConfigError(f"--with NAME and DUMP are needed\n{parser.format_usage().rstrip()}")
 
-    from trainer.data_tools.compare import as_lines, compare
-    from trainer.data_tools.dump import read_dump
+    from trainer.data_tools.compare import as_lines, compare, read_dump
     from trainer.run.inputs import prepare_data_alone
 
     dump = read_dump(arguments.dump)

@@ -8,21 +8,19 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.cli.arguments import Parser
-from trainer.cli.report_options import add_options, answer, load
-from trainer.report.as_json import as_json
-from trainer.runtime.program import call
+from trainer.cli.arguments import Parser, as_command
+from trainer.cli.report_options import CODES, add_options, load
+from trainer.config import ConfigError
+from trainer.report.result import as_json
+from trainer.runtime.environment import call
 
 EXIT_CODES = {"OK": 0, "INSUFFICIENT": 0, "ATTENTION": 1, "FAIL": 2}
 EXIT_WRONG_USAGE = 64
 """Not 2 as elsewhere: a mistyped option must not look like a failed run."""
 
 
+@as_command(CODES | {ConfigError: EXIT_WRONG_USAGE})
 def main(argv: list[str]) -> int:
-    return answer(lambda: _diagnose(argv), usage_code=EXIT_WRONG_USAGE)
-
-
-def _diagnose(argv: list[str]) -> int:
     parser = Parser(prog=call("diagnose"), description="The report as JSON, its verdict as exit code.")
     parser.add_argument("path", metavar="PATH", type=Path, help="a run directory or a log file")
     add_options(parser)

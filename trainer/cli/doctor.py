@@ -5,35 +5,34 @@ Floor 5. Exit codes: 0 nothing fails (it may warn), 1 something fails, 2 wrong u
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from trainer.cli.arguments import Parser, answer
-from trainer.doctor.checkup import examine, launch_of
+from trainer.cli.arguments import Parser, add_words, as_command
+from trainer.doctor.recipe import examine, launch_of
 from trainer.launch.ranks import parse_arguments
 from trainer.run.compose import load_config
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 EXIT_WELL, EXIT_FAILS = 0, 1
 
 
+@as_command()
 def main(argv: list[str]) -> int:
-    return answer(lambda: _doctor(argv))
-
-
-def _doctor(argv: list[str]) -> int:
     parser = Parser(
         prog=call("doctor"),
-        usage="%(prog)s [N] [key=value ...] [--json]",
+        usage="%(prog)s [N] [key=value ...] [--python PYTHON] [--json]",
         description="Everything that can be known before a run is started: each line ok, warn or fail, with the fix.",
         allow_abbrev=False,
     )
-    about = "N: ranks on this machine (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
-    parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
+    add_words(parser)
     parser.add_argument("--json", action="store_true", help="the list as JSON, at the end")
+    about = "an interpreter with vLLM, whose list of architectures is read (default: this one)"
+    parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
     options = parser.parse_intermixed_args(argv)
     asked = parse_arguments(options.words)
     said, waiting = [], []
-    for name, found in examine(launch_of(load_config(asked.overrides), asked.num_ranks)):
+    launch = replace(launch_of(load_config(asked.overrides), asked.num_ranks), vllm_python=options.python)
+    for name, found in examine(launch):
         if found is None:
             waiting.append(name)
             continue

@@ -13,24 +13,24 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint_tools.listing import require_dir, require_run
-from trainer.cli.arguments import Parser, answer
+from trainer.cli.arguments import Parser, as_command, at_least
 from trainer.config import ConfigError
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
-from trainer.runtime.evaluations import PREFIX, read_summaries
-from trainer.runtime.live_run import is_live
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
+from trainer.runtime.evaluations import PREFIX, read_evaluations, read_summaries
+from trainer.runtime.heartbeat import is_live
 
 if TYPE_CHECKING:
-    from trainer.evaluation.evaluate import Evaluation
-    from trainer.evaluation.publish import Publisher
+    from trainer.evaluation.evaluate import Evaluation, Publisher
 
 POLL_S = 5.0
 ENGINES = ("transformers", "vllm")
+TEMPLATE_WORD = "--apply_chat_template"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -39,12 +39,9 @@ def set_up(argv: list[str]) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
 
+@as_command({DataError: EXIT_BAD_DATA}, interrupted="interrupted: run it again to go on")
 def main(argv: list[str]) -> int:
-    return answer(lambda: _evaluate(argv), {DataError: EXIT_BAD_DATA}, interrupted="interrupted: run it again to go on")
-
-
-def _evaluate(argv: list[str]) -> int:
-    from trainer.evaluation.publish import Publisher
+    from trainer.evaluation.evaluate import Publisher
 
     arguments = _parsed(argv)
     path: Path = arguments.run_dir
@@ -78,7 +75,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     what.add_argument(
         "--score", metavar="SCORER", help="exact, regex, numeric, exec or python:module.function(row, completion)"
     )
-    what.add_argument("--tasks", metavar="TASKS", help="benchmarks of lm-evaluation-harness, as gsm8k,ifeval")
+    about = "benchmarks of lm-evaluation-harness, as gsm8k,ifeval or mine.yaml; behind -- more of its options"
+    what.add_argument("--tasks", metavar="TASKS", help=about)
     what.add_argument("--attach", nargs=3, metavar=("STEP", "NAME", "VALUE"), help="a result measured elsewhere")
     about = "rows of `messages` or `prompt`, and answers (default: the rows that the run holds out for validation)"
     parser.add_argument("--prompts", metavar="FILE", type=Path, help=about)
@@ -90,21 +88,30 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--python", metavar="PYTHON", default=sys.executable, help="an interpreter with vLLM or lm_eval"
     )
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=512)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="exec: of one program")
-    parser.add_argument("--memory-mib", metavar="N", type=int, default=512, help="exec: of each of its processes")
-    arguments = parser.parse_args(argv)
+    about = "longest answer (default: %(default)s)"
+    parser.add_argument("--max-new-tokens", metavar="N", type=at_least(1), default=512, help=about)
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0: greedy (default)")
+    parser.add_argument("--seed", metavar="N", type=at_least(0), default=0, help="of sampling (default: %(default)s)")
+    about = "exec: seconds for one program (default: %(default)s)"
+    parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help=about)
+    about = "exec: memory of each of its processes (default: %(default)s)"
+    parser.add_argument("--memory-mib", metavar="N", type=at_least(1), default=512, help=about)
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(argv[:end])
+    arguments.words = argv[end + 1 :]
+    if arguments.words and not arguments.tasks:
+        raise ConfigError("words behind -- are options of lm_eval: they need --tasks")
     arguments.name = arguments.name or (arguments.prompts.stem if arguments.prompts else "held_out")
     if arguments.attach:
         arguments.name = arguments.attach[1].removeprefix(PREFIX)
     if not NAME.fullmatch(arguments.name):
         raise ConfigError(f"--name '{arguments.name}' is no name: letters, digits, '_', '.' and '-'")
+    if not 0 <= arguments.temperature < math.inf or not 0 < arguments.time_limit < math.inf:
+        raise ConfigError("--temperature must be at least 0, --time-limit more than 0")
     if arguments.engine not in ENGINES and "://" not in arguments.engine:
         raise ConfigError(f"--engine is {', '.join(ENGINES)} or an address as http://HOST:8000/v1")
-    if "://" in arguments.engine and arguments.watch:
-        raise ConfigError("a server serves one checkpoint: name it with --step, or watch with another --engine")
+    if "://" in arguments.engine and (arguments.watch or arguments.tasks):
+        raise ConfigError("a server serves one checkpoint: --step names it; --watch and --tasks need another")
     return arguments
 
 
@@ -128,9 +135,8 @@ def _score(run_dir: Path, arguments: argparse.Namespace, publisher: "Publisher")
 
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
     from trainer.evaluation.evaluate import Evaluation
-    from trainer.evaluation.questions import held_out_questions, read_questions
     from trainer.evaluation.sandbox import SandboxLimits
-    from trainer.evaluation.scorers import answer_column, make_scorer
+    from trainer.evaluation.scorers import PYTHON, answer_column, held_out_questions, make_scorer, read_questions
     from trainer.serving.generation import Sampling, make_engine
 
     limits = SandboxLimits(arguments.time_limit, arguments.memory_mib)
@@ -138,6 +144,8 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
     column = arguments.answer or answer_column(arguments.score)
     file = arguments.prompts
     questions = read_questions(file, answer_key=column) if file else held_out_questions(run_dir, answer_key=column)
+    if not arguments.score.startswith(PYTHON):  # whose own functions see answers alone
+        scorer(questions[0], "")  # a column that is missing shows before anything is written
     return Evaluation(
         name=arguments.name,
         questions=questions,
@@ -155,7 +163,9 @@ def _checkpoints(run_dir: Path, arguments: argparse.Namespace) -> Iterator[Check
     if arguments.step is not None:
         info = layout.inspect(run_dir / layout.step_dir_name(arguments.step))
         if info.status != "committed":
-            raise ConfigError(f"'{info.path}' is no checkpoint that can be scored: {info.reason or 'written by verl'}")
+            there = ", ".join(str(known.step) for known in layout.committed(run_dir)) or "none"
+            why = info.reason or "written by verl"
+            raise ConfigError(f"'{info.path}' is no checkpoint that can be scored: {why}; there are: {there}")
         yield info
         return
     seen: set[str] = set()
@@ -187,23 +197,33 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
 
 
 def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
-    """Names of what was found, each written down."""
-    from trainer.checkpoint import lease
-    from trainer.evaluation.evaluate import Z, append_result
-    from trainer.evaluation.harness import run_tasks
+    """Names of what was found, each written down; a checkpoint is asked the same only once."""
+    from trainer.checkpoint import retention
+    from trainer.evaluation.evaluate import Z, append_result, require_export, run_tasks
 
+    asked = {"tasks": arguments.tasks, "engine": arguments.engine, "seed": arguments.seed, "words": arguments.words}
     for info in _checkpoints(run_dir, arguments):
-        with lease.reading(info.path) as is_there:
+        assert info.manifest is not None
+        about: dict[str, Any] = {"scorer": "lm_eval", "asked": asked, "nonce": info.manifest.nonce}
+        if any(row.get("is_whole") and about.items() <= row.items() for row in read_evaluations(run_dir)):
+            print(f"step {info.step}: {arguments.tasks} was measured before; another --seed measures again")
+            continue
+        with retention.reading(info.path) as is_there:
             if not is_there:
                 print(f"step {info.step}: was deleted before it could be scored")
                 continue
-            export, engine = info.path / layout.HUGGINGFACE, arguments.engine
-            found = run_tasks(export, arguments.tasks, engine=engine, python=arguments.python, seed=arguments.seed)
-            for name, value, error in found:
-                bounds = {"low": value - Z * error, "high": value + Z * error} if error else {}
-                append_result(run_dir, name=name, step=info.step, value=value, scorer="lm_eval", **bounds)
-                print(f"step {info.step}: {PREFIX}{name} {value:.4f}")
-                yield name
+            require_export(info)
+            export = info.path / layout.HUGGINGFACE
+            if TEMPLATE_WORD not in arguments.words and (export / "chat_template.jinja").exists():
+                print(f"step {info.step}: asked without the chat template; with it: --tasks … -- {TEMPLATE_WORD}")
+            found = run_tasks(export, python=arguments.python, **asked)
+        for number, result in enumerate(found, start=1):
+            row = about | {"n": result.n, "is_whole": number == len(found)}
+            if spread := Z * result.error:
+                row |= {"low": result.value - spread, "high": result.value + spread}
+            append_result(run_dir, name=result.name, step=info.step, value=result.value, **row)
+            print(f"step {info.step}: {PREFIX}{result.name} {result.value:.4f}")
+            yield result.name
 
 
 if __name__ == "__main__":

@@ -7,21 +7,18 @@ Exit codes: 0 imported, 2 wrong usage or a file that cannot be read, 73 cannot w
 import sys
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, answer, write_file
+from trainer.cli.arguments import Parser, as_command, write_file
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.import_config.answers import BECAME, Answer, ForeignSetting
+from trainer.import_config.rules import BECAME, Answer, ForeignSetting
 from trainer.import_config.translation import NEEDED, PEERS, Translation, check, import_file, recipe
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 SHOWN = 60  # characters of a value
 
 
+@as_command()
 def main(argv: list[str]) -> int:
-    return answer(lambda: _import(argv))
-
-
-def _import(argv: list[str]) -> int:
     about = "Make a recipe of another trainer's configuration, and say line by line what became of it."
     parser = Parser(prog=call("import"), description=about, allow_abbrev=False)
     about = "a YAML file, or a script that launches verl, trl or llamafactory-cli with its settings as words"

@@ -4,24 +4,23 @@ Without a key all of them by group; `--write` makes docs/metrics.md. Exit codes:
 unknown key, 73 cannot write.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.cli.arguments import Parser
+from trainer.cli.arguments import Parser, as_command, write_file
 from trainer.config import ConfigError, did_you_mean
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_DONE, EXIT_USAGE
+from trainer.errors import EXIT_DONE
 from trainer.metrics import METRICS
 from trainer.metrics.table import ALIASES
 from trainer.metrics.words import BETTER, EVERY, GROUPS, OVER_RANKS, PLACEHOLDERS, REDUCERS, Metric, split_reducer
-from trainer.report.foreign_metrics import FOREIGN, Foreign, lookup
-from trainer.runtime.program import call
+from trainer.report.vocabulary import FOREIGN, Foreign, lookup
+from trainer.runtime.environment import call
 
 INTRODUCTION = """\
 # Metrics
 
-What this trainer logs, made from `trainer/metrics/table.py` by `bash run_sft.sh metrics --write docs/metrics.md`;
+What this trainer logs, made from `trainer/metrics/table.tsv` by `bash run_sft.sh metrics --write docs/metrics.md`;
 `bash run_sft.sh metrics KEY` tells the same of one key. Any other key can be logged as well. A suffix such as
 `@sum` on a logged key says how ranks were reduced and is taken off.
 """
@@ -39,28 +38,18 @@ them through `Tracking` and for the report on their logs. `eval/` is read as `va
 """
 
 
+@as_command()
 def main(argv: list[str]) -> int:
-    try:
-        arguments = _parser().parse_args(argv)
-        found = ["\n".join(details(key)) for key in arguments.keys]
-        if arguments.write is not None:
-            arguments.write.write_text(page(), encoding="utf-8")
-        else:
-            print("\n\n".join(found) if found else "\n".join(listing()))
-    except ConfigError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except OSError as error:
-        print(f"ERROR: cannot write {arguments.write}: {error}", file=sys.stderr)
-        return EXIT_CANNOT_WRITE
-    return EXIT_DONE
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=call("metrics"), description="What the metrics mean.", allow_abbrev=False)
     parser.add_argument("keys", nargs="*", metavar="KEY", help="a key as it is logged (default: all)")
     parser.add_argument("--write", type=Path, metavar="F", help="write the page of all metrics (Markdown) to this file")
-    return parser
+    arguments = parser.parse_args(argv)
+    found = ["\n".join(details(key)) for key in arguments.keys]
+    if arguments.write is not None:
+        write_file(arguments.write, page())
+    else:
+        print("\n\n".join(found) if found else "\n".join(listing()))
+    return EXIT_DONE
 
 
 def listing() -> Iterator[str]:

@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.space import SPARE, readable
-from trainer.cli.arguments import Parser, answer
+from trainer.checkpoint.retention import KEEP_LESS, SPARE, readable
+from trainer.cli.arguments import Parser, add_words, as_command
 from trainer.config import MAX_TOKENS, QUICKSTART, Config, ConfigError
 from trainer.launch.ranks import choose_num_ranks, count_gpus, parse_arguments
 from trainer.model.source import find_architecture
@@ -25,7 +25,7 @@ from trainer.planner.forecast import (
 )
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, find_card, local_card, predict
 from trainer.run.compose import load_config, with_words
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 if TYPE_CHECKING:
     from trainer.planner.disk import DiskPlan
@@ -35,11 +35,8 @@ EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 NAME_WIDTH = 44
 
 
+@as_command()
 def main(argv: list[str]) -> int:
-    return answer(lambda: _plan(argv))
-
-
-def _plan(argv: list[str]) -> int:
     options = _parse(argv)
     asked = parse_arguments(options.words)
     config = load_config(asked.overrides)
@@ -84,10 +81,9 @@ def _parse(argv: list[str]) -> Namespace:
         description="Predict memory, disk and time of a run, and name the smallest change that fits.",
         allow_abbrev=False,
     )
-    about = "N: ranks on all machines together (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
-    parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
+    add_words(parser, ranks="ranks on all machines together")
     about = f"memory of one GPU in GiB (default: that of the local GPU, else {DEFAULT_GPU_GIB:.0f}); with "
-    about += "trainer.device=cpu a rank's share of this machine's"
+    about += "trainer.device=cpu a rank's share of this machine's, if all were on it"
     parser.add_argument("--memory-gib", type=float, metavar="X", help=about)
     about = (
         f"predict for this card ({', '.join(CARDS)}; default: the local GPU, else {DEFAULT_CARD}); any number of it "
@@ -121,11 +117,12 @@ def table(forecast: Forecast, config: Config) -> Iterator[str]:
         f"{plan.reduced_bytes / GIB:.2f} GiB of gradients"
         + (f", and {plan.heads_bytes / GIB:.2f} GiB of attention heads" if plan.heads_bytes else "")
     )
-    if plan.awaited_bytes and load.num_micro_batches > 1:
+    copied_bytes, awaited_bytes = plan.copied_bytes
+    if copied_bytes:
+        waits = f", and waits for {awaited_bytes / GIB:.2f} GiB of them: fewer and longer micro-batches cost less "
         yield (
-            f"cpu_offload: behind each micro-batch of a step but the first a GPU waits until "
-            f"{plan.awaited_bytes / GIB:.2f} GiB of gradients are in host memory: fewer and longer ones "
-            f"cost less ({MAX_TOKENS})"
+            f"a rank copies {copied_bytes / GIB:.2f} GiB to and from host memory a step"
+            + (f"{waits}({MAX_TOKENS})" if awaited_bytes else "")
         )
     columns = ("GPU", "host") if is_cuda else ("CPU",)
     yield f"{'GiB per rank':{NAME_WIDTH}}" + "".join(f"{column:>8}" for column in columns)
@@ -148,12 +145,14 @@ def disk_lines(disk: "DiskPlan", config: Config) -> Iterator[str]:
     number, place = disk.num_checkpoints, config.trainer.default_local_dir
     kept = "all are kept" if number is None else f"{number} at most, with the one being written"
     tokens = "" if disk.token_bytes is None else f"; prepared tokens {readable(disk.token_bytes)} (estimate)"
-    whole, exported = readable(disk.checkpoint_bytes), readable(disk.export_bytes)
-    yield f"disk: a checkpoint takes {whole}, {exported} of it huggingface/; {kept}{tokens}"
+    full = "" if disk.keep_full is None else f", the newest {disk.keep_full} of them with the optimizer's state"
+    whole, exported, optimizer = map(readable, (disk.checkpoint_bytes, disk.export_bytes, disk.optimizer_bytes))
+    parts = f"{exported} of it huggingface/, {optimizer} the optimizer's state"
+    yield f"disk: a checkpoint takes {whole}, {parts}; {kept}{full}{tokens}"
     if disk.free_bytes < disk.needed_bytes * SPARE:
         yield (
             f"WARNING: {readable(disk.needed_bytes)} are needed and {readable(disk.free_bytes)} free here for {place}: "
-            f"free some space, or lower trainer.max_ckpt_to_keep={config.trainer.max_ckpt_to_keep}"
+            f"free some space, or {KEEP_LESS}"
         )
 
 

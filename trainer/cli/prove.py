@@ -7,18 +7,15 @@ import sys
 from pathlib import Path
 
 from trainer.checkpoint_tools.listing import checkpoint_to_export
-from trainer.cli.arguments import Parser, answer
+from trainer.cli.arguments import Parser, as_command
 from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DONE, DataError
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 ENGINES = ("transformers", "vllm")
 
 
+@as_command({DataError: EXIT_BAD_DATA})
 def main(argv: list[str]) -> int:
-    return answer(lambda: _prove(argv), {DataError: EXIT_BAD_DATA})
-
-
-def _prove(argv: list[str]) -> int:
     about = "Prove that an export serves the loss that its step was validated with: the tokens of the validation go to "
     parser = Parser(prog=call("prove"), description=f"{about}the engine, val/loss must come out.")
     help_text = "a global_step_<step>, or a run directory: its newest checkpoint"

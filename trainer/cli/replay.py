@@ -8,21 +8,19 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, answer, at_least
+from trainer.cli.arguments import Parser, as_command, at_least
 from trainer.resume_proof.proof import in_work_directory, interruptible
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 
+@as_command(interrupted="interrupted: no verdict")
 def main(argv: list[str]) -> int:
-    return answer(lambda: _replay(argv), interrupted="interrupted: no verdict")
-
-
-def _replay(argv: list[str]) -> int:
     about = "Train steps of a run again, as they were and without some of their rows, and say what differs."
     parser = Parser(prog=call("replay"), description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<project_name>/<experiment_name>")
-    parser.add_argument("--from", dest="step", metavar="STEP", type=at_least(1), required=True, help="of a checkpoint")
-    parser.add_argument("--steps", metavar="N", type=at_least(1), required=True, help="how many after it")
+    begins = "the steps after it; begins at the newest whole checkpoint until then, without one at the start of the run"
+    parser.add_argument("--from", dest="step", metavar="STEP", type=at_least(0), required=True, help=begins)
+    parser.add_argument("--steps", metavar="N", type=at_least(1), required=True, help="how many")
     rows = "as evidence/ and 'data ledger --json' name them; a comma between two"
     parser.add_argument("--without", metavar="FILE:LINE", required=True, help=rows)
     parser.add_argument("--keep", action="store_true", help="leave the two runs where they are, to look into")

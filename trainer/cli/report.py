@@ -12,30 +12,28 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainer.cli.arguments import Parser, write_file
-from trainer.cli.report_options import add_options, answer, load, load_log
+from trainer.cli.arguments import Parser, as_command, write_file
+from trainer.cli.report_options import CODES, add_options, load, load_log
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.report.around import around
-from trainer.report.as_json import as_json
 from trainer.report.page import as_page
+from trainer.report.result import as_json
 from trainer.report.run_log import RunLog
+from trainer.report.sections import around
 from trainer.report.terminal import print_report, print_section
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 OURS = "fsdp-sft"
 
 
+@as_command(CODES)
 def main(argv: list[str]) -> int:
-    return answer(lambda: _run(_parser().parse_args(argv)))
-
-
-def _run(arguments: argparse.Namespace) -> int:
+    arguments = _parser().parse_args(argv)
     if arguments.around is not None:
         if arguments.html or arguments.json:
             raise ConfigError("--around prints rows only: leave out --html and --json")
         for path in arguments.paths:
-            print_section(Console(), around(load_log(path), step=arguments.around, window=arguments.window))
+            print_section(Console(), around(load_log(path), at=arguments.around, window=arguments.window))
         return EXIT_DONE
     if arguments.every and not arguments.html:
         raise ConfigError("--every says how often the page is written anew: add --html FILE")

@@ -4,16 +4,14 @@ Exit code 4: a log cannot be read. The readers are imported when they are needed
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-from trainer.cli import arguments
 from trainer.config import ConfigError
-from trainer.errors import EXIT_USAGE
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, UnreadableLogError
 
 EXIT_UNREADABLE = 4
+CODES: dict[type[Exception], int] = {UnreadableLogError: EXIT_UNREADABLE, OSError: EXIT_UNREADABLE}
 PROFILES = ("auto", "sft", "grpo", "controller", "generic")
 
 
@@ -47,12 +45,6 @@ def load_log(path: Path) -> RunLog:
     from trainer.report.readers import read_run
 
     return read_run(path)
-
-
-def answer(command: Callable[[], int], *, usage_code: int = EXIT_USAGE) -> int:
-    """The exit code of `command`; what it raises goes to stderr as one message."""
-    codes: arguments.Codes = {ConfigError: usage_code, UnreadableLogError: EXIT_UNREADABLE, OSError: EXIT_UNREADABLE}
-    return arguments.answer(command, codes)
 
 
 def _external(text: str) -> tuple[int, float]:

@@ -9,19 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, answer, at_least
+from trainer.cli.arguments import Parser, add_words, as_command, at_least
 from trainer.config import Config, ConfigError
 from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus, node_layout, parse_arguments
 from trainer.resume_proof.proof import MIN_STEPS, Trial, interruptible, verify
 from trainer.run.compose import load_config
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 
+@as_command(interrupted="interrupted: no verdict")
 def main(argv: list[str]) -> int:
-    return answer(lambda: _verify(argv), interrupted="interrupted: no verdict")
-
-
-def _verify(argv: list[str]) -> int:
     trial = parse_trial(argv)
     with interruptible():
         return verify(trial)
@@ -34,7 +31,7 @@ def _parser() -> Parser:
     parser.add_argument("--steps", metavar="K", type=at_least(MIN_STEPS), default=12, help="of each run; default 12")
     parser.add_argument("--kills", metavar="M", type=at_least(1), default=3, help="of the third run; default 3")
     parser.add_argument("--seed", metavar="S", type=at_least(0), default=1, help="of the moments of the kills")
-    parser.add_argument("words", metavar="N | key=value", nargs="*", help="ranks and overrides, as for run_sft.sh")
+    add_words(parser)
     return parser
 
 

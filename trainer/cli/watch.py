@@ -13,22 +13,18 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from trainer.checkpoint_tools.listing import require_dir
-from trainer.cli.arguments import Parser
-from trainer.cli.report_options import answer
+from trainer.cli.arguments import Parser, as_command
+from trainer.cli.report_options import CODES
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.runtime.program import call
-from trainer.watch.run_status import NUM_ROWS, RunStatus
-from trainer.watch.screen import lines
+from trainer.runtime.environment import call
+from trainer.watch.screen import NUM_ROWS, RunStatus, lines
 
 REFRESH_S = 3.0
 
 
+@as_command(CODES)
 def main(argv: list[str]) -> int:
-    return answer(lambda: _watch(argv))
-
-
-def _watch(argv: list[str]) -> int:
     parser = Parser(prog=call("watch"), description="How a run stands, while it trains or after it.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--once", action="store_true", help="print once, also on a terminal")

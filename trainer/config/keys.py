@@ -61,61 +61,37 @@ def one_of(*allowed: str) -> Check:
     return wrong
 
 
+def where(is_right: Callable[[Any], object], problem: str) -> Check:
+    """`problem`: with `{}` for the value."""
+    return lambda value: "" if is_right(value) else problem.format(value)
+
+
 def at_least(least: float, *, special: int | str | None = None, means: str = "") -> Check:
     """The `special` value has a meaning of its own; `means` names it, and null where that is a value."""
     allowed = f"{means} or at least {least}" if means else f"at least {least}"
-
-    def wrong(value: Any) -> str:
-        is_right = value == special or (not isinstance(value, str) and value >= least)
-        return "" if is_right else f"must be {allowed}, got {value}"
-
-    return wrong
+    return where(
+        lambda value: value == special or (not isinstance(value, str) and value >= least),
+        f"must be {allowed}, got {{}}",
+    )
 
 
 def at_most(most: float, why: str) -> Check:
-    return lambda value: "" if value <= most else f"must be at most {most} ({why}), got {value}"
+    return where(lambda value: value <= most, f"must be at most {most} ({why}), got {{}}")
+
+
+def positive(hint: str = "") -> Check:
+    return where(lambda value: value > 0, f"must be positive{hint}, got {{}}")
+
+
+def matches(pattern: str, words: str) -> Check:
+    return where(lambda text: re.fullmatch(pattern, text), f"must be made of {words}; got '{{}}'")
 
 
 def within(interval: str) -> Check:
     """`[0, 1)` holds 0 but not 1."""
     low, high = (float(end) for end in interval[1:-1].split(","))
-
-    def wrong(value: float) -> str:
-        is_above = value >= low if interval[0] == "[" else value > low
-        is_below = value <= high if interval[-1] == "]" else value < high
-        return "" if is_above and is_below else f"must be in {interval}, got {value}"
-
-    return wrong
-
-
-def positive(hint: str = "") -> Check:
-    return lambda value: "" if value > 0 else f"must be positive{hint}, got {value}"
-
-
-def not_negative(value: float) -> str:
-    return "" if value >= 0 else f"must not be negative, got {value}"
-
-
-def metric_of_best(value: str) -> str:
-    is_known = value == "val/loss" or (value.startswith("eval/") and len(value) > len("eval/"))
-    return "" if is_known else "must be val/loss or eval/NAME"
-
-
-def not_empty(value: Any) -> str:
-    return "" if (value.strip() if isinstance(value, str) else value) else "is empty"
-
-
-def matches(pattern: str, words: str) -> Check:
-    return lambda text: "" if re.fullmatch(pattern, text) else f"must be made of {words}; got '{text}'"
-
-
-def inside_checkpoints(name: str) -> str:
-    """For a name that is a part of a path."""
-    return f"must not lead out of checkpoints/: {name}" if ".." in name.split("/") else ""
-
-
-def duration(text: str) -> str:
-    return "" if parse_duration_s(text) else f"must be a time such as 3h30m, 90m or 45s; got '{text}'"
+    open_ends = {end for end, mark in ((low, "("), (high, ")")) if mark in interval}
+    return where(lambda value: low <= value <= high and value not in open_ends, f"must be in {interval}, got {{}}")
 
 
 def parse_duration_s(text: str) -> float:
@@ -123,3 +99,11 @@ def parse_duration_s(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+not_negative = where(lambda value: value >= 0, "must not be negative, got {}")
+not_empty = where(lambda value: value.strip() if isinstance(value, str) else value, "is empty")
+metric_of_best = where(re.compile("val/loss|eval/.+").fullmatch, "must be val/loss or eval/NAME")
+duration = where(parse_duration_s, "must be a time such as 3h30m, 90m or 45s; got '{}'")
+inside_checkpoints = where(lambda name: ".." not in name.split("/"), "must not lead out of checkpoints/: {}")
+"""For a name that is a part of a path."""

@@ -1,19 +1,100 @@
-"""From a resolved mapping to a checked `Config`; a mistyped key is answered with the nearest known one."""
+"""From a resolved mapping to a checked `Config`; a mistyped key is answered with the nearest known one.
+
+Keys of other trainers are known from `foreign_keys.txt` (one row a key), with what they are here.
+"""
 
 import dataclasses
 import difflib
 import math
+import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
-from trainer.config.contradictions import contradictions
-from trainer.config.data import sources_of
-from trainer.config.foreign import find_foreign
+from trainer.config.data import AUTO, QUICKSTART, column_problem, sources_of
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
-from trainer.config.schema import Config
+from trainer.config.schema import LOADED, SELECTIVE, Config
+
+TABLE = Path(__file__).with_name("foreign_keys.txt")
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """A row of the table; `unchanged`: values that change nothing here, `*` for all."""
+
+    pattern: str
+    origin: str
+    unchanged: tuple[str, ...]
+    here: str
+
+    @property
+    def own_key(self) -> str | None:
+        """Our key of the same meaning."""
+        return self.here.removeprefix("= ") if self.here.startswith("= ") else None
+
+    def matches(self, dotted: str) -> bool:
+        name = dotted if "." in self.pattern else dotted.rsplit(".", 1)[-1]
+        return fnmatchcase(name, self.pattern) if "*" in self.pattern else name == self.pattern
+
+    def changes_nothing(self, value: str) -> bool:
+        plain = value.strip("'\"").lower()
+        return "*" in self.unchanged or ("null" if plain in ("", "none", "~") else plain) in self.unchanged
+
+    def advice(self, value: str | None) -> str:
+        """What to do instead; `value` is what was given."""
+        return self.here.replace("{value}", "VALUE" if value is None else value)
+
+
+@cache
+def foreign_keys() -> tuple[ForeignKey, ...]:
+    return tuple(_rows(TABLE.read_text(encoding="utf-8")))
+
+
+def find_foreign(dotted: str, origins: Sequence[str] = ()) -> ForeignKey | None:
+    """The row of a key; of several the one of the first of `origins`, then the first."""
+    rows = [row for row in foreign_keys() if row.matches(dotted)]
+    return min(rows, key=lambda row: (*origins, row.origin).index(row.origin), default=None)
+
+
+def own_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line without those of other trainers that change nothing here, and with our key where
+    another has the same meaning; each is said in a line on stderr. All other words stay as they are.
+    """
+    return [own for word in words for own in _own_word(word)]
+
+
+def _own_word(word: str) -> Iterator[str]:
+    key, equals, value = word.lstrip("+").partition("=")
+    row = find_foreign(key) if equals and not word.startswith("-") else None
+    if row is None or row.own_key == key:
+        yield word
+    elif row.own_key is not None:
+        _say(f"{key}={value} (of {row.origin}) is taken as {row.own_key}={value}")
+        yield f"{row.own_key}={value}"
+    elif row.changes_nothing(value):
+        why = f": {row.advice(value)}" if "*" in row.unchanged else ""
+        _say(f"{key}={value} (of {row.origin}) changes nothing here{why}")
+    else:
+        yield word
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def _rows(text: str) -> Iterator[ForeignKey]:
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            pattern, origin, unchanged, here = (cell.strip() for cell in line.split("|"))
+            values = tuple(value.strip() for value in unchanged.split(",") if value.strip())
+            yield ForeignKey(pattern, origin, values, here)
+
 
 MIN_ALIKE, SAME_GROUP = 0.7, 0.1
 """How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in another, by so much more."""
@@ -28,11 +109,16 @@ def parse_config(tree: dict[str, Any], parts: Mapping[str, Mapping[str, object]]
     config = dataclasses.replace(_build(Config, tree), resolved=tree)
     for dotted, named in (parts or {}).items():
         _check(attrgetter(dotted)(config), dotted, (one_of(*named),))
-    if found := list(contradictions(config)):
-        raise ConfigError("\n".join(found))
+    require_consistent(config)
     for name in ("train_files", "val_files"):
         sources_of(config.data, name)
     return config
+
+
+def require_consistent(config: Config) -> None:
+    """Raises `ConfigError` for values that do not go together."""
+    if found := list(contradictions(config)):
+        raise ConfigError("\n".join(found))
 
 
 def known_keys() -> list[str]:
@@ -90,7 +176,7 @@ def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
             values[name] = value = _coerce(tree[name], key.type, dotted)
             _check(value, dotted, key.metadata["checks"])
         elif key.default is key.default_factory:  # both are missing
-            raise ConfigError(f"missing configuration key '{dotted}': it has no default")
+            raise ConfigError(f"missing configuration key '{dotted}': it has no default, give it a value")
     return cls(**values)
 
 
@@ -137,3 +223,50 @@ def _fit(value: Any, hint: Any, dotted: str) -> Any:
     if hint is str and is_text_or_number:
         return str(value)
     raise ValueError
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """What is wrong between keys that are each right, with a fix."""
+    data, model, trainer, checkpoint = config.data, config.model, config.trainer, config.trainer.checkpoint
+    is_known = data.max_token_len_per_gpu != AUTO
+    if is_known and config.max_micro_batch_tokens is not None and config.max_micro_batch_tokens < data.max_length:
+        size = model.ulysses_sequence_parallel_size
+        together = f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
+        yield (
+            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}){together} is below 'data.max_length' "
+            f"({data.max_length}): a single sample would not fit; raise the first or lower the second"
+        )
+    if problem := column_problem(data, "data."):
+        yield problem
+    if model.compile and model.enable_gradient_checkpointing == SELECTIVE and trainer.device == "cpu":
+        yield (
+            "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' go together on a GPU alone: "
+            "attention on a CPU is no part of a compiled layer; use false or true"
+        )
+    if model.has_adapters and model.freeze:
+        yield "'model.freeze' goes with full fine-tuning: LoRA freezes the whole model; remove one of the two"
+    if model.has_adapters and model.new_tokens:
+        yield "'model.new_tokens' goes with full fine-tuning: LoRA would leave the rows of new tokens untrained"
+    if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
+        yield (
+            "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, which its checkpoints do "
+            "not hold: name a model in 'model.partial_pretrain', without 'model.random_weights'"
+        )
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"
+    if trainer.hang_timeout_s >= trainer.dist_timeout_s:
+        yield (
+            f"'trainer.hang_timeout_s' ({trainer.hang_timeout_s}) must be below 'trainer.dist_timeout_s' "
+            f"({trainer.dist_timeout_s}): the hang must be found before a collective gives up"
+        )
+    if "model" not in checkpoint.load_contents:
+        yield "'trainer.checkpoint.load_contents' must contain 'model'"
+    elif "extra" not in checkpoint.load_contents and trainer.resume_mode != "resume_path":
+        yield (
+            "'trainer.checkpoint.load_contents' without extra starts at step 1 again: only with resume_mode=resume_path"
+        )
+    if not set(LOADED) <= set(checkpoint.save_contents):
+        yield (
+            "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without them a run cannot "
+            "resume"
+        )

@@ -217,10 +217,28 @@ class CheckpointConfig:
         "both (merged, and the adapter in lora_adapter/)",
         one_of("adapter", "merged", "both"),
     )
+    keep_full: int | None = key(
+        None,
+        "of the checkpoints kept the newest N stay whole, older ones lose their optimizer state: to be evaluated, "
+        "served and started from, not resumed; null = all whole",
+        _COUNT_OR_NULL,
+    )
     async_save: bool = key(
         True, "write behind training from a copy in host memory; false = training waits for the disk"
     )
     save_timeout_s: int = key(1800, "a save that takes longer is given up; training goes on and tries again", *_TIMEOUT)
+    mirror: str | None = key(
+        None,
+        "where checkpoints go too, behind training: s3://…, gs://…, hf://org/repo/path, file:///…; an empty run "
+        "directory takes the newest one back. One URL per run: …/${trainer.project_name}/${trainer.experiment_name}",
+        not_empty,
+    )
+    mirror_keep: int | None = key(2, "newest checkpoints kept there, and the best one; null = all", _COUNT_OR_NULL)
+    mirror_contents: str = key(
+        "all",
+        "all | hf_model (huggingface/ alone, nothing to resume from; hf://org/repo then is a model to load)",
+        one_of("all", "hf_model"),
+    )
 
 
 @dataclass(frozen=True)
@@ -236,8 +254,11 @@ class TrainerConfig:
         "the run directory: logs and checkpoints",
         not_empty,
     )
+    run_group: str | None = key(
+        None, "trackers show runs of one group together, its evaluations too; null = the experiment_name"
+    )
     logger: list[str] = key(
-        ["console"], "any of console, wandb, tensorboard, mlflow; metrics.jsonl and CSV are always written"
+        ["console"], "any of console, wandb, tensorboard, mlflow, trackio; metrics.jsonl and CSV are always written"
     )
     total_epochs: int = key(2, "passes over the training samples", at_least(1))
     total_training_steps: int | None = key(None, "overrides total_epochs", _COUNT_OR_NULL)

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.batch_plan import Schedule, split_batch
 from trainer.data.loader import RankPlan
 from trainer.data.preview import preview
-from trainer.data.samples import Samples, SourceSamples
+from trainer.data.samples import Samples
 from trainer.data.turns import AUTO
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,12 @@ def announce(
     )
     if len(train.sources) > 1 or schedule.num_samples != sum(share.num_rows for share in train.shares):
         for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
-            logger.info(_source_line(source, times))
+            share, num_tokens = source.share, source.total("num_tokens")
+            part = source.total("num_loss_tokens") / num_tokens if num_tokens else 0.0
+            logger.info(
+                f"source {source.name}: {share.num_rows} rows, {num_tokens} tokens, {part:.1%} supervised; "
+                f"repeat {share.repeat:g}: {share.num_samples} rows an epoch, each {times:.3g} times in the run"
+            )
     sources = [*train.sources, *(validation.sources if validation is not None else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
         shapes = (f"{count} of {shape}" for shape, count in dataset.summary.rows_by_shape.items())
@@ -54,13 +59,6 @@ def announce(
     sample = int(first[0])
     text = preview(*train.sample(sample), tokenizer)
     logger.info(f"next sample ({train.location(sample)}), supervised part marked:\n{text}")
-
-
-def _source_line(source: SourceSamples, times: float) -> str:
-    share, tokens = source.share, source.total("num_tokens")
-    supervised = source.total("num_loss_tokens") / tokens if tokens else 0.0
-    repeated = f"repeat {share.repeat:g}: {share.num_samples} rows an epoch, each {times:.3g} times in the run"
-    return f"source {source.name}: {share.num_rows} rows, {tokens} tokens, {supervised:.1%} supervised; {repeated}"
 
 
 def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dict[str, float]:

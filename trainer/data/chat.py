@@ -6,9 +6,7 @@ the tokens that start inside.
 
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +26,10 @@ from trainer.errors import DataError
 
 BATCH_CHARS = 300_000  # one tokenizer call: enough for all cores; a token takes more than 100 bytes meanwhile
 BATCH_ROWS = 2000  # however short, and bad ones too
-NUM_BATCHES_AHEAD = 2  # the tokenizer finds the next one waiting while its results are taken over
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
 
 _Batch = list[list[MarkedText] | Encoded | UnusableError]
-_Waiting = dict[frozenset[str], Callable[[], list[Located]]]
 
 
 class ChatEncoder:
@@ -70,25 +66,17 @@ class ChatEncoder:
         self._special_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def encode(self, items: Iterable[Item]) -> Iterator[list[Encoded] | UnusableError]:
-        """In order: the samples of each item, or the reason why it has none.
+        """In order: the samples of each item, or why it has none. A bounded number of items is read ahead."""
+        for batch in self._rendered_batches(items):
+            yield from self._masked_batch(batch, self._located(batch))
 
-        It reads a bounded number of items ahead: the tokenizer leaves Python free to render the next ones.
-        """
-        running: deque[tuple[_Batch, _Waiting]] = deque()
-        with ThreadPoolExecutor(max_workers=NUM_BATCHES_AHEAD) as pool:
-            for batch in self._rendered_batches(items):
-                running.append((batch, self._start(batch, pool)))
-                if len(running) > NUM_BATCHES_AHEAD:
-                    yield from self._masked_batch(*running.popleft())
-            while running:
-                yield from self._masked_batch(*running.popleft())
-
-    def _start(self, batch: _Batch, pool: Executor) -> _Waiting:
+    def _located(self, batch: _Batch) -> dict[frozenset[str], Iterator[Located]]:
+        """Of the batch's renderings, by the tokens that stand in them as aliases."""
         texts: dict[frozenset[str], list[MarkedText]] = {}
         for samples in batch:
             for item in samples if isinstance(samples, list) else ():
                 texts.setdefault(item.aliased, []).append(item)
-        return {aliased: self._finder(aliased).start(items, pool) for aliased, items in texts.items()}
+        return {aliased: iter(self._finder(aliased).find(items)) for aliased, items in texts.items()}
 
     def _finder(self, aliased: frozenset[str]) -> TokenFinder:
         if aliased not in self._finders:
@@ -98,7 +86,7 @@ class ChatEncoder:
     def _rendered_batches(self, items: Iterable[Item]) -> Iterator[_Batch]:
         """Renderings in batches of about `BATCH_CHARS`, with the reason in place of what cannot be rendered."""
         batch: _Batch = []
-        num_chars, limit = 0, BATCH_CHARS // 8  # the first batches are smaller: the tokenizer starts sooner
+        num_chars = 0
         for item in items:
             try:
                 if isinstance(item, UnusableError | Encoded):
@@ -108,9 +96,9 @@ class ChatEncoder:
                     num_chars += sum(len(sample.text) for sample in samples)
             except UnusableError as error:
                 batch.append(error)
-            if num_chars >= limit or len(batch) == BATCH_ROWS:
+            if num_chars >= BATCH_CHARS or len(batch) == BATCH_ROWS:
                 yield batch
-                batch, num_chars, limit = [], 0, min(2 * limit, BATCH_CHARS)
+                batch, num_chars = [], 0
         if batch:
             yield batch
 
@@ -153,8 +141,9 @@ class ChatEncoder:
             if not READ_KEYS.issuperset(message):
                 self.seen.unread_keys.update(message.keys() - READ_KEYS - template.words)
 
-    def _masked_batch(self, batch: _Batch, waiting: _Waiting) -> Iterator[list[Encoded] | UnusableError]:
-        located = {aliased: iter(tokens()) for aliased, tokens in waiting.items()}
+    def _masked_batch(
+        self, batch: _Batch, located: dict[frozenset[str], Iterator[Located]]
+    ) -> Iterator[list[Encoded] | UnusableError]:
         for samples in batch:
             if isinstance(samples, UnusableError):
                 yield samples

@@ -29,7 +29,7 @@ class StructuralTokens:
 
     def check_none(self, messages: list[Message], tools: Tools) -> None:
         """Raises `UnusableError` naming message and token."""
-        if _search(self._any_token, messages) or _search(self._any_token, tools):
+        if any(map(self._is_in, messages)) or _search(self._any_token, tools):
             places = ((f"message {i} ({message['role']})", message) for i, message in enumerate(messages, start=1))
             where, token = next(
                 (where, token)
@@ -40,6 +40,10 @@ class StructuralTokens:
                 f"special token in content: {where} contains {token!r}, which the chat template writes around turns; "
                 f"remove it, or set data.special_in_content=text to train it as ordinary characters"
             )
+
+    def _is_in(self, message: Message) -> bool:
+        """Of a message of role and content alone only the content can hold one."""
+        return _search(self._any_token, message["content"] if len(message) == 2 else message) is not None
 
     def first_in(self, value: Any) -> str | None:
         """The first of the tokens in any text of a nested value."""

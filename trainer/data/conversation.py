@@ -200,12 +200,13 @@ def _checked_message(message: Any, index: int) -> Message:
     if role not in ROLES:
         raise UnusableError(f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}")
     calls = message.get("tool_calls") or []
-    if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UnusableError(f"broken tool_calls: 'tool_calls' of {where} must be a list of objects")
     content = message.get("content")
     if content is None and role == "assistant" and calls:
         content = ""
-    content = _content_text(content, f"content of {where} ({role})")
+    if not isinstance(content, str):
+        content = _content_text(content, f"content of {where} ({role})")
     if role == "assistant" and not content.strip() and not calls:
         raise UnusableError(f"empty assistant turn: {where} has neither text nor tool_calls")
     if role == "user" and not content.strip():

@@ -3,18 +3,23 @@
 It imports neither torch nor pyarrow, so that a wrong path fails before anything slow starts.
 """
 
+import fnmatch
 import glob
+import logging
 import re
+import shlex
 import stat
 from pathlib import Path
 
-from trainer.data.hub import dataset_files
 from trainer.data.rows import SUFFIXES
 from trainer.errors import DataError
 
 FIXES = {
     ".csv": 'convert it: python -c "from pyarrow import csv, parquet; '
     "parquet.write_table(csv.read_csv('{path}'), '{path}.parquet')\"",
+    ".txt": "make a row of each line, to be read with data.text_key=text: python -c "
+    "\"import json; open('{path}.jsonl', 'w').writelines("
+    "json.dumps({{'text': line.strip()}}) + '\\n' for line in open('{path}') if line.strip())\"",
     ".gz": "unpack it: gunzip '{path}'",
     ".zst": "unpack it: unzstd '{path}'",
     ".arrow": "load it with datasets and save it with to_parquet",
@@ -73,3 +78,97 @@ def _check_file(path: Path) -> None:
         fix = FIXES.get(path.suffix, "").format(path=path)
         supported = f"supported are {', '.join(SUFFIXES)}"
         raise DataError(f"'{path}' has an unsupported format '{path.suffix}': {supported}{fix and '; ' + fix}")
+
+
+logger = logging.getLogger(__name__)
+TIMEOUT_S = 10.0
+ADDRESS = re.compile(r"hf://(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:]+))?:(?P<split>.+)")
+SHARD = re.compile(r"(.+)-\d+-of-(\d+)\b.*")
+NUM_NAMED = 20
+
+
+def dataset_files(address: str) -> list[Path]:
+    """The files of a split, in order: those in the Hub's cache if they are whole there, else downloaded.
+
+    A branch, or no revision, means the commit that the cache has: it stays the same from start to start. Raises
+    `DataError`.
+    """
+    if (found := ADDRESS.fullmatch(address)) is None:
+        raise DataError(f"'{address}' is no address: write hf://org/name:split or hf://org/name@revision:split")
+    name, revision, split = found.groups()
+    root, files = _cached(name, revision, split)
+    shards = [shard.groups() for file in files if (shard := SHARD.fullmatch(file.name))]
+    if root is None or not files or any(shards.count(shard) != int(shard[1]) for shard in shards):
+        try:
+            root, choice = _download(name, revision, split)
+        except Exception as error:  # the Hub client raises many kinds
+            raise _not_had(address, name, revision, split, error) from error
+        if not (files := _files(root, split)):
+            raise DataError(f"'{address}': there is no such split; {choice}")
+    if len(subsets := {file.parent for file in files}) > 1:
+        own = (folder if folder.name == split else folder / split for folder in subsets)
+        named = ", ".join(sorted(folder.relative_to(root).as_posix() for folder in own))
+        raise DataError(f"'{address}': several subsets have this split, name one in its place: {named}")
+    if revision != root.name:
+        logger.info("%s is revision %s; hf://%s@%s:%s keeps to it anywhere", address, root.name, name, root.name, split)
+    return files
+
+
+def _patterns(split: str) -> list[str]:
+    """Of the names that files of a split have; a split that is the name of data files stands for itself."""
+    if split.endswith(SUFFIXES):
+        return [split]
+    own = (f"{split}.parquet", f"{split}-[0-9]*.parquet", f"{split}/*.parquet")
+    return [pattern for name in own for pattern in (name, f"*/{name}")]
+
+
+def _files(root: Path, split: str) -> list[Path]:
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return [root / name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _patterns(split))]
+
+
+def _cached(name: str, revision: str | None, split: str) -> tuple[Path | None, list[Path]]:
+    """(The directory of a commit, the split's files that the cache has of it)."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    own = _patterns(split)  # without them the client misses the files that nobody asked for
+    try:
+        root = Path(
+            snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=own, local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None, []
+    return root, _files(root, split)
+
+
+def _download(name: str, revision: str | None, split: str) -> tuple[Path, str]:
+    """(The directory of the commit with the split's files, what else could be named)."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    # one short question: without a network the download would try for half a minute
+    found = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
+    root = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=_patterns(split))
+    names = [file.rfilename for file in (found.siblings or []) if file.rfilename.endswith(SUFFIXES)]
+    choice = f"it has no parquet files; the Hub's own may be there: hf://{name}@refs/convert/parquet:default/train"
+    return Path(root), f"its data files, which can be named too: {', '.join(names[:NUM_NAMED])}" if names else choice
+
+
+def _not_had(address: str, name: str, revision: str | None, split: str, error: Exception) -> DataError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    page = f"{constants.ENDPOINT}/datasets/{name}"
+    if isinstance(error, RevisionNotFoundError):
+        return DataError(f"'{address}': there is no revision '{revision}'; its branches, tags and commits: {page}")
+    if isinstance(error, GatedRepoError):
+        return DataError(f"'{address}': accept its conditions on {page}, then log in: hf auth login")
+    if isinstance(error, RepositoryNotFoundError):
+        return DataError(f"'{address}': there is no dataset {page}; if it is private, log in: hf auth login")
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    words = ["hf", "download", "--repo-type", "dataset", name, "--include", f"*{split}*"]
+    command = shlex.join([*words, *(["--revision", revision] if revision else [])])
+    return DataError(
+        f"'{address}' is not whole in the Hub's cache ({constants.HF_HUB_CACHE}) and could not be had from the Hub "
+        f"({reason}); where there is a network, run: {command} — and copy that cache here"
+    )

@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from trainer.data.batch_plan import Earlier
-from trainer.data.held_out import Draw
-from trainer.data.order import FEISTEL, LISTED, Share
+from trainer.data.order import FEISTEL, LISTED, Draw, Share
 from trainer.data.samples import Samples, SourceSamples, TokenDataset
 from trainer.progress import Position
 

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, deal_facts, length_facts, split_batch
 from trainer.data.samples import Samples
-from trainer.errors import EXIT_RESUMABLE, DataError
+from trainer.errors import EXIT_RESUMABLE, CannotWriteError, DataError
 from trainer.progress import Position
 from trainer.runtime.signals import become_worker
 
@@ -162,7 +162,12 @@ class TrainLoader:
             worker_init_fn=_prepare_worker,
             multiprocessing_context=_WorkerContext() if self._num_workers else None,
         )
-        batches = iter(self._loader)
+        try:
+            batches = iter(self._loader)
+        except OSError as error:
+            fix = "a container needs --shm-size=1g or more; or set data.num_workers=0"
+            text = f"data.num_workers={self._num_workers} cannot be started in /dev/shm: {error.strerror}; {fix}"
+            raise CannotWriteError(text) from error
         try:
             for step, batch in zip(steps, batches, strict=True):
                 if batch.step != step:

@@ -1,13 +1,17 @@
 """The order of an epoch: pure functions of seed, epoch and counts, for the places that are asked and no others.
 
 A place p of an epoch trains the row that a keyed permutation puts there. `feistel` computes it, so that no process
-keeps a list of all rows; `listed` draws that list: runs that began with it go on in it.
+keeps a list of all rows; `listed` draws that list: runs that began with it go on in it. Which rows are held out for
+validation is drawn alike.
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -31,10 +35,8 @@ class Share:
         return math.floor(self.num_rows * self.repeat + 0.5)
 
 
-class Permutation(Protocol):
-    def __call__(self, places: np.ndarray, size: int, key: int) -> np.ndarray:
-        """Where a permutation of 0 .. size - 1 drawn by `key` takes `places`; int64."""
-        ...
+Permutation = Callable[[np.ndarray, int, int], np.ndarray]
+"""From places, size and key: where a permutation of 0 .. size - 1 drawn by the key takes the places; int64."""
 
 
 def feistel(places: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -109,3 +111,59 @@ def rows_at(
         rows[own] %= share.num_rows
         rows[once_more] = permuted(turns, share.num_rows, seeding.key("source", seed, number))
     return sources, rows
+
+
+SPLIT_STREAM = 1  # keeps the draw of the validation rows apart from other uses of the seed
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Rows drawn by their number, ratio and seed alone; of later ones anew, so that no old one changes sides.
+
+    `sizes` are the rows there were each time some were drawn, rising.
+    """
+
+    val_ratio: float
+    seed: int
+    sizes: tuple[int, ...]
+    order: str = FEISTEL
+
+    def rows(self) -> np.ndarray:
+        """Held out, rising, int64. Of two first rows or more at least one on each side, unless the ratio is 0."""
+        parts = [self._drawn(first, end) for first, end in itertools.pairwise((0, *self.sizes))]
+        return np.sort(np.concatenate(parts))
+
+    def _drawn(self, first: int, end: int) -> np.ndarray:
+        size = end - first
+        count = round(size * self.val_ratio)
+        if first == 0:
+            count = min(max(1, count), size - 1) if self.val_ratio > 0 and size >= 2 else 0
+        if self.order == LISTED:
+            key: Any = [self.seed % 2**64, SPLIT_STREAM]
+            return first + np.random.Generator(np.random.Philox(key=key)).permutation(size)[:count]
+        return first + ORDERS[self.order](np.arange(count), size, seeding.key("split", self.seed, first))
+
+
+@dataclass(frozen=True, eq=False)
+class AllBut:
+    """The numbers 0 to `count` - 1 without those `left_out` (rising, int64), in order; a list of them costs memory."""
+
+    count: int
+    left_out: np.ndarray
+
+    def __len__(self) -> int:
+        return self.count - len(self.left_out)
+
+    @cached_property
+    def _places_before(self) -> np.ndarray:
+        """How many numbers that are not left out come before each that is."""
+        return self.left_out - np.arange(len(self.left_out))
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        return np.asarray(places + np.searchsorted(self._places_before, places, side="right"))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[np.arange(len(self))]
+
+
+Rows = np.ndarray | AllBut

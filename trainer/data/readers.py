@@ -1,40 +1,97 @@
-"""Files to rows, streamed one by one: those that cannot be read with the reason."""
+"""Files to rows, streamed: those that cannot be read with the reason."""
 
 import io
 import json
+import marshal
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.rows import Row, UnusableError
 from trainer.errors import DataError
 
-PARQUET_BATCH_ROWS = 1000
+BLOCK_ROWS, BLOCK_BYTES = 500, 1 << 20  # a block ends with the first of them that is reached
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, eq=False)
+class RowBlock:
+    """Rows of one file that stand together, as they were read: any process can take them apart."""
+
+    path: Path
+    content: list[tuple[int, Any]] | pa.RecordBatch
+    """Lines (bytes) or elements with their numbers; of parquet the columns that are read."""
+    first: int = 1
+    """Number of the first row of parquet."""
+    unread: tuple[str, ...] = ()
+    """Columns that parquet has besides."""
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def head(self, count: int) -> "RowBlock":
+        return replace(self, content=self.content[:count])
+
+    def rows(self) -> Iterator[Row]:
+        if isinstance(self.content, pa.RecordBatch):
+            for number, record in enumerate(_batch_records(self.content), start=self.first):
+                if isinstance(record, str):
+                    yield Row(self.path, number, "", problem=UnusableError(record))
+                else:
+                    values = {name: _without_nulls(value) for name, value in record.items()}
+                    yield Row(self.path, number, values, self.unread)
+        else:
+            for number, item in self.content:
+                is_line = isinstance(item, bytes)
+                yield _parse_line(self.path, number, item) if is_line else _as_row(self.path, number, item)
+
+
 def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
+    """Stream the rows of one file, as `iter_blocks` does."""
+    return (row for block in iter_blocks(path, columns) for row in block.rows())
+
+
+def iter_blocks(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
     """Stream the rows of one file. Raises `DataError` when the file as a whole cannot be read.
 
     Of a parquet file only `columns` are read, nested ones as `a.b`.
     """
     if path.suffix == ".parquet":
         return _iter_parquet(path, columns)
-    return _iter_json(path) if path.suffix == ".json" else _iter_jsonl(path)
+    return _in_blocks(path, _iter_json(path) if path.suffix == ".json" else _iter_lines(path))
 
 
-def _iter_jsonl(path: Path) -> Iterator[Row]:
+def _in_blocks(path: Path, items: Iterator[tuple[int, Any]]) -> Iterator[RowBlock]:
+    content: list[tuple[int, Any]] = []
+    num_bytes = 0
+    try:
+        for item in items:
+            content.append(item)
+            num_bytes += len(item[1] if isinstance(item[1], bytes) else marshal.dumps(item[1]))
+            if len(content) == BLOCK_ROWS or num_bytes >= BLOCK_BYTES:
+                yield RowBlock(path, content)
+                content, num_bytes = [], 0
+    except DataError:  # what stands in front of it was read
+        yield RowBlock(path, content)
+        raise
+    if content:
+        yield RowBlock(path, content)
+
+
+def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     with _open(path) as file:
         try:
             for number, raw in enumerate(file, start=1):
                 line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
                 if line:
-                    yield _parse_line(path, number, line)
+                    yield number, line
         except OSError as error:  # of an archive: torn, damaged, or none
             raise DataError(f"'{path}' cannot be read behind line {number}: {error}") from error
 
@@ -47,6 +104,8 @@ def _parse_line(path: Path, number: int, line: bytes) -> Row:
         return Row(path, number, line, problem=UnusableError(reason))
     except json.JSONDecodeError as error:
         reason = f"broken JSON: {error.msg} at column {error.colno}"
+        if line.strip() in (b"{", b"["):
+            reason += "; a row is one line, or an element of an array in a file that is named .json"
         return Row(path, number, line, problem=UnusableError(reason))
     except (ValueError, RecursionError) as error:
         return Row(path, number, line, problem=UnusableError(f"broken JSON: {error}"))
@@ -60,7 +119,7 @@ def _as_row(path: Path, number: int, record: object) -> Row:
     return Row(path, number, record)
 
 
-def _iter_json(path: Path) -> Iterator[Row]:
+def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
     with _open(path) as file:
         raw = file.read()
     try:
@@ -77,27 +136,46 @@ def _iter_json(path: Path) -> Iterator[Row]:
         raise DataError(f"'{path}' is not JSON: {error}") from error
     if not isinstance(records, list):
         raise DataError(f"'{path}' holds a {type(records).__name__}: a .json file must be an array of objects")
-    for number, record in enumerate(records, start=1):
-        yield _as_row(path, number, record)
+    yield from enumerate(records, start=1)
 
 
-def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
+def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:  # else it reads whole groups
             names = tuple(_column_names(file.schema_arrow))
             read = [column for column in columns if any(_is_part(name, column) for name in names)]
             unread = tuple(name for name in names if not any(_is_part(name, column) for column in read))
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=read):
-                for record in _batch_records(batch):
-                    number += 1
-                    if isinstance(record, str):
-                        yield Row(path, number, "", problem=UnusableError(record))
-                    else:
-                        values = {name: _without_nulls(value) for name, value in record.items()}
-                        yield Row(path, number, values, unread)
+            for group in range(file.num_row_groups):
+                num_rows = _rows_of_a_block(file.metadata.row_group(group), read)
+                for batch in file.iter_batches(num_rows, row_groups=[group], columns=read):
+                    for part in _small(batch):
+                        yield RowBlock(path, part, number + 1, unread)
+                        number += len(part)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"'{path}' is not a readable parquet file (after row {number}): {error}") from error
+
+
+def _rows_of_a_block(group: pq.RowGroupMetaData, columns: list[str]) -> int:
+    """How many of a group's rows are about as large as a block, on average."""
+    found = (group.column(index) for index in range(group.num_columns))
+    num_bytes = sum(
+        column.total_uncompressed_size
+        for column in found
+        if any(_is_part(column.path_in_schema, name) for name in columns)
+    )
+    return min(BLOCK_ROWS, max(1, BLOCK_BYTES * group.num_rows // max(1, num_bytes)))
+
+
+def _small(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The batch in parts that are not larger than a block. They are copies: of a slice all that it is cut from would be
+    sent to the process that takes it apart.
+    """
+    if len(batch) == 1 or batch.nbytes <= BLOCK_BYTES:
+        yield batch
+    else:
+        for rows in np.array_split(np.arange(len(batch)), 2):
+            yield from _small(batch.take(rows))
 
 
 def _column_names(fields: Iterable[pa.Field], prefix: str = "") -> Iterator[str]:

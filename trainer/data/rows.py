@@ -1,5 +1,6 @@
 """Rows of data files, good and bad."""
 
+import copy
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -49,9 +50,12 @@ class Seen:
         self.unread_keys.update(other.unread_keys)
         self.end_token_ids.update(other.end_token_ids)
 
-    def clear(self) -> None:
+    def take(self) -> "Seen":
+        """All that was met since this was called last."""
+        found = copy.deepcopy(self)
         for part in (self.counts, self.rows_by_shape, self.unread_keys, self.end_token_ids):
             part.clear()
+        return found
 
 
 def location(file: Path, line: int) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,19 +13,14 @@ import numpy as np
 
 from trainer.config import RowKeys
 from trainer.data.conversation import columns_of
-from trainer.data.readers import iter_rows
-from trainer.data.row_encoder import PrepareOptions, RowEncoder
-from trainer.data.rows import Row, Seen, UnusableError, excerpt, location
-from trainer.data.tokens import Encoded
+from trainer.data.readers import iter_blocks, iter_rows
+from trainer.data.row_encoder import SUPERVISED, BadRow, PreparedRows, PrepareOptions, RowEncoder
+from trainer.data.row_processes import Located, prepare_blocks
+from trainer.data.rows import Seen, location
 
-SAMPLES_PER_WRITE = 256  # to write and hash a sample alone costs more than to make it
 TOKENS, ROWS = "tokens.bin", "rows.bin"
+"""`TOKEN`s of all samples end to end, and a `ROW` of each."""
 BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
-TOKEN = np.dtype("<i4")
-"""Ids of all samples end to end; those that are supervised have the sign bit too."""
-SUPERVISED = np.int32(-(2**31))
-ROW = np.dtype([("file", "<i4"), ("line", "<i8"), ("num_tokens", "<i4"), ("num_loss_tokens", "<i4"), ("end", "<i8")])
-"""Of a sample: index of its file and its line there, tokens, how many of them are labels, where it ends in `TOKENS`."""
 NUM_REASONS = 20  # told; the file has all
 NUM_PLACES = 3
 NUM_HOPELESS = 1000  # bad rows, and not a good one
@@ -85,16 +79,16 @@ class BadRows:
     def __exit__(self, *exc_info: object) -> None:
         self._file.close()
 
-    def add(self, row: Row, reason: str) -> None:
+    def add(self, row: BadRow) -> None:
         """Count and list a row; places are kept of the first reasons only, however many there are."""
+        reason = row.reason
         self.by_kind[reason.split(":", 1)[0]] += 1
         if reason in self._places or len(self._places) < NUM_REASONS:
             self._by_reason[reason] += 1
             places = self._places.setdefault(reason, [])
             if len(places) < NUM_PLACES:
                 places.append(location(row.file, row.line))
-        entry = {"file": str(row.file), "line": row.line, "reason": reason, "excerpt": excerpt(row.record)}
-        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(row._asdict() | {"file": str(row.file)}, ensure_ascii=False) + "\n")
 
     @property
     def total(self) -> int:
@@ -136,9 +130,7 @@ class SampleWriter:
     """Fills a directory with tokens, rows and the lists of bad and of over-long rows; complete when left."""
 
     def __init__(self, directory: Path, options: PrepareOptions) -> None:
-        self.options = options
-        self._counts: Counter[str] = Counter()
-        self._pending: list[tuple[Encoded, tuple[int, int, int, int, int]]] = []
+        self.options, self._seen = options, Seen()
         self._digest, self._end = SamplesDigest(), 0
         with ExitStack() as stack:
             self._tokens, self._rows = (stack.enter_context((directory / name).open("wb")) for name in (TOKENS, ROWS))
@@ -150,73 +142,28 @@ class SampleWriter:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with self._files:
-            self._write_pending()
+        self._files.close()
 
-    def add(self, row: Row, file_index: int, encoded: list[Encoded] | UnusableError) -> None:
-        """Append the samples of a row, cut to the longest length, or drop it, or list it among the bad ones."""
-        if isinstance(encoded, UnusableError):
-            return self._reject(row, str(encoded))
-        max_length, truncation = self.options.max_length, self.options.truncation
-        num_cut, num_tokens = 0, max(len(sample.input_ids) for sample in encoded)
-        if num_tokens > max_length and truncation == "split" and self.options.keys.text_key is not None:
-            encoded, num_tokens = _pieces(encoded[0], max_length), max_length
-        elif num_tokens > max_length and truncation in ("error", "split"):
-            hint = "; data.truncation=split is for text_key alone" if truncation == "split" else ""
-            return self._reject(row, f"over-long: {num_tokens} tokens > data.max_length {max_length}{hint}")
-        if num_tokens > max_length and truncation == "drop":
-            self._counts.update(num_rows=1, num_dropped=1)
-            return self._list_over_long(row, num_tokens, "dropped")
-        kept, end = [], self._end
-        for sample in encoded:
-            part = slice(-max_length, None) if truncation == "left" else slice(None, max_length)
-            input_ids, loss_mask = sample.input_ids[part], sample.loss_mask[part]
-            if num_loss_tokens := int(np.count_nonzero(loss_mask[1:])):
-                place = (file_index, row.line, len(input_ids), num_loss_tokens, end := end + len(input_ids))
-                kept.append((Encoded(input_ids, loss_mask), place))
-            num_cut += len(sample.input_ids) - len(input_ids)
-        if not kept:
-            when = f" after data.truncation={truncation} to data.max_length {max_length}" if num_cut else ""
-            num_tokens = min(num_tokens, max_length)
-            return self._reject(row, f"nothing supervised: none of {num_tokens} tokens carries a label{when}")
-        if num_cut:
-            self._list_over_long(row, num_tokens, "cut")
-        counts = self._counts
-        counts["num_rows"] += 1
-        counts["num_samples"] += len(kept)
-        counts["num_truncated"] += num_cut > 0
-        counts["num_cut_tokens"] += num_cut
-        counts["num_tokens"] += end - self._end
-        counts["num_loss_tokens"] += sum(num_labels for _, (_, _, _, num_labels, _) in kept)
-        self._end = end
-        self._pending += kept
-        if len(self._pending) >= SAMPLES_PER_WRITE:
-            self._write_pending()
-        return None
+    def add(self, part: PreparedRows) -> None:
+        """Append samples, and list the rows that have none or were cut."""
+        part.samples["end"] += self._end
+        self._end += len(part.tokens)
+        self._tokens.write(part.tokens.data)
+        self._rows.write(part.samples.data)
+        self._digest.update(part.tokens, part.samples["end"])
+        self._over_long_rows.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in part.over_long)
+        for row in part.bad:
+            self.bad_rows.add(row)
+        self._seen.add(part.seen)
 
-    def _write_pending(self) -> None:
-        if not self._pending:
-            return
-        ids = np.concatenate([sample.input_ids for sample, _ in self._pending], dtype=TOKEN)
-        mask = np.concatenate([sample.loss_mask for sample, _ in self._pending])
-        rows = np.array([row for _, row in self._pending], dtype=ROW)
-        self._pending.clear()
-        tokens = np.where(mask, ids | SUPERVISED, ids)
-        self._tokens.write(tokens.data)
-        self._rows.write(rows.data)
-        self._digest.update(tokens, rows["end"])
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether many rows were read, and all are bad."""
+        return self.bad_rows.total == self._seen.counts["num_rows"] >= NUM_HOPELESS
 
-    def _list_over_long(self, row: Row, num_tokens: int, action: str) -> None:
-        entry = {"file": str(row.file), "line": row.line, "num_tokens": num_tokens, "action": action}
-        self._over_long_rows.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def _reject(self, row: Row, reason: str) -> None:
-        self._counts["num_rows"] += 1
-        self.bad_rows.add(row, reason)
-
-    def summary(self, seen: Seen) -> Summary:
-        counts = self._counts + seen.counts
-        counts["num_bad_rows"] = self.bad_rows.total
+    def summary(self) -> Summary:
+        seen = self._seen
+        counts = seen.counts + Counter(num_bad_rows=self.bad_rows.total)
         counted = {field.name: counts[field.name] for field in dataclasses.fields(Summary) if field.type is int}
         return Summary(
             **counted,
@@ -229,19 +176,10 @@ class SampleWriter:
         )
 
 
-def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
-    """A text as samples one after the other; each begins with the last token of the one before, which predicts the
-    next, so that no label is lost and none comes twice.
-    """
-    starts = range(0, len(sample.input_ids) - 1, max(1, max_length - 1))
-    parts = [slice(start, start + max_length) for start in starts]
-    return [Encoded(sample.input_ids[part], sample.loss_mask[part]) for part in parts]
-
-
 def write_samples(
     writer: SampleWriter, encoder: RowEncoder, files: list[Path], progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Every row of `files`, in order, into `writer`, a bounded number of rows at a time; `progress` after each.
+    """Every row of `files`, in order, into `writer`, a bounded number at a time; `progress` as they are rendered.
 
     Where one bad row is enough, none is read behind a first one that is bad.
     """
@@ -249,12 +187,11 @@ def write_samples(
     keys, limit, is_strict = options.keys, options.max_samples, options.on_bad_row == "error"
     if is_strict and _add_bad_first_row(writer, encoder, files if limit < 0 else files[:1]):
         return
-    rows, ahead = itertools.tee(itertools.islice(_located_rows(files, keys), limit if limit >= 0 else None))
-    with closing(encoder.encode(row for _, row in ahead)) as encoded:
-        for num_rows, ((file_index, row), result) in enumerate(zip(rows, encoded, strict=True), start=1):
-            writer.add(row, file_index, result)
+    with closing(prepare_blocks(encoder, _located_blocks(files, keys, limit), progress)) as parts:
+        for part in parts:
+            writer.add(part)
             progress()
-            if is_strict and writer.bad_rows.total == num_rows == NUM_HOPELESS:
+            if is_strict and writer.is_hopeless:
                 writer.bad_rows.is_cut = True
                 break
 
@@ -264,14 +201,19 @@ def _add_bad_first_row(writer: SampleWriter, encoder: RowEncoder, files: list[Pa
     keys = writer.options.keys
     for file_index, path in enumerate(files):
         row = next(iter_rows(path, columns_of(keys)), None) if path.suffix != ".json" else None
-        if row is not None and isinstance(problem := encoder.check(row), UnusableError):
-            writer.add(row, file_index, problem)
+        if row is not None and (part := encoder.bad_row(file_index, row)) is not None:
+            writer.add(part)
             writer.bad_rows.is_cut = True
             return True
     return False
 
 
-def _located_rows(files: list[Path], keys: RowKeys) -> Iterator[tuple[int, Row]]:
+def _located_blocks(files: list[Path], keys: RowKeys, limit: int) -> Iterator[Located]:
+    """The first `limit` rows of all files together, all if it is negative."""
     for file_index, path in enumerate(files):
-        for row in iter_rows(path, columns_of(keys)):
-            yield file_index, row
+        for block in iter_blocks(path, columns_of(keys)) if limit else ():
+            head = block.head(limit) if limit >= 0 else block
+            yield file_index, head
+            limit -= len(head) if limit >= 0 else 0
+            if not limit:
+                break

@@ -13,8 +13,8 @@ import numpy as np
 
 from trainer.config import ConfigError
 from trainer.data import sample_writer
-from trainer.data.held_out import AllBut, Draw, Rows
-from trainer.data.order import Share
+from trainer.data.order import AllBut, Draw, Rows, Share
+from trainer.data.row_encoder import ROW, SUPERVISED, TOKEN
 from trainer.data.rows import location
 from trainer.data.sample_writer import SamplesDigest, Summary
 from trainer.errors import DataError
@@ -53,7 +53,7 @@ class TokenDataset:
         """Token ids (int32) and loss mask (bool) of one sample."""
         end = int(self.rows["end"][index])
         tokens = self.tokens[end - int(self.lengths[index]) : end]
-        return tokens & ~sample_writer.SUPERVISED, tokens < 0
+        return tokens & ~SUPERVISED, tokens < 0
 
     def location(self, index: int) -> str:
         """Where a sample comes from, as `file:line`."""
@@ -104,8 +104,8 @@ class TokenDataset:
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     """Map a prepared directory. `files` are where its rows came from, for messages."""
-    tokens: np.ndarray = np.memmap(directory / sample_writer.TOKENS, sample_writer.TOKEN, "r")
-    rows: np.ndarray = np.memmap(directory / sample_writer.ROWS, sample_writer.ROW, "r")
+    tokens: np.ndarray = np.memmap(directory / sample_writer.TOKENS, TOKEN, "r")
+    rows: np.ndarray = np.memmap(directory / sample_writer.ROWS, ROW, "r")
     summary = Summary(**json.loads((directory / "summary.json").read_text()))
     bounds = None
     if len(rows) != summary.num_kept_rows:

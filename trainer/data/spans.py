@@ -195,16 +195,19 @@ class _Texts:
     """Texts of added tokens, looked up at the end, at a position and anywhere in a rendering."""
 
     def __init__(self, texts: set[str]) -> None:
-        self._texts = {text for text in texts if text.strip()}  # some vocabularies add runs of spaces
-        self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
-        self._anywhere = any_of(self._texts)
+        own = {text for text in texts if text.strip()}  # some vocabularies add runs of spaces
+        self._longest_first = tuple(sorted(own, key=len, reverse=True))
+        self._anywhere = any_of(own)
 
     def last_in(self, text: str) -> str | None:
-        return next((text[-n:] for n in self._lengths if text[-n:] in self._texts), None)
+        if not text.endswith(self._longest_first):
+            return None
+        return next(candidate for candidate in self._longest_first if text.endswith(candidate))
 
     def first_in(self, text: str, position: int) -> str | None:
-        candidates = (text[position : position + n] for n in self._lengths)
-        return next((candidate for candidate in candidates if candidate in self._texts), None)
+        if not text.startswith(self._longest_first, position):
+            return None
+        return next(candidate for candidate in self._longest_first if text.startswith(candidate, position))
 
     def positions(self, text: str) -> list[int]:
         return [match.start() for match in self._anywhere.finditer(text)]

@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.conversation import Message
+from trainer.data.outline import Outline, is_blind, outline
 from trainer.data.rows import UnusableError
 from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
@@ -19,6 +21,13 @@ SEQUENCE_BOUNDS = ("<s>", "</s>")
 """A beginning and an end, whatever the tokenizer's own are; unlike <think> and </think> no pair around a part."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tools = list[dict[Any, Any]] | None
+NUM_OUTLINES = 1000
+SHOWN_CHARS = 500
+OUTLINE_IS_WRONG = (
+    "the chat template writes a conversation otherwise than its outline, which is a fault of this trainer: please "
+    "report it with the template. A copy of the template with `{% macro unused() %}{% endmacro %}` as "
+    "data.chat_template is run for every conversation"
+)
 ARGUMENTS = {"city": "Paris"}
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 PLAIN = [
@@ -50,6 +59,8 @@ class ChatTemplate:
         self._variables = {**tokenizer.special_tokens_map, **template_kwargs}
         self._added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._ends = {str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
+        self._outline_of = lru_cache(NUM_OUTLINES)(self._make_outline)
+        self._num_filled: Counter[tuple[bool | str, ...]] = Counter()
 
     def render(
         self, messages: list[Message], tools: Tools, *, prompt: bool = False, tagged: bool = False
@@ -57,6 +68,33 @@ class ChatTemplate:
         """The text, and with `tagged` what its generation tags enclose. Raises `UnusableError`, and `DataError` for a
         template that is none.
         """
+        found = None
+        plain = [(m["role"], m["content"]) for m in messages if len(m) == 2 and m["content"].strip()]
+        if tools is None and len(plain) == len(messages) > 0:
+            roles, texts = zip(*plain, strict=True)
+            outline = self._outline_of(prompt, tagged, *roles)
+            found = outline and outline.filled(texts)
+        text, spans = found or self._rendered(messages, tools, prompt=prompt, tagged=tagged)
+        is_to_check = found and self._is_to_check(prompt, tagged, *roles)
+        if is_to_check and found != self._rendered(messages, tools, prompt=prompt, tagged=tagged):
+            raise DataError(f"{OUTLINE_IS_WRONG}; the conversation: {json.dumps(messages)[:SHOWN_CHARS]}")
+        require_unicode(text)
+        return text, spans
+
+    def _is_to_check(self, *outline: bool | str) -> bool:
+        """Whether it is the 1st, 2nd, 4th, 8th, ... conversation that an outline is filled with."""
+        self._num_filled[outline] += 1
+        return self._num_filled[outline].bit_count() == 1
+
+    def _make_outline(self, prompt: bool, tagged: bool, *roles: str) -> Outline | None:
+        render = partial(self._rendered, tools=None, prompt=prompt, tagged=tagged)
+        return outline(roles, render) if self._is_blind else None
+
+    @cached_property
+    def _is_blind(self) -> bool:
+        return is_blind(self.source)
+
+    def _rendered(self, messages: list[Message], tools: Tools, *, prompt: bool, tagged: bool) -> tuple[str, list[Span]]:
         try:
             rendered: Any = render_jinja_template(  # annotated as str, returns two lists
                 conversations=[messages],
@@ -73,7 +111,6 @@ class ChatTemplate:
         except Exception as error:  # templates run arbitrary expressions on the row
             raise UnusableError(f"chat template: refuses the conversation: {type(error).__name__}: {error}") from error
         (text, *_), spans = rendered
-        require_unicode(text)
         return text, spans[0] if tagged else []
 
     def _try(self, messages: list[Message]) -> str | None:

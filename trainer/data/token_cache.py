@@ -14,7 +14,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -25,8 +25,7 @@ from trainer.data.row_encoder import PrepareOptions, RowEncoder
 from trainer.data.sample_writer import BAD_ROWS, BadRows, SampleWriter, Summary, write_samples
 from trainer.data.samples import TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
-from trainer.runtime.atomic_files import publish
-from trainer.runtime.file_lock import locked
+from trainer.runtime.files import locked, publish, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,9 @@ def prepare(
 ) -> TokenDataset:
     """The samples of `files`, prepared unless the cache has them whole; the first process that asks does the work.
 
-    `progress` is called with every row and while another process works: who waits is not hung, and who works is watched
-    by itself. Raises `DataError` for rows or files that cannot be trained on, `CannotWriteError` when the cache cannot
-    be written, `NotPreparedError` for what is not there and would have to be, as `only_cached` says.
+    `progress` is called as rows are rendered and while another process works: who waits is not hung, and who works
+    is watched by itself. Raises `DataError` for rows or files that cannot be trained on, `CannotWriteError` when the
+    cache cannot be written, `NotPreparedError` for what is not there and would have to be, as `only_cached` says.
     """
     directory = cache_dir / "tokens" / _content_hash(files, tokenizer_digest, options, progress)
     if only_cached and not (directory.is_dir() and find_damage(directory) is None):
@@ -112,8 +111,8 @@ def _make_whole(directory: Path, fill: Callable[[Path], None], progress: Callabl
 
 def _make(directory: Path, fill: Callable[[Path], None], *, is_alone: bool) -> None:
     """Where the file system has no locks (not `is_alone`) the rename keeps readers safe, and the work is done twice."""
-    for leftover in directory.parent.glob(f"{directory.name}.tmp-*") if is_alone else ():
-        shutil.rmtree(leftover, ignore_errors=True)
+    if is_alone:
+        _remove_leftovers(directory)
     staging = directory.with_name(f"{directory.name}.tmp-{socket.gethostname()}-{os.getpid()}")
     staging.mkdir()
     try:
@@ -122,6 +121,15 @@ def _make(directory: Path, fill: Callable[[Path], None], *, is_alone: bool) -> N
         _publish(staging, directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """What killed preparations left: of this data, whose lock is held, and of other data that nobody prepares now."""
+    for leftover in directory.parent.glob("*.tmp-*"):
+        name = leftover.name.partition(".tmp-")[0]
+        with suppress(OSError), leftover.with_name(f"{name}.lock").open("a") as file:
+            if name == directory.name or try_lock(file.fileno()):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _fill(
@@ -134,7 +142,9 @@ def _fill(
     encoder = RowEncoder(tokenizer, options)
     with SampleWriter(staging, options) as writer:
         write_samples(writer, encoder, files, progress)
-    summary = writer.summary(encoder.seen)
+    summary = writer.summary()
+    if not summary.num_rows:
+        raise DataError(f"no row to train on: there is none in {', '.join(map(str, files))}")
     _check_usable(summary, writer.bad_rows, options, staging)
     (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
 

@@ -1,7 +1,8 @@
 """Marked texts to token ids, and to the tokens that start inside the marks.
 
 Any fast tokenizer tells by offsets where its tokens start. Byte-level ones are spared that work: an id alone tells how
-many bytes of the text it stands for. And where texts can be cut into words, each is tokenized once per batch.
+many bytes of the text it stands for. And where texts can be cut, at words and added tokens, each piece is tokenized
+once.
 
 Shapes: B bytes, T tokens, W words, D texts of a batch, laid end to end; V different words. With a 1: bounds, one more.
 """
@@ -11,9 +12,8 @@ import json
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +38,8 @@ WORD_PATTERNS = {
 """How pre-tokenizers cut texts, where a space that follows anything but whitespace is always cut in front of, and the
 parts before and from there do not depend on each other. GPT-2's way, named `use_regex`, is another one."""
 SPACE = ord(" ")
+ID = np.dtype(np.int32)
+NUM_KNOWN, KNOWN_BYTES = 1 << 15, 32  # words, and how long they may be: about 8 MB
 FIRST_PRIVATE = 0x10F000  # in the last plane for private use: no writing system and no normalizer knows them
 MAY_BE_WHITESPACE = np.isin(np.arange(256), [0xC2, 0x9A, 0x80, 0x81])
 """By the last byte but one of a character beyond ASCII, in UTF-8: never false for whitespace."""
@@ -89,24 +91,15 @@ class TokenFinder:
         self._tokenizer, self._aliased = tokenizer, aliased
         self._byte_level = _byte_level(_plain_copy(tokenizer, aliased))
 
-    def start(self, batch: list[MarkedText], pool: Executor) -> Callable[[], list[Located]]:
-        """Leave the tokenizer's work to `pool`; call what comes back to wait for it and for the result.
+    def find(self, batch: list[MarkedText]) -> list[Located]:
+        """For each text: its token ids, int32, and for each span the half-open range of the tokens that start inside.
 
-        For each text: its token ids, int32, and for each span the half-open range of the tokens that start inside.
         Where these end is not asked for: a special token may take in the whitespace after it.
         """
-        byte_level = self._byte_level
-        if byte_level is None or not all(unicodedata.is_normalized("NFC", item.text) for item in batch):
-            encodings = pool.submit(self._encode_with_offsets, batch)
-            return lambda: _by_offsets(batch, encodings.result())
-        words = byte_level.cut(batch)
-        new = pool.submit(byte_level.backend.encode_batch_fast, words.new_texts, add_special_tokens=False)
-
-        def finish() -> list[Located]:
-            located = byte_level.locate(batch, words, new.result())
-            return _by_offsets(batch, self._encode_with_offsets(batch)) if located is None else located
-
-        return finish
+        located = None
+        if self._byte_level is not None and all(unicodedata.is_normalized("NFC", item.text) for item in batch):
+            located = self._byte_level.locate(batch, self._byte_level.cut(batch))
+        return _by_offsets(batch, self._encode_with_offsets(batch)) if located is None else located
 
     def ids(self, text: str) -> list[int]:
         """Of one text."""
@@ -170,16 +163,15 @@ def _first_token(encoding: Encoding, position: int) -> int:
 
 @dataclass(frozen=True)
 class _Words:
-    """A batch cut into words. The different ones are numbered in the order in which they are first seen."""
+    """A batch cut into words."""
 
+    different: list[bytes]
+    """In the order in which they are first seen."""
     index_W: np.ndarray
-    bytes_V1: np.ndarray
-    """Where the different words lie, in bytes."""
+    """Which of these it is."""
     words_D1: np.ndarray
     bytes_D1: np.ndarray
     """Where the texts lie, in words and in bytes."""
-    new_texts: list[str]
-    """Each text without the words seen before it: to the tokenizer a text like any other, cut in the same places."""
 
 
 @dataclass(frozen=True)
@@ -191,39 +183,41 @@ class _ByteLevel:
     """Length of the text behind each id, int64."""
     has_words: bool
     """Whether a space that follows anything but whitespace starts a word."""
+    added: re.Pattern[bytes]
+    """Added tokens that are always cut out: what stands before and behind one does not depend on each other."""
+    known: dict[bytes, bytes] = field(default_factory=dict)
+    """Ids of words that were met, as bytes."""
 
     def cut(self, batch: list[MarkedText]) -> _Words:
         texts = [item.text.encode() for item in batch]
         data = b"".join(texts)
         bytes_D1 = np.cumsum([0, *map(len, texts)])
-        starts_W = self._word_starts(np.frombuffer(data, dtype=np.uint8), bytes_D1[:-1])
+        starts_W = np.union1d(self._word_starts(data), self._bounds(data, bytes_D1))[:-1]
         words_D1 = np.searchsorted(starts_W, bytes_D1)
         buffers = [None, pa.py_buffer(np.append(starts_W, len(data))), pa.py_buffer(data)]
         words = pc.dictionary_encode(pa.Array.from_buffers(pa.large_binary(), len(starts_W), buffers))
-        index_W = words.indices.to_numpy()
-        _, bounds, different = words.dictionary.buffers()
-        bytes_V1 = np.frombuffer(bounds, dtype=np.int64)[: len(words.dictionary) + 1]
-        num_seen_W1 = np.append(0, np.maximum.accumulate(index_W) + 1)
-        new_bytes = different.to_pybytes()
-        new_bounds = itertools.pairwise(bytes_V1[num_seen_W1[words_D1]].tolist())
-        return _Words(index_W, bytes_V1, words_D1, bytes_D1, [new_bytes[a:b].decode() for a, b in new_bounds])
+        return _Words(words.dictionary.to_pylist(), words.indices.to_numpy(), words_D1, bytes_D1)
 
-    def _word_starts(self, bytes_B: np.ndarray, starts_D: np.ndarray) -> np.ndarray:
-        is_start_B = np.zeros(len(bytes_B), dtype=bool)
-        if self.has_words:
-            spaces = np.flatnonzero(bytes_B == SPACE)
-            last, last_but_one = (bytes_B.take(spaces - back, mode="clip") for back in (1, 2))
-            is_start_B[spaces] = (last > SPACE) & ~MAY_BE_WHITESPACE[last_but_one]
-        is_start_B[starts_D] = True
-        return np.flatnonzero(is_start_B)
+    def _word_starts(self, text: bytes) -> np.ndarray:
+        """Of the words that start with a space."""
+        bytes_B = np.frombuffer(text, dtype=np.uint8)
+        spaces = np.flatnonzero(bytes_B == SPACE) if self.has_words else np.arange(0)
+        last, last_but_one = (bytes_B.take(spaces - back, mode="clip") for back in (1, 2))
+        return spaces[(last > SPACE) & ~MAY_BE_WHITESPACE[last_but_one]]
 
-    def locate(self, batch: list[MarkedText], words: _Words, encodings: list[Encoding]) -> list[Located] | None:
+    def _bounds(self, data: bytes, bytes_D1: np.ndarray) -> np.ndarray:
+        """Of texts, and of the added tokens in them; none of these where one would lie in two texts."""
+        spans = np.array([match.span() for match in self.added.finditer(data)], dtype=np.int64).reshape(-1, 2)
+        texts = np.searchsorted(bytes_D1, spans - [-1, 0])
+        return bytes_D1 if (texts[:, 0] != texts[:, 1]).any() else np.append(bytes_D1, spans)
+
+    def locate(self, batch: list[MarkedText], words: _Words) -> list[Located] | None:
         """None where the tokens do not add up to the words."""
-        new_ids = np.fromiter(itertools.chain.from_iterable(encoding.ids for encoding in encodings), dtype=np.int32)
-        ends = np.append(0, np.cumsum(self.num_bytes[new_ids]))
-        tokens_V1 = np.searchsorted(ends, words.bytes_V1)
-        if ends[-1] != words.bytes_V1[-1] or not np.array_equal(ends[tokens_V1], words.bytes_V1):
+        tokens = self._tokens(words.different)
+        if tokens is None:
             return None
+        tokens_V1 = np.cumsum([0, *map(len, tokens)]) // ID.itemsize
+        new_ids = np.frombuffer(b"".join(tokens), dtype=ID)
         num_tokens_W = np.diff(tokens_V1)[words.index_W]
         tokens_W1 = np.append(0, np.cumsum(num_tokens_W))
         shifts_W = tokens_V1[words.index_W] - tokens_W1[:-1]
@@ -237,6 +231,26 @@ class _ByteLevel:
             (ids_T[first:end], [(next(found) - first, next(found) - first) for _ in item.spans])
             for item, (first, end) in zip(batch, itertools.pairwise(tokens_W1[words.words_D1].tolist()), strict=True)
         ]
+
+    def _tokens(self, words: list[bytes]) -> list[bytes] | None:
+        """The ids of each word, as bytes."""
+        new = [word for word in words if word not in self.known]
+        data, bytes_V1 = b"".join(new), np.cumsum([0, *map(len, new)])
+        cuts = np.setdiff1d(bytes_V1, self._word_starts(data)).tolist()  # elsewhere the tokenizer cuts them itself
+        texts = [data[first:end].decode() for first, end in itertools.pairwise(cuts)]
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        ids = np.fromiter(itertools.chain.from_iterable(encoding.ids for encoding in encodings), dtype=ID)
+        ends = np.append(0, np.cumsum(self.num_bytes[ids]))
+        tokens_V1 = np.searchsorted(ends, bytes_V1)
+        if ends[-1] != len(data) or not np.array_equal(ends[tokens_V1], bytes_V1):
+            return None
+        found = (ids[first:end].tobytes() for first, end in itertools.pairwise(tokens_V1.tolist()))
+        by_word = dict(zip(new, found, strict=True))
+        tokens = [self.known.get(word) or by_word[word] for word in words]
+        if len(self.known) > NUM_KNOWN:
+            self.known.clear()
+        self.known.update(item for item in by_word.items() if len(item[0]) <= KNOWN_BYTES)
+        return tokens
 
 
 def _byte_marks(item: MarkedText) -> list[int]:
@@ -258,6 +272,7 @@ def _byte_level(backend: Tokenizer) -> _ByteLevel | None:
         and [step["type"] for step in steps if step["type"] not in ("Split", "Digits")] == ["ByteLevel"]
         and not any(step.get("add_prefix_space") for step in steps)
         and not any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
+        and all(unicodedata.is_normalized("NFC", token["content"]) for token in added)  # else looked for otherwise
     )
     if not is_byte_level:
         return None
@@ -267,7 +282,9 @@ def _byte_level(backend: Tokenizer) -> _ByteLevel | None:
     table[list(num_bytes)] = list(num_bytes.values())
     crosses_words = any(re.search(r"\S ", token["content"]) for token in added)
     backend.normalizer = None
-    return _ByteLevel(backend, table, has_words=_has_words(steps) and not crosses_words)
+    is_one_search = not backend.encode_special_tokens and len({token["normalized"] for token in added}) == 1
+    pattern = any_of(token["content"] for token in added if is_one_search).pattern.encode()
+    return _ByteLevel(backend, table, _has_words(steps) and not crosses_words, re.compile(pattern))
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:

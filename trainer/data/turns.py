@@ -6,11 +6,9 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.content import THINK_END
 from trainer.data.conversation import Message
 from trainer.data.rows import UnusableError
 from trainer.data.spans import FIX, Renderings, SpanFinder
-from trainer.data.template import PLAIN, SYSTEM
 from trainer.data.tokens import MarkedText
 
 TOGETHER, APART, AUTO = "together", "apart", "auto"
@@ -33,14 +31,13 @@ class TurnDivider:
         only where the whole shows some turn otherwise than inference does (`auto`). `counts`: what it counts in.
         """
         self._mode, self._spans, self._counts = mode, SpanFinder(tokenizer), counts
-        self._regular: dict[str, bool] = {}
 
     def divide(self, renderings: Renderings, trained: list[int]) -> list[Part]:
         """The samples that supervise these turns. Raises `UnusableError`."""
         self._counts["num_conversations"] += 1
         if not trained:
             return [Part(renderings.messages, [], MarkedText(renderings.text, []))]
-        if self._mode == TOGETHER or (self._mode == AUTO and self._is_regular(renderings)):
+        if self._mode == TOGETHER:
             return [self._together(renderings, trained)]
         together: Part | None = None
         problem: UnusableError | None = None
@@ -83,28 +80,3 @@ class TurnDivider:
         return len(spans) == len(part.turns) and all(
             map(partial(self._spans.is_as_served, renderings), part.turns, spans)
         )
-
-    def _is_regular(self, renderings: Renderings) -> bool:
-        """Whether two short conversations of our own show that a template with generation tags writes plain turns, such
-        as these all are, as inference sees them: their prompts need not be rendered.
-        """
-        template = renderings.template
-        is_plain = (
-            template.has_generation_tags and renderings.tools is None and all(map(_is_plain, renderings.messages))
-        )
-        if is_plain and template.source not in self._regular:
-            probes = [Renderings(template, messages, None) for messages in (PLAIN, SYSTEM + PLAIN)]
-            self._regular[template.source] = all(map(self._is_shown, probes))
-        return is_plain and self._regular[template.source]
-
-    def _is_shown(self, probe: Renderings) -> bool:
-        try:
-            return self._is_as_served(probe, self._together(probe, probe.turns))
-        except UnusableError:  # of a template that takes no system turn there is no row with one
-            return probe.messages != PLAIN
-
-
-def _is_plain(message: Message) -> bool:
-    return (
-        len(message) == 2 and message["role"] in ("system", "user", "assistant") and THINK_END not in message["content"]
-    )

@@ -71,18 +71,21 @@ def differences(here: Encoded, there: Encoded, setting: Setting) -> list[Differe
     return found + list(_mask_differences(here, there, at_here, at_there, setting))
 
 
+def num_alike(first: np.ndarray, second: np.ndarray) -> int:
+    """Tokens from the beginning on."""
+    size = min(len(first), len(second))
+    is_other = first[:size] != second[:size]
+    return int(is_other.argmax()) if is_other.any() else size
+
+
 Block = tuple[int, int, int]
 """An equal stretch: (start here, start there, length)."""
 
 
 def _blocks(here: np.ndarray, there: np.ndarray) -> list[Block]:
     """Ascending; the first begins both, the last is empty and ends both. What is inserted stands as late as it can."""
-    size = min(len(here), len(there))
-    is_other = here[:size] != there[:size]
-    first = int(is_other.argmax()) if is_other.any() else size
-    size -= first
-    is_other = here[len(here) - size :][::-1] != there[len(there) - size :][::-1]
-    last = int(is_other.argmax()) if is_other.any() else size
+    first = num_alike(here, there)
+    last = num_alike(here[first:][::-1], there[first:][::-1])
     middle_here, middle_there = here[first : len(here) - last].tolist(), there[first : len(there) - last].tolist()
     blocks = [(0, 0, first)]
     if len(middle_here) * len(middle_there) <= MAX_CELLS:
@@ -176,13 +179,23 @@ def _words(change: TokenChange, setting: Setting) -> str | None:
     return None
 
 
+def _inside(change: TokenChange, setting: Setting) -> str | None:
+    """A message that lost its end with others behind it."""
+    if not len(change.sides[1]) and len(change.row_there) == setting.max_length_there:
+        return f"messages cut to make {setting.max_length_there} tokens there"
+    return None
+
+
 def _template(change: TokenChange, setting: Setting) -> str | None:
     here, there = ([token for token in ids.tolist() if token in setting.added_ids] for ids in change.sides)
-    return "other chat template" if here != there else None
+    if here != there:
+        return "other chat template"
+    before = setting.text(change.row_here[: change.at_here[0]])
+    return "other system prompt" if "system" in before and "user" not in before else None
 
 
 TokenRule = Callable[[TokenChange, Setting], str | None]
-TOKEN_RULES: tuple[TokenRule, ...] = (_bos, _cut, _end, _same_text, _words, _template)
+TOKEN_RULES: tuple[TokenRule, ...] = (_bos, _cut, _end, _same_text, _words, _inside, _template)
 """The first that knows a change of tokens names it."""
 
 
@@ -199,12 +212,13 @@ def _mask_differences(
         what = "whole conversation" if there.loss_mask[1:].all() else "nothing"
         yield Difference(f"{what} supervised there", (0, len(here.input_ids)), (0, len(there.input_ids)))
         return
-    if len(turns) > 1 and np.array_equal(
-        here.loss_mask[at_here] & (at_here >= turns[-1][0]), there.loss_mask[at_there]
-    ):
+    is_own = here.loss_mask[at_here]
+    if len(turns) > 1 and np.array_equal(is_own & (at_here >= turns[-1][0]), is_own & there.loss_mask[at_there]):
         yield Difference("only the last turn supervised there", (turns[0][0], turns[-2][1]), (0, 0))
-        return
+        is_other &= ~is_own
     places = np.flatnonzero(is_other)
+    if not len(places):
+        return
     is_first = np.diff(at_here[places], prepend=-2) != 1
     is_first |= np.diff(here.loss_mask[at_here[places]].astype(np.int8), prepend=2) != 0
     for run in np.split(places, np.flatnonzero(is_first)[1:]):

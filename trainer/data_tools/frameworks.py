@@ -39,13 +39,25 @@ def dump(trainer, path):
         {"whole conversation": "assistant_only_loss=True (messages) or completion_only_loss=True (prompt, completion)"},
     ),
     "llamafactory": Framework(
-        "# Dump what LLaMA-Factory trains: run llamafactory-cli train YAML with tokenized_path: DIR, packing: false\n"
-        "# (it stops once the tokens are saved), then: python dump_llamafactory.py DIR llamafactory.jsonl" + _FROM_DISK,
-        {"whole conversation": "train_on_prompt: false", "only the last turn": "mask_history: false"},
+        "# Dump what LLaMA-Factory trains: run llamafactory-cli train YAML with tokenized_path: DIR, packing: false,\n"
+        "# max_steps: 1 (it saves the tokens and trains on), then: python dump_llamafactory.py DIR llamafactory.jsonl"
+        + _FROM_DISK,
+        {
+            "whole conversation": "train_on_prompt: false",
+            "only the last turn": "mask_history: false",
+            "system prompt only there": 'default_system: ""',
+        },
     ),
     "axolotl": Framework(
         "# Dump what axolotl trains: run axolotl preprocess YAML with dataset_prepared_path: DIR,\n"
         "# sample_packing: false, then: python dump_axolotl.py DIR/HASH axolotl.jsonl" + _FROM_DISK,
-        {"whole conversation": "train_on_inputs: false", "end token not": "train_on_eos: turn"},
+        {
+            "whole conversation": "train_on_inputs: false",
+            "text outside": "train_on_inputs: false",
+            "end token not": "train_on_eos: turn",
+            "other chat template": "chat_template: tokenizer_default",
+            "order differs": "shuffle_merged_datasets: false",
+            "row missing there, longer": "excess_length_strategy: truncate, here data.truncation=right",
+        },
     ),
 }

@@ -16,9 +16,8 @@ import numpy as np
 from trainer.checkpoint import rollback
 from trainer.config import ConfigError
 from trainer.data.batch_plan import Earlier, Schedule
-from trainer.data.held_out import Draw
 from trainer.data.loader import DATA_EVENT
-from trainer.data.order import Share
+from trainer.data.order import Draw, Share
 from trainer.data.samples import Samples, SourceSamples, open_dataset
 from trainer.progress import Position
 from trainer.runtime.json_lines import JsonLines
@@ -136,7 +135,8 @@ def _begin(history: TrainedSteps, record: Mapping[str, Any] | None, step: int) -
     history.go_back_to(step)
     if record is None:
         if history.ranges:
-            raise ConfigError(f"attempt {history.num_attempts} left no record of what it trained on")
+            text = f"attempt {history.num_attempts} left no record of what it trained on"
+            raise ConfigError(f"{text}: the rows of this run cannot be counted")
         return  # it ended, or was of an earlier version
     position = Position(step, record["epoch"], record["samples_consumed"])
     if step and expected is None:

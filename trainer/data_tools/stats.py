@@ -1,15 +1,51 @@
 """How much is trained: tokens, supervised share, lengths, turns, by source; what was left out; exact duplicates."""
 
+import hashlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from trainer.data.preview import visible
-from trainer.data.samples import Samples
-from trainer.data_tools.duplicates import between, inside
-from trainer.data_tools.scan import scan
-from trainer.run.prepared_data import PreparedData
+from trainer.data.row_encoder import SUPERVISED
+from trainer.data.samples import Samples, TokenDataset
+from trainer.run.inputs import PreparedData
+
+NUM_AT_ONCE = 4096
+
+
+def scan(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sample a digest of its token ids (uint64), and its supervised stretches (int64).
+
+    These are its assistant turns, but for those that are not trained.
+    """
+    found = [[own[np.asarray(source.samples)] for own in _of_dataset(source.dataset)] for source in samples.sources]
+    digests, turns = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    return digests, turns
+
+
+@cache
+def _of_dataset(dataset: TokenDataset) -> tuple[np.ndarray, np.ndarray]:
+    digests, turns = np.empty(len(dataset), dtype=np.uint64), np.empty(len(dataset), dtype=np.int64)
+    for first in range(0, len(dataset), NUM_AT_ONCE):
+        rows = dataset.rows[first : first + NUM_AT_ONCE]
+        begin = int(rows["end"][0] - rows["num_tokens"][0])
+        tokens = np.asarray(dataset.tokens[begin : int(rows["end"][-1])])
+        ends = rows["end"] - begin
+        starts = ends - rows["num_tokens"]
+        is_start = tokens < 0
+        is_start[1:] &= tokens[:-1] >= 0
+        is_start[starts] = tokens[starts] < 0  # whatever the sample in front of it ends with
+        ids, places = tokens & ~SUPERVISED, slice(first, first + len(rows))
+        turns[places] = np.add.reduceat(is_start, starts, dtype=np.int64)
+        digests[places] = [_digest(ids[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return digests, turns
+
+
+def _digest(input_ids: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(input_ids.tobytes(), digest_size=8).digest(), "little")
+
 
 Tree = dict[str, Any]
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -36,7 +72,7 @@ def as_tree(data: PreparedData) -> Tree:
         name: {key: getattr(dataset.summary, key) for key in keys} for dataset, name in reversed(datasets.items())
     }
     found = validation_in_train(data)
-    tree["duplicates"] = {"train": inside(data.train, scan(data.train).digests), "validation_in_train": found}
+    tree["duplicates"] = {"train": inside(data.train, scan(data.train)[0]), "validation_in_train": found}
     return tree
 
 
@@ -44,14 +80,14 @@ def validation_in_train(data: PreparedData) -> Tree | None:
     """None without validation."""
     if not data.validation:
         return None
-    own, known = (scan(samples).digests for samples in (data.validation, data.train))
+    own, known = (scan(samples)[0] for samples in (data.validation, data.train))
     return between(data.validation, own, data.train, known)
 
 
 def _side(samples: Samples) -> Tree:
     ids = np.arange(len(samples))
     numbers = samples.source_of(ids)
-    columns = (*samples.counts(ids), scan(samples).turns)
+    columns = (*samples.counts(ids), scan(samples)[1])
     by_source = {
         name: _facts(*(column[numbers == number] for column in columns)) for number, name in enumerate(samples.names)
     }
@@ -107,3 +143,36 @@ def _scope_lines(name: str, facts: Tree) -> Iterator[str]:
     for what in LENGTHS if facts["samples"] else ():
         cells = (f"{value:>10,.1f}" if key == "mean" else f"{value:>10,}" for key, value in facts[what].items())
         yield f"  {what:<12}{''.join(cells)}"
+
+
+NUM_PLACES = 5
+
+
+def inside(samples: Samples, own: np.ndarray) -> dict[str, Any]:
+    """Samples that equal an earlier one. `own`: the digests of the samples."""
+    _, first, inverse = np.unique(own, return_index=True, return_inverse=True)
+    originals = first[inverse]
+    later = np.flatnonzero(originals != np.arange(len(own)))
+    return _found(samples, later, samples, originals[later])
+
+
+def between(samples: Samples, own: np.ndarray, others: Samples, known: np.ndarray) -> dict[str, Any]:
+    """Those of `samples` that are among `others`; `own`, `known`: the digests of both."""
+    order = np.argsort(known, kind="stable")
+    found = order[np.searchsorted(known, own, sorter=order).clip(max=len(known) - 1)]
+    same = np.flatnonzero(known[found] == own)
+    return _found(samples, same, others, found[same])
+
+
+def _found(samples: Samples, candidates: np.ndarray, others: Samples, originals: np.ndarray) -> dict[str, Any]:
+    """Their number and share, and the first places: (where one stands, which it equals). Digests have 8 bytes: what has
+    the same is compared token by token.
+    """
+    count, places = 0, []
+    for sample_id, original in zip(candidates.tolist(), originals.tolist(), strict=True):
+        if np.array_equal(samples.sample(sample_id)[0], others.sample(original)[0]):
+            count += 1
+            if count <= NUM_PLACES:
+                places.append((samples.location(sample_id), others.location(original)))
+    share = count / len(samples) if len(samples) else 0.0
+    return {"count": count, "num_samples": len(samples), "places": places, "share": share}

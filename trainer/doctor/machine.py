@@ -5,17 +5,46 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from trainer.checkpoint import fsio
-from trainer.checkpoint.space import readable
-from trainer.config import ConfigError
-from trainer.doctor.checked import Check, Checked, Launch
-from trainer.launch.network_interface import gloo_interface
+from trainer.checkpoint.retention import readable
+from trainer.config import Config, ConfigError
+from trainer.launch.ranks import NodeLayout, gloo_interface
 from trainer.launch.requirements import unmet_requirements
+
+
+@dataclass(frozen=True)
+class Checked:
+    """fail: the run would not do what it is asked for. `fix`: empty where `what`, an error's own words, has it."""
+
+    level: Literal["ok", "warn", "fail"]
+    what: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What would be started on this machine; `problem`: why that many ranks cannot be. `vllm_python`: the interpreter
+    whose vLLM is to serve it.
+    """
+
+    config: Config
+    num_ranks: int
+    num_gpus: int = 0
+    layout: NodeLayout = field(default_factory=NodeLayout)
+    problem: str | None = None
+    vllm_python: str = sys.executable
+
+
+Check = Callable[[Launch], Iterator[Checked]]
+"""Says what is wrong, and may say what is right; without a word all is well. Raises as a run would."""
+
 
 CORES_PER_GPU_RANK = 4
 MIN_OPEN_FILES = 1024

@@ -1,27 +1,35 @@
 """What is looked at of a configuration: files, rows, model, memory, disk, what it would continue from (floor 5).
 
-torch is imported only by what needs it.
+At the end every check, in their order, and what each needs. torch is imported only by what needs it.
 """
 
+import ast
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import psutil
-
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.space import SPARE, existing_parent, readable
+from trainer.checkpoint.retention import KEEP_LESS, SPARE, existing_parent, readable
+from trainer.config import Config, ConfigError
 from trainer.data.rows import UnusableError, location
-from trainer.doctor.checked import Check, Checked, Launch
+from trainer.doctor import machine
+from trainer.doctor.machine import Check, Checked, Launch
+from trainer.errors import CannotWriteError, DataError
+from trainer.launch.memory_kills import MemoryKills
+from trainer.launch.ranks import DEFAULT_NUM_CPU_RANKS, choose_num_ranks, count_gpus, node_layout
 from trainer.run import preflight
 from trainer.run.compose import with_words
-from trainer.runtime.file_lock import try_lock
-from trainer.runtime.live_run import is_live
+from trainer.run.preflight import already_said
+from trainer.runtime.files import try_lock
+from trainer.runtime.heartbeat import is_live
+from trainer.runtime.processes import run_in
 from trainer.tracking import wandb_backend
 from trainer.tracking.facade import with_environment
 
 NUM_SHOWN, SHOWN_CHARS = 3, 120
+MIRROR_WITHIN_S = 10.0
 
 
 def _ask(name: str, launch: Launch) -> Iterator[Checked]:
@@ -29,15 +37,13 @@ def _ask(name: str, launch: Launch) -> Iterator[Checked]:
     return iter(())
 
 
-PREFLIGHT: dict[str, Check] = {name: partial(_ask, name) for name in preflight.CHECKS}
-
-
 def files(launch: Launch) -> Iterator[Checked]:
     found = preflight.find_files(launch.config)
     for side, sources in (("train", found.train), ("validation", found.validation)):
         paths = [path for _, files in sources for path in files]
         size = readable(sum(path.stat().st_size for path in paths))
-        yield Checked("ok", f"{side}: {len(paths)} files, {size}" if paths else f"{side}: no files of its own")
+        noun = "file" if len(paths) == 1 else "files"
+        yield Checked("ok", f"{side}: {len(paths)} {noun}, {size}" if paths else f"{side}: no files of its own")
 
 
 def directories(launch: Launch) -> Iterator[Checked]:
@@ -77,8 +83,12 @@ def resume(launch: Launch) -> Iterator[Checked]:
         _, is_worry, text = note.rpartition("WARNING: ")
         fix = "look at it with `checkpoint ls` before it goes on" if is_worry else ""
         yield Checked("warn" if is_worry else "ok", text, fix)
-    chosen = found.chosen
-    yield Checked("ok", f"{run_dir} is new" if chosen is None else f"continues from {chosen.path}")
+    if (chosen := found.chosen) is None:
+        yield Checked("ok", f"{run_dir} is new")
+    else:
+        read, is_alone = preflight.find_files(launch.config), launch.layout.num_nodes == 1
+        message = already_said(launch.config, read, num_ranks=launch.num_ranks) if is_alone else None
+        yield Checked("ok", message or f"continues from {chosen.path}")
 
 
 def login(launch: Launch) -> Iterator[Checked]:
@@ -88,6 +98,23 @@ def login(launch: Launch) -> Iterator[Checked]:
         wandb_backend.require_login()
     except Exception as error:  # wandb raises many kinds
         yield Checked("fail", f"wandb: {error}", "or train without it: USE_WANDB=false")
+
+
+def mirror(launch: Launch) -> Iterator[Checked]:
+    """One listing; what writing needs, the start learns."""
+    if (url := launch.config.trainer.checkpoint.mirror) is None:
+        yield Checked("ok", "none is set (trainer.checkpoint.mirror)")
+        return
+    yield from _ask("mirror", launch)
+    from trainer.mirror.storage import StorageError, count_files  # fsspec takes a moment to import
+
+    try:
+        num_files = count_files(url, within_s=MIRROR_WITHIN_S)
+    except (ConfigError, StorageError) as error:
+        way_out = "its login, its name or the network; or train without it: trainer.checkpoint.mirror=null"
+        yield Checked("fail", str(error), way_out)
+    else:
+        yield Checked("ok", f"{url} answers, {num_files} files")
 
 
 def architecture(launch: Launch) -> Iterator[Checked]:
@@ -110,11 +137,27 @@ def architecture(launch: Launch) -> Iterator[Checked]:
         yield Checked("ok", note)
 
 
+def serving(launch: Launch) -> Iterator[Checked]:
+    """Whether vLLM has a class of its own for what is exported."""
+    from trainer.model import packed_lm
+    from trainer.run.inputs import source_without_weights
+
+    names = getattr(packed_lm.read_config(source_without_weights(launch.config)), "architectures", None) or []
+    known = served_by_vllm(launch.vllm_python)
+    if known is None or not names:
+        why = f"{launch.vllm_python} has no vLLM" if known is None else "config.json names no architecture"
+        yield Checked("ok", f"whether vLLM serves it was not looked at: {why} (--python names an interpreter)")
+    elif missing := sorted(set(names) - known):
+        what = f"{', '.join(missing)} is not among the architectures of the vLLM of {launch.vllm_python}"
+        yield Checked("warn", what, "try a tiny run and `prove RUN_DIR --engine vllm`, or serve it with transformers")
+    else:
+        yield Checked("ok", f"vLLM serves {', '.join(names)}")
+
+
 def rows(launch: Launch) -> Iterator[Checked]:
     """The first row of each file, through template and tokenizer."""
     from trainer.data.preview import preview
-    from trainer.run.inputs import source_without_weights
-    from trainer.run.prepared_data import encode_first_rows
+    from trainer.run.inputs import encode_first_rows, source_without_weights
 
     config, described = launch.config, False
     is_strict = config.data.on_bad_row == "error"
@@ -151,24 +194,26 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
     from trainer.planner.disk import plan_disk
     from trainer.planner.forecast import GIB, Change, default_memory_gib, forecaster
 
-    config, num_ranks = launch.config, launch.num_ranks_together
+    config, num_ranks = launch.config, launch.num_ranks * launch.layout.num_nodes
     if config.automatic:
         from trainer.planner.choose import automatic
 
-        config = with_words(config, automatic(config, num_ranks))
-    memory_gib = default_memory_gib(config, num_ranks)
+        config = with_words(config, automatic(config, num_ranks, num_here=launch.num_ranks))
+    memory_gib = default_memory_gib(config, launch.num_ranks)
     found = forecaster(config, memory_gib)(Change(num_ranks))
     where = "a card" if launch.num_gpus else "a rank's share here" if not found.is_cuda else "a card, none being here"
     takes = f"{found.needed_gib:.1f} GiB a rank, of {memory_gib:.1f} of {where} (predicted)"
     fix = "`plan` with the same words names the smallest change that fits"
     yield Checked("ok", takes) if found.fits else Checked("fail", f"takes {takes}", fix)
-    host_bytes, total_bytes = found.host_gib * launch.num_ranks * GIB, psutil.virtual_memory().total
+    host_bytes, total_bytes = found.host_gib * launch.num_ranks * GIB, MemoryKills().usable_bytes
     if launch.num_gpus and host_bytes > total_bytes:
         what = f"{readable(host_bytes)} of host memory are needed, and this machine has {readable(total_bytes)}"
         yield Checked("fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines")
     disk, run_dir = plan_disk(config, found.plan), Path(config.trainer.default_local_dir)
-    one, to_come = disk.checkpoint_bytes, max(1, (disk.num_checkpoints or 1) - len(layout.committed(run_dir)))
-    yield _room(run_dir, one, one * to_come, f"{to_come} checkpoints of {readable(one)}")
+    one, num_here = disk.checkpoint_bytes, len(layout.committed(run_dir))
+    most, to_come = disk.bytes_to_come(num_here), max(1, (disk.num_checkpoints or 1) - num_here)
+    together = f" ({readable(most)} in all)" if most < one * to_come else ""  # the thinned ones take less
+    yield _room(run_dir, one, most, f"{to_come} checkpoints of {readable(one)}{together}")
     tokens = disk.token_bytes or 0  # which may be there already
     yield _room(Path(config.data.cache_dir), 0, tokens, f"up to {readable(tokens)} of prepared tokens")
 
@@ -178,5 +223,91 @@ def _room(directory: Path, least_bytes: int, most_bytes: int, what: str) -> Chec
     what = f"{directory}: {what} to come, {readable(free_bytes)} free"
     if free_bytes >= most_bytes * SPARE:
         return Checked("ok", what)
-    fix = "free some space, choose another disk, or lower trainer.max_ckpt_to_keep"
+    fix = f"free some space, choose another disk, or {KEEP_LESS}"
     return Checked("fail" if free_bytes < least_bytes * SPARE else "warn", what, fix)
+
+
+FIND = "from importlib.util import find_spec; vllm = find_spec('vllm'); print(vllm.origin if vllm else '')"
+REGISTRY = "model_executor/models/registry.py"
+TABLE = "_VLLM_MODELS"
+"""A dictionary there, put together from others by name."""
+
+
+def served_by_vllm(python: str) -> set[str] | None:
+    """The architectures that the vLLM of an interpreter knows, read from its own list without importing it, which takes
+    half a minute; None where there is no vLLM, or no list as we know it.
+    """
+    try:
+        found = run_in(python, "-c", FIND).stdout.strip()
+        body = ast.parse((Path(found).parent / REGISTRY).read_text(encoding="utf-8")).body if found else []
+    except (OSError, SyntaxError):
+        return None
+    tables = {
+        target.id: line.value
+        for line in body
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Dict)
+        for target in line.targets
+        if isinstance(target, ast.Name)
+    }
+    parts = tables[TABLE].values if TABLE in tables else []
+    named = [tables[part.id] for part in parts if isinstance(part, ast.Name) and part.id in tables]
+    return {str(ast.literal_eval(key)) for table in named for key in table.keys if key is not None} or None
+
+
+CHECKS: dict[str, Check] = {
+    "requirements": machine.requirements,
+    "cards": machine.cards,
+    **machine.QUICK,
+    **{name: partial(_ask, name) for name in preflight.CHECKS},
+    "files": files,
+    "directories": directories,
+    "resume": resume,
+    "login": login,
+    "mirror": mirror,
+    "architecture": architecture,
+    "serving": serving,
+    "rows": rows,
+    "cache": cache,
+    "memory and disk": memory_and_disk,
+}
+NEEDS = {
+    "login": {"requirements", "trackers"},
+    "mirror": {"requirements"},
+    "architecture": {"requirements", "model", "adapters"},
+    "serving": {"architecture"},
+    "rows": {"requirements", "model", "template", "files"},
+    "cache": {"rows"},
+    "memory and disk": {"cards", "architecture"},
+}
+"""Without those, a check would only say the same again."""
+
+
+def launch_of(config: Config, asked: int | None) -> Launch:
+    """What would be started here on the ranks asked for."""
+    try:
+        num_gpus, layout = 0 if config.trainer.device == "cpu" else count_gpus(), node_layout(os.environ)
+        return Launch(config, choose_num_ranks(asked, num_gpus=num_gpus), num_gpus, layout)
+    except ConfigError as error:
+        return Launch(config, asked or DEFAULT_NUM_CPU_RANKS, problem=str(error))
+
+
+def examine(launch: Launch) -> Iterator[tuple[str, Checked | None]]:
+    """By check what it says; None for one that must wait until others are mended."""
+    broken = set[str]()
+    for name, check in CHECKS.items():
+        if NEEDS.get(name, set()) & broken:
+            broken.add(name)
+            yield name, None
+            continue
+        for found in _said(check, launch):
+            if found.level == "fail":
+                broken.add(name)
+            yield name, found
+
+
+def _said(check: Check, launch: Launch) -> list[Checked]:
+    try:
+        return list(check(launch)) or [Checked("ok", "nothing is wrong")]
+    except Exception as error:  # whatever a run would end with
+        says_itself = isinstance(error, ConfigError | DataError | CannotWriteError | OSError)
+        return [Checked("fail", str(error) if says_itself else f"{type(error).__name__}: {error}")]

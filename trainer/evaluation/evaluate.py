@@ -1,30 +1,163 @@
-"""Scoring checkpoints of a run beside its training: one after the other, each once, whatever ends this (floor 5)."""
+"""Scoring checkpoints of a run beside its training, each once, whatever ends this; trackers are shown it (floor 5)."""
 
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import fsio, layout, lease
+from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.evaluation.questions import Question, digest_of_questions
 from trainer.evaluation.sandbox import SandboxLimits
-from trainer.evaluation.scorers import Score, Scorer
-from trainer.runtime.evaluations import FILE_NAME, PREFIX, SAMPLE, SUMMARY, read_evaluations
+from trainer.evaluation.scorers import Question, Score, Scorer, digest_of_questions
+from trainer.runtime.evaluations import (
+    EXEC,
+    FILE_NAME,
+    PREFIX,
+    SAMPLE,
+    SUCCESS_RATE,
+    SUMMARY,
+    read_evaluations,
+    read_summaries,
+)
 from trainer.runtime.json_lines import AppendFile, strict
-from trainer.serving.engines import PEFT_CONFIG
+from trainer.runtime.processes import run_in
+from trainer.serving.engines import PEFT_CONFIG, VLLM, adapter_of, require_module
 from trainer.serving.generation import BATCH, Engine, Sampling
+from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
+
+INSTALL = "lm-evaluation-harness: pip install lm-eval (with vLLM: pip install 'lm-eval[vllm]')"
+NUM_LINES = 12
+
+
+@dataclass(frozen=True)
+class Result:
+    """`name`: `task_metric`; `error`: its standard error or 0; `n`: samples, None where the harness does not say."""
+
+    name: str
+    value: float
+    error: float
+    n: int | None
+
+
+def run_tasks(
+    export: Path, tasks: str, *, engine: str, python: str, seed: int, words: Sequence[str] = ()
+) -> list[Result]:
+    """Every result; `words` are more options of lm_eval. Raises `ConfigError` where it fails or measures nothing."""
+    require_module("lm_eval", python, INSTALL)
+    model, adapter, _ = adapter_of(export)
+    arguments = [f"pretrained={model}", "dtype=auto"]
+    if adapter is not None:
+        arguments.append(f"{'lora_local_path' if engine == VLLM else 'peft'}={adapter}")
+        if (adapter / "tokenizer_config.json").exists():
+            arguments.append(f"tokenizer={adapter}")
+    with tempfile.TemporaryDirectory(prefix="sft-harness-") as work:
+        # the last of two equal options counts: what says which model is scored comes behind the user's words
+        command = ["-m", "lm_eval", *words, "--model", "vllm" if engine == VLLM else "hf", "--tasks", tasks]
+        command += ["--model_args", ",".join(arguments), "--output_path", work, "--seed", str(seed)]
+        ended = run_in(python, *command)
+        files = sorted(Path(work).rglob("results*.json"))
+        tree = json.loads(files[-1].read_text()) if files else {}
+        found = list(_results(tree))
+        if ended.returncode != 0 or not found:
+            said = "\n".join(ended.stderr.splitlines()[-NUM_LINES:])
+            raise ConfigError(f"lm_eval ended with {ended.returncode} and {len(found)} results:\n{said}")
+    return found
+
+
+def _results(tree: Mapping[str, Any]) -> Iterator[Result]:
+    for task, values in tree.get("results", {}).items():
+        n = tree.get("n-samples", {}).get(task, {}).get("effective")
+        for name, value in values.items():
+            metric, _, choice = name.partition(",")
+            if choice and not metric.endswith("_stderr") and isinstance(value, int | float):
+                error = values.get(f"{metric}_stderr,{choice}")
+                error = float(error) if isinstance(error, int | float) else 0.0
+                yield Result(f"{task}_{metric}{'' if choice == 'none' else f'_{choice}'}", float(value), error, n)
+
+
+DIRECTORY = "evaluation"
+MAX_SAMPLES = 64
+"""Of one checkpoint in a tracker's table."""
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Hands on what trackers lack; opened with the first result."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._run_dir, self._name = run_dir, name
+        self._directory = run_dir / DIRECTORY / name
+        self._tracking: Tracking | None = None
+
+    def publish(self) -> None:
+        """Every summary of this name that was not sent yet, as kills leave some behind, by rising step."""
+        log = self._directory / metrics_file.FILE_NAME
+        metric = PREFIX + self._name
+        sent = {row["step"]: row.get(metric) for row in read_metrics(log)} if log.exists() else {}
+        for step, row in read_summaries(self._run_dir).get(metric, {}).items():
+            if sent.get(step) == row["mean"]:
+                continue
+            if any(later > step for later in sent):
+                logger.warning(
+                    "step %d comes after later ones, which trackers do not draw: a clean run of all is made by "
+                    "bash run_sft.sh resend %s --to wandb",
+                    *(step, self._directory),
+                )
+            tracking = self._opened()
+            values = {metric: row["mean"]} | ({SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {})
+            bounds = {f"{metric}_{side}": row[side] for side in ("low", "high") if row.get(side) is not None}
+            tracking.log(values | bounds, step)
+            tracking.table(f"{metric}/samples", step, self._samples(row))
+            sent[step] = row["mean"]
+
+    def close(self) -> None:
+        if self._tracking is not None:
+            self._tracking.finish()
+
+    def _opened(self) -> Tracking:
+        if self._tracking is None:
+            run = run_info.read_run_file(self._run_dir / run_info.FILE_NAME)
+            config: dict[str, Any] = run.get("config") or {}
+            chosen = config.get("trainer", {}).get("logger", ())  # a list, or one name
+            names = (run.get("project_name", self._run_dir.parent.name), run.get("experiment_name", self._run_dir.name))
+            self._tracking = Tracking(
+                str(names[0]),
+                f"{names[1]}_{self._name}",
+                [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name != "console"],
+                {"evaluation": self._name, "of": str(names[1])},
+                run_dir=self._directory,
+                group=str(run.get("group", names[1])),
+            )
+        return self._tracking
+
+    def _samples(self, summary: Any) -> list[dict[str, str | float]]:
+        rows = [row for row in read_evaluations(self._run_dir) if row["kind"] == SAMPLE]
+        shown = [row for row in rows if row.get("key") == summary.get("key")][:MAX_SAMPLES]
+        return [
+            {
+                "prompt": str(row["prompt"][-1].get("content", "")),
+                "answer": str(row["answer"]),
+                "completion": row["completion"],
+                "score": row["score"],
+                "reason": row["reason"],
+            }
+            for row in shown
+        ]
+
 
 Z = 1.959964
 """Of a 95 % interval."""
@@ -73,11 +206,11 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation, *, tell: Ca
     rows = [row for row in read_evaluations(run_dir) if row.get("key") == key]
     if any(row["kind"] == SUMMARY for row in rows):
         return False
-    with lease.reading(info.path) as is_there:
+    with retention.reading(info.path) as is_there:
         if not is_there:
             tell(f"step {info.step}: was deleted before it could be scored")
             return False
-        _require_export(info)
+        require_export(info)
         digest = fsio.sha256_of(info.path / MANIFEST)
         file = AppendFile(run_dir / FILE_NAME)
         try:
@@ -103,7 +236,7 @@ def append_result(run_dir: Path, *, name: str, step: int, value: float, **about:
     file.close()
 
 
-def _require_export(info: CheckpointInfo) -> None:
+def require_export(info: CheckpointInfo) -> None:
     export = info.path / layout.HUGGINGFACE
     if not (export / "config.json").exists() and not (export / PEFT_CONFIG).exists():
         raise ConfigError(

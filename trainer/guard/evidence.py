@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.batch import StepBatch, document_sums
-from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.distributed import World
+from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
 
 logger = logging.getLogger(__name__)

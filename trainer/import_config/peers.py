@@ -10,11 +10,101 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.import_config import rules, sources
-from trainer.import_config.answers import DIFFERS, Answer, Given, Rule, became, differs, no_equal, nothing
-from trainer.import_config.lora import TWICE, lora_rules
-from trainer.import_config.verl_rules import ENGINE_DEFAULTS, LEGACY_DEFAULTS, VERL_RULES
+from trainer.import_config.rules import (
+    DIFFERS,
+    TRACKERS,
+    TWICE,
+    Answer,
+    Given,
+    Rule,
+    became,
+    differs,
+    lora_rules,
+    no_equal,
+    nothing,
+)
 
-ALL, THREE_PER_CENT = "all", "3 %, at most 100 steps"
+NONE, ALL, THREE_PER_CENT = "none", "all", "3 %, at most 100 steps"
+
+
+def _tokens(given: Given, limit: int) -> dict[str, int]:
+    """A forward pass must hold the longest sample: verl's limit of tokens is no bound."""
+    sharing = ("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size")
+    size = max(int(given.value(name, 1)) for name in sharing)
+    return {"data__max_token_len_per_gpu": max(limit, -(-int(given.value("data.max_length")) // size))}
+
+
+def _samples(given: Given, value: Any) -> Answer:
+    if given.value("data.use_dynamic_bsz"):
+        return nothing("data.max_token_len_per_gpu decides")
+    limit = _tokens(given, int(value) * int(given.value("data.max_length")))
+    return became(data__micro_batch_size_per_gpu=int(value), **limit)
+
+
+def _validation(_: Given, value: Any) -> Answer:
+    return became("no validation", data__val_ratio=0.0) if value == NONE else became(data__val_files=value)
+
+
+def _column(key: str) -> Rule:
+    def rule(given: Given, value: Any) -> Answer:
+        if given.value("data.multiturn.enable"):
+            return nothing("rows hold messages")
+        inside = given.value(f"data.{key.removesuffix('_key')}_dict_keys") or []
+        names = [value, *(inside if isinstance(inside, list) else [inside])]
+        return became(**{f"data__{key}": ".".join(map(str, names))})
+
+    return rule
+
+
+def _keep(_: Given, value: Any) -> Answer:
+    return became(trainer__max_ckpt_to_keep=None if value == ALL else int(value))
+
+
+def _logger(_: Given, value: Any) -> Answer:
+    names = value if isinstance(value, list) else [value]
+    known = [name for name in names if name in ("console", *TRACKERS)]
+    other = [str(name) for name in names if name not in (*known, "file")]
+    if other:
+        return differs(f"trackers are {', '.join(TRACKERS)}, not {', '.join(other)}", trainer__logger=known)
+    return became(trainer__logger=known or ["console"])
+
+
+VERL_RULES: dict[str, Rule] = {
+    "data.micro_batch_size": rules.says("verl does not read it, data.micro_batch_size_per_gpu it does"),
+    "data.micro_batch_size_per_gpu": _samples,
+    "data.max_token_len_per_gpu": lambda given, value: became(**_tokens(given, int(value))),
+    "data.val_files": _validation,
+    "data.prompt_key": _column("prompt_key"),
+    "data.response_key": _column("response_key"),
+    "data.prompt_dict_keys": rules.says("it is in data.prompt_key"),
+    "data.response_dict_keys": rules.says("it is in data.response_key"),
+    "trainer.save_freq": lambda _, value: rules.frequency("save_freq", value),
+    "trainer.test_freq": lambda _, value: rules.frequency("test_freq", value),
+    "trainer.logger": _logger,
+    "trainer.max_ckpt_to_keep": _keep,
+}
+_DEFAULTS = {
+    "data.train_batch_size": 256,
+    "data.max_length": 1024,
+    "data.micro_batch_size_per_gpu": 4,
+    "data.val_files": NONE,
+    "model.enable_gradient_checkpointing": True,
+    "trainer.total_epochs": 4,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.max_ckpt_to_keep": ALL,
+}
+LEGACY_DEFAULTS = _DEFAULTS | {"optim.lr": 1e-5, "data.prompt_key": "question", "data.response_key": "answer"}
+"""Of `fsdp_sft_trainer`; what it does as ours does is left out."""
+ENGINE_DEFAULTS = _DEFAULTS | {
+    "data.use_dynamic_bsz": True,
+    "data.max_token_len_per_gpu": 8192,
+    "optim.lr": 1e-3,
+    "optim.betas": [0.9, 0.999],
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_scheduler_type": "constant",
+}
+"""Of `sft_trainer`."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +117,11 @@ class Peer:
     rules: Mapping[str, Rule]
 
 
-def _keep(_: Given, value: Any) -> Answer:
-    return became(trainer__max_ckpt_to_keep=None if value == ALL else int(value))
-
-
 def _trains_assistant(given: Given, value: Any) -> Answer:
     if value or given.value("completion_only_loss"):
         return nothing("only the assistant's turns are trained")
     text = "of rows of messages every token is trained there, the assistant's turns alone here; rows of prompt and "
     return differs(f"{text}completion are trained alike")
-
-
-def _trains_completion(_: Given, value: Any) -> Answer:
-    return nothing("only the assistant's turns are trained") if value else no_equal("prompts are not trained")
 
 
 def _loss(_: Given, value: Any) -> Answer:
@@ -49,10 +131,6 @@ def _loss(_: Given, value: Any) -> Answer:
 
 def _cut(ways: Mapping[str, str]) -> Rule:
     return lambda _, value: became(data__truncation=ways[value]) if value in ways else no_equal("see data.truncation")
-
-
-def _cut_of_both(_: Given, __: Any) -> Answer:
-    return differs("a row that is too long loses its end, there its turns lose theirs", data__truncation="right")
 
 
 def _template(known: Mapping[str, str | None]) -> Rule:
@@ -97,11 +175,6 @@ def _text_column(given: Given, value: Any) -> Answer:
     return differs("rows with a column text and no messages are plain text there: data.text_key=text")
 
 
-def _horizon(_: Given, value: Any) -> Answer:
-    text = "the learning rate falls over these steps, there over all epochs"
-    return differs(text, trainer__total_training_steps=int(value))
-
-
 def _only(*stages: Any) -> Rule:
     def rule(_: Given, value: Any) -> Answer:
         if value not in stages:
@@ -109,10 +182,6 @@ def _only(*stages: Any) -> Rule:
         return nothing("supervised fine-tuning")
 
     return rule
-
-
-def _word(name: str) -> Rule:
-    return lambda _, value: became(**{name: value})
 
 
 HF_DEFAULTS = {
@@ -151,15 +220,17 @@ TRL = Peer(
         "dtype": rules.pure_bf16,
         "torch_dtype": rules.pure_bf16,
         "assistant_only_loss": _trains_assistant,
-        "completion_only_loss": _trains_completion,
+        "completion_only_loss": lambda _, value: (
+            nothing("only the assistant's turns are trained") if value else no_equal("prompts are not trained")
+        ),
         "dataset_text_field": _text_column,
         "loss_type": _loss,
-        "max_length": lambda _, value: became(data__max_length=int(value)),
+        "max_length": rules.word("data__max_length", int),
         "truncation_mode": _cut({"keep_start": "right", "keep_end": "left"}),
-        "use_peft": lambda _, __: nothing("rank and layers of the adapters follow"),
+        "use_peft": rules.says("rank and layers of the adapters follow"),
         "dataset_name": sources.trl_dataset,
-        "dataset_train_split": lambda _, __: nothing("it is in data.train_files"),
-        "dataset_config": lambda _, __: nothing("it is in data.train_files"),
+        "dataset_train_split": rules.says("it is in data.train_files"),
+        "dataset_config": rules.says("it is in data.train_files"),
         "dataset_test_split": sources.trl_validation,
         "datasets": sources.listed_datasets,
     },
@@ -176,20 +247,19 @@ AXOLOTL = Peer(
         "micro_batch_size": rules.batch,
         "num_epochs": rules.epochs,
         "lr_scheduler": rules.schedule,
-        "cosine_min_lr_ratio": lambda _, __: nothing("it is in optim.min_lr_ratio"),
+        "cosine_min_lr_ratio": rules.says("it is in optim.min_lr_ratio"),
         "optimizer": rules.optimizer,
         "warmup_ratio": _axolotl_warmup,
-        "context_parallel_size": rules.share_sequence,
-        "sequence_parallel_degree": rules.share_sequence,
+        **dict.fromkeys(rules.RANKS_OF_SEQUENCE, rules.word("model__ulysses_sequence_parallel_size", int)),
         "adapter": _adapter,
-        "lora_model_dir": _word("model__lora_adapter_path"),
+        "lora_model_dir": rules.word("model__lora_adapter_path"),
         "save_total_limit": _keep,
         "bf16": _axolotl_bf16,
         "excess_length_strategy": _cut({"drop": "drop", "truncate": "right", "raise": "error"}),
         "val_set_size": rules.val_share,
         "sample_packing": rules.packed,
         "chat_template": _template({"tokenizer_default": None, "chatml": "chatml", "llama3": "llama3"}),
-        "chat_template_jinja": _word("data__chat_template"),
+        "chat_template_jinja": rules.word("data__chat_template"),
         "datasets": sources.listed_datasets,
         "rl": _only(False),
     },
@@ -198,21 +268,17 @@ LLAMA_FACTORY = Peer(
     "LLaMA-Factory",
     ("LLaMA-Factory", "transformers", "TRL", "others"),
     HF_DEFAULTS
-    | {
-        "learning_rate": 5e-5,
-        "cutoff_len": 2048,
-        "truncation of turns": True,
-        "neat_packing": False,
-        "disable_gradient_checkpointing": False,
-    }
+    | {"learning_rate": 5e-5, "cutoff_len": 2048, "truncation of turns": True, "disable_gradient_checkpointing": False}
     | {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": TWICE, "lora_target": "all", "bf16": False}
     | {"neat_packing": False},
     HF_RULES
     | lora_rules(lambda given: given.value("finetuning_type") == "lora", rank="lora_rank", targets="lora_target")
     | {
-        "truncation of turns": _cut_of_both,
+        "truncation of turns": lambda _, __: differs(
+            "a row that is too long loses its end, there its turns lose theirs", data__truncation="right"
+        ),
         "finetuning_type": _finetuning,
-        "adapter_name_or_path": _word("model__lora_adapter_path"),
+        "adapter_name_or_path": rules.word("model__lora_adapter_path"),
         "disable_gradient_checkpointing": lambda _, value: rules.recompute(_, not value),
         "pure_bf16": rules.pure_bf16,
         "use_dft_loss": lambda _, value: became(model__loss="dft" if value else "cross_entropy"),
@@ -228,6 +294,14 @@ LLAMA_FACTORY = Peer(
     },
 )
 VERL_LEGACY = Peer(
-    "verl", ("verl", "torchrun"), LEGACY_DEFAULTS, VERL_RULES | {"trainer.total_training_steps": _horizon}
+    "verl",
+    ("verl", "torchrun"),
+    LEGACY_DEFAULTS,
+    VERL_RULES
+    | {
+        "trainer.total_training_steps": lambda _, value: differs(
+            "the learning rate falls over these steps, there over all epochs", trainer__total_training_steps=int(value)
+        )
+    },
 )
 VERL = Peer("verl", ("verl", "torchrun"), ENGINE_DEFAULTS, VERL_RULES)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from trainer.config import ConfigError
-from trainer.import_config.answers import ForeignSetting
+from trainer.import_config.rules import ForeignSetting
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 _VARIABLE = re.compile(r"\$(?:(\w+|[@*#])|\{(\w+)(?::?-([^${}]*))?\})")

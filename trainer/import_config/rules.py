@@ -1,9 +1,71 @@
-"""What becomes of the settings that transformers' trainers share, where a table of names does not tell."""
+"""What becomes of a setting, what a rule may ask of the others, and the rules that transformers' trainers share."""
 
 import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.import_config.answers import Answer, Given, Rule, became, differs, no_equal, nothing
+BECAME, NOTHING, DIFFERS, NO_EQUAL, UNKNOWN = "became", "changes nothing", "differs", "no equal", "unknown"
+
+
+@dataclass(frozen=True)
+class ForeignSetting:
+    """A key of the other trainer; `line` of the file, None for a default of that trainer."""
+
+    key: str
+    value: Any
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`words`: our keys and their values; `text` says what they leave unsaid."""
+
+    kind: str
+    text: str = ""
+    words: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Given:
+    """All settings of a file, with the defaults of its trainer for what it leaves open.
+
+    `num_ranks`: those of its launch, if known; `mean_tokens` of a row, if given, for packed sequences.
+    """
+
+    settings: Mapping[str, ForeignSetting]
+    num_ranks: int | None
+    mean_tokens: float | None
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """`default` also for null."""
+        setting = self.settings.get(key)
+        return default if setting is None or setting.value is None else setting.value
+
+    def has(self, keys: Iterable[str]) -> bool:
+        return any(self.value(key) for key in keys)
+
+
+Rule = Callable[[Given, Any], Answer]
+"""From the settings and the value of one of them."""
+
+
+def became(text: str = "", /, **words: Any) -> Answer:
+    """A word `data__max_length` stands for `data.max_length`."""
+    return Answer(BECAME, text, {name.replace("__", "."): value for name, value in words.items()})
+
+
+def differs(text: str, /, **words: Any) -> Answer:
+    return Answer(DIFFERS, text, became(**words).words)
+
+
+def nothing(text: str = "") -> Answer:
+    return Answer(NOTHING, text)
+
+
+def no_equal(text: str) -> Answer:
+    return Answer(NO_EQUAL, text)
+
 
 PER_DEVICE = ("per_device_train_batch_size", "micro_batch_size")
 LENGTHS = ("max_length", "max_seq_length", "sequence_len", "cutoff_len")
@@ -11,7 +73,7 @@ PACKED = ("packing", "sample_packing", "neat_packing")
 RANKS_OF_SEQUENCE = ("context_parallel_size", "sequence_parallel_degree")
 NEVER_CLIPS = 1e9
 CLOSE_OPTIMIZERS = ("8bit", "4bit", "bnb", "torchao", "apex", "npu", "xla")
-TRACKERS = ("wandb", "tensorboard", "mlflow")
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 SCHEDULES = ("linear", "cosine", "constant")
 
 
@@ -37,10 +99,6 @@ def batch(given: Given, per_device: Any) -> Answer:
     return became(f"{product} packed sequences of {length:,} tokens", data__train_batch_size=rows, **words)
 
 
-def accumulation(_: Given, __: Any) -> Answer:
-    return nothing("it is in data.train_batch_size; how often it accumulates follows from what fits a forward pass")
-
-
 def epochs(given: Given, value: Any) -> Answer:
     if int(given.value("max_steps", -1)) > 0:
         return nothing("max_steps decides")
@@ -48,10 +106,6 @@ def epochs(given: Given, value: Any) -> Answer:
         return became(trainer__total_epochs=int(value))
     text = f"passes are whole here; {value} of them: trainer.total_training_steps={value} x rows / batch"
     return differs(text, trainer__total_epochs=math.ceil(float(value)))
-
-
-def steps(_: Given, value: Any) -> Answer:
-    return became(trainer__total_training_steps=int(value)) if int(value) > 0 else nothing()
 
 
 def schedule(given: Given, value: Any) -> Answer:
@@ -100,14 +154,6 @@ def optimizer(_: Given, value: Any) -> Answer:
     return became(optim__name="adamw")
 
 
-def betas(given: Given, _: Any) -> Answer:
-    return became(optim__betas=[float(given.value("adam_beta1", 0.9)), float(given.value("adam_beta2", 0.999))])
-
-
-def clip(_: Given, value: Any) -> Answer:
-    return became("" if value else "never clips", optim__clip_grad=float(value) or NEVER_CLIPS)
-
-
 def bf16(given: Given, value: Any) -> Answer:
     if value == "auto":
         return became(model__fsdp_config__param_dtype="auto")
@@ -138,14 +184,6 @@ def sharding(_: Given, value: Any) -> Answer:
     return nothing("how parameters lie is model.fsdp_config; loss and gradient do not depend on it")
 
 
-def share_sequence(_: Given, value: Any) -> Answer:
-    return became(model__ulysses_sequence_parallel_size=int(value))
-
-
-def seed(_: Given, value: Any) -> Answer:
-    return became("the order of rows is another one all the same", trainer__seed=int(value))
-
-
 def save_strategy(_: Given, value: Any) -> Answer:
     if value == "steps":
         return nothing()
@@ -157,7 +195,7 @@ def save_strategy(_: Given, value: Any) -> Answer:
 def save_steps(given: Given, value: Any) -> Answer:
     if given.value("save_strategy", "steps") != "steps" or given.has(["saves_per_epoch"]):
         return nothing("another setting decides when it saves")
-    return _frequency("save_freq", value)
+    return frequency("save_freq", value)
 
 
 def eval_strategy(given: Given, value: Any) -> Answer:
@@ -168,10 +206,12 @@ def eval_strategy(given: Given, value: Any) -> Answer:
 
 
 def eval_steps(given: Given, value: Any) -> Answer:
-    return _frequency("test_freq", value) if given.value("eval_strategy", "no") != "no" else nothing("no validation")
+    return frequency("test_freq", value) if given.value("eval_strategy", "no") != "no" else nothing("no validation")
 
 
-def _frequency(name: str, value: Any) -> Answer:
+def frequency(name: str, value: Any) -> Answer:
+    if isinstance(value, str):
+        return no_equal(f"trainer.{name} counts steps")
     if 0 < float(value) < 1:
         return no_equal(f"trainer.{name} counts steps; this is a share of all")
     return became(**{f"trainer__{name}": int(value)})
@@ -201,30 +241,77 @@ def packed(given: Given, value: Any) -> Answer:
     return nothing("documents always lie side by side and never see each other; the batch counts rows")
 
 
+def says(text: str) -> Rule:
+    """Of a setting that changes nothing here, whatever its value."""
+    return lambda _, __: nothing(text)
+
+
+def word(name: str, kind: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """Of a setting that is one of ours, in whose type its value is written."""
+    return lambda _, value: became(**{name: kind(value)})
+
+
 COMMON: dict[str, Rule] = {
-    "gradient_accumulation_steps": accumulation,
-    "max_steps": steps,
+    "gradient_accumulation_steps": says(
+        "it is in data.train_batch_size; how often it accumulates follows from what fits a forward pass"
+    ),
+    "max_steps": lambda _, value: became(trainer__total_training_steps=int(value)) if int(value) > 0 else nothing(),
     "warmup_steps": warmup_steps,
     "warmup_ratio": warmup_ratio,
-    "adam_beta1": betas,
-    "adam_beta2": lambda _, __: nothing("it is in optim.betas"),
-    "max_grad_norm": clip,
+    "adam_beta1": lambda given, _: became(
+        optim__betas=[float(given.value("adam_beta1", 0.9)), float(given.value("adam_beta2", 0.999))]
+    ),
+    "adam_beta2": says("it is in optim.betas"),
+    "max_grad_norm": lambda _, value: became(
+        "" if value else "never clips", optim__clip_grad=float(value) or NEVER_CLIPS
+    ),
     "bf16": bf16,
     "gradient_checkpointing": recompute,
-    "deepspeed": sharding,
-    "fsdp": sharding,
-    "fsdp_config": sharding,
-    "fsdp_version": sharding,
-    "seed": seed,
-    "weight_decay": lambda _, value: became(optim__weight_decay=float(value)),
-    "trust_remote_code": lambda _, value: became(model__trust_remote_code=bool(value)),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "fsdp_version"), sharding),
+    "seed": lambda _, value: became("the order of rows is another one all the same", trainer__seed=int(value)),
+    "weight_decay": word("optim__weight_decay", float),
+    "trust_remote_code": word("model__trust_remote_code", bool),
     "save_strategy": save_strategy,
     "save_steps": save_steps,
     "eval_strategy": eval_strategy,
     "evaluation_strategy": eval_strategy,
     "eval_steps": eval_steps,
     "report_to": trackers,
-    "ddp_timeout": lambda _, __: nothing("a hang ends the run after trainer.hang_timeout_s or trainer.dist_timeout_s"),
+    "ddp_timeout": says("a hang ends the run after trainer.hang_timeout_s or trainer.dist_timeout_s"),
     "packing_strategy": lambda given, value: nothing() if value != "wrapped" else packed(given, True),
     "lr_scheduler_kwargs": lambda _, value: nothing("see the schedule") if value else nothing(),
 }
+
+
+TWICE = "twice the rank"
+PEFT_DEFAULT = ["q_proj", "v_proj"]
+"""What peft takes for Llama, Qwen, Mistral and Gemma where no layers are named."""
+
+
+def lora_rules(is_on: Callable[[Given], bool], *, rank: str, targets: str) -> dict[str, Rule]:
+    """`rank` and `targets` are what the trainer calls the rank and the layers with adapters."""
+
+    def when_on(rule: Rule) -> Rule:
+        return lambda given, value: rule(given, value) if is_on(given) else nothing("no adapters are trained")
+
+    rules: dict[str, Rule] = {
+        rank: word("model__lora_rank", int),
+        "lora_alpha": lambda given, value: became(
+            model__lora_alpha=2 * int(given.value(rank)) if value == TWICE else int(value)
+        ),
+        "lora_dropout": lambda _, value: no_equal("adapters have no dropout") if value else nothing(),
+        targets: _targets,
+        "lora_target_linear": lambda _, value: became(model__target_modules="all-linear") if value else nothing(),
+        **dict.fromkeys(("use_rslora", "peft_use_rslora"), word("model__use_rslora", bool)),
+    }
+    return {name: when_on(rule) for name, rule in rules.items()}
+
+
+def _targets(given: Given, value: Any) -> Answer:
+    if given.value("lora_target_linear") or value in ("all", "all-linear"):
+        return became(model__target_modules="all-linear")
+    if value is None:
+        text = "what peft takes for Llama, Qwen, Mistral and Gemma; other families have other names"
+        return differs(text, model__target_modules=PEFT_DEFAULT)
+    names = value.split(",") if isinstance(value, str) else value
+    return became(model__target_modules=[str(name).strip() for name in names])

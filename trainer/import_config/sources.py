@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.import_config.answers import Answer, Given, Rule, became, differs, no_equal
+from trainer.import_config.rules import Answer, Given, Rule, became, differs, no_equal
 
 _FILE = re.compile(r"(\.{0,2}/|~|\$).*|.*\.(jsonl?|parquet)(\.gz|\.zst)?")
 _CHAT_TYPES = (None, "chat_template", "sharegpt")

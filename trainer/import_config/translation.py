@@ -10,12 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config import Config, ConfigError, find_foreign, known_keys, parse_config, problem_with_key
-from trainer.import_config.answers import UNKNOWN, Answer, ForeignSetting, Given, became, no_equal, nothing
 from trainer.import_config.peers import AXOLOTL, LLAMA_FACTORY, TRL, VERL, VERL_LEGACY, Peer
 from trainer.import_config.reading import ForeignFile, flat, read_foreign
-from trainer.import_config.rules import PER_DEVICE
+from trainer.import_config.rules import PER_DEVICE, UNKNOWN, Answer, ForeignSetting, Given, became, no_equal, nothing
 from trainer.run.compose import PARTS
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 PEERS = {"verl": VERL, "trl": TRL, "axolotl": AXOLOTL, "llama-factory": LLAMA_FACTORY}
 RANKS = ("num_processes", "nproc_per_node", "num_gpus", "trainer.n_gpus_per_node")

@@ -10,12 +10,11 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainer.config import Config, ConfigError
-from trainer.doctor.checked import Launch
-from trainer.doctor.machine import require_machine
-from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError, DataError
+from trainer.config import ConfigError
+from trainer.doctor.machine import Launch, require_machine
+from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
+from trainer.launch.mirroring import is_up, mirrored, say_behind
 from trainer.launch.ranks import (
     NodeLayout,
     choose_num_ranks,
@@ -25,19 +24,19 @@ from trainer.launch.ranks import (
     parse_arguments,
     rank_environment,
 )
-from trainer.launch.supervise import run_agent, status_directory, supervise
+from trainer.launch.supervise import status_directory, supervise
 from trainer.launch.watchdog import Watchdog
 from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
 
-if TYPE_CHECKING:
-    from trainer.run.preflight import DataFiles
-
 
 def main(argv: list[str], *, is_program: bool = False) -> int:
-    if argv[:1] == ["--agent"]:
-        return run_agent(argv[1:])
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("ERROR: the current directory was removed: `cd` to one that exists", file=sys.stderr)
+        return EXIT_USAGE
     if argv and re.fullmatch("[a-z][a-z-]*", argv[0]):
         from trainer.cli.__main__ import main as run_command
 
@@ -51,22 +50,32 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
         if {"--help", "-h", "--cfg"} & set(arguments.overrides):
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
-        from trainer.run.preflight import require_ready
+        from trainer.run.preflight import already_said, require_ready
 
         files = require_ready(config)
         layout = node_layout(os.environ)
         num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
-        if layout.num_nodes == 1 and (message := _already_said(config, files, num_ranks)):
-            print(message)
+        launch = Launch(config, num_ranks, num_gpus, layout)
+        said = already_said(config, files, num_ranks=num_ranks) if layout.num_nodes == 1 else None
+        if said:
+            print(said)
+            if not is_up(config):
+                say_behind(config)
             return EXIT_DONE
-        require_machine(Launch(config, num_ranks, num_gpus, layout))
-        overrides = arguments.overrides
-        if config.automatic:
-            overrides += chosen_words(num_ranks * layout.num_nodes, overrides)
+        with mirrored(config, layout) as refusal:
+            return _train(launch, arguments.overrides) if refusal is None else refusal
     except (ConfigError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
+
+
+def _train(launch: Launch, overrides: list[str]) -> int:
+    """The ranks from their start to the exit code of the run. Raises what a run that cannot start would end with."""
+    config, layout, num_ranks = launch.config, launch.layout, launch.num_ranks
+    require_machine(launch)
+    if config.automatic:
+        overrides += chosen_words(num_ranks, layout, overrides)
     if layout.num_nodes > 1:
         print(
             f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
@@ -84,18 +93,6 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
     return code
 
 
-def _already_said(config: Config, files: "DataFiles", num_ranks: int) -> str | None:
-    """What a run said at its end that is complete, and of which nothing has changed. Raises `ConfigError`."""
-    from trainer.run import finished
-    from trainer.run.preflight import find_model_dir
-
-    run_dir = Path(config.trainer.default_local_dir)
-    if not (run_dir / finished.RECORD).exists():
-        return None
-    stamp = finished.stamp_of(config, files, find_model_dir(config.model), num_ranks=num_ranks)
-    return finished.recall(run_dir, stamp)
-
-
 def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int) -> list[str]:
     """Command line of torchrun's agent. Alone it picks a free port itself, so that runs on one host never meet.
 
@@ -110,7 +107,7 @@ def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], 
     options = [f"--nnodes={layout.num_nodes}", f"--nproc-per-node={num_ranks}", "--max-restarts=0", *meeting]
     # no handlers of its own: the launcher stops the ranks; no log files: it would leave them in TMPDIR
     options += ["--signals-to-handle=", f"--log-dir={os.devnull}"]
-    return [sys.executable, "-m", "trainer.launch", "--agent", *options, "-m", "trainer", *overrides]
+    return [sys.executable, "-m", "trainer.launch.agent", *options, "-m", "trainer", *overrides]
 
 
 if __name__ == "__main__":

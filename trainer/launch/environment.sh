@@ -19,7 +19,7 @@ prepare_python() {
     exec 9<&-
 }
 
-has_requirements() { "$python" -m trainer.cli.requirements $extra 2>/dev/null; }
+has_requirements() { "$python" -m trainer.launch.requirements $extra 2>/dev/null; }
 
 is_installed() { [ "$(cat "$venv/.installed${extra:+-$extra}" 2>/dev/null)" = "$wanted" ]; }
 
@@ -36,7 +36,11 @@ install_requirements() {
     if [ ! -x "$python" ] || [ -e "$venv/.installing" ]; then
         candidate=$(find_base_python)
         rm -rf "$venv"
-        mkdir "$venv"
+        if ! mkdir "$venv"; then
+            echo "ERROR: $venv cannot be made: activate an environment that has the requirements" \
+                "(pip install -e '$root${extra:+[$extra]}' -c constraints.txt), or take a checkout of your own" >&2
+            exit 73
+        fi
         touch "$venv/.installing"
         "$candidate" -m venv "$venv"
     fi

@@ -1,5 +1,8 @@
-"""Whether the kernel killed a process because memory ran out, by its own counters (floor 5, no torch)."""
+"""Host memory that this process may use, and whether the kernel killed one for it, by its own counters (floor 5, no
+torch).
+"""
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +33,27 @@ class MemoryKills:
         self._names, self._groups = _memory_groups(proc, mounted_at)
         self._num_before = self._count()
 
+    def killer(self, number: int) -> str:
+        """The signal that killed a process, with the reason if the kernel sent it."""
+        reason = self.explain() if number == signal.SIGKILL else None
+        return signal.Signals(number).name + (f", by the kernel: {reason}" if reason else "")
+
+    def limit(self) -> tuple[int, Path]:
+        """The smallest in bytes, and the group that it is of; `UNLIMITED_BYTES` or more where there is none."""
+        limits = [(limit, group) for group in self._groups if (limit := _number(group / self._names.limit))]
+        return min(limits, default=(UNLIMITED_BYTES, Path()))
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that this process may use: the machine's, or what its control group leaves of that."""
+        machine_bytes = 1024 * _fields(self._proc / "meminfo").get("MemTotal:", UNLIMITED_BYTES)
+        return min(machine_bytes, self.limit()[0])
+
     def explain(self) -> str | None:
         """The limit that was met, with its numbers; None when nothing was killed for memory."""
         if self._count() <= self._num_before:
             return None
-        limits = [(limit, group) for group in self._groups if (limit := _number(group / self._names.limit))]
-        limit_bytes, group = min(limits, default=(UNLIMITED_BYTES, Path()))
+        limit_bytes, group = self.limit()
         if limit_bytes < UNLIMITED_BYTES:
             peak = _number(group / self._names.peak)
             used = f", {_gib(peak)} were used at most" if peak else ""

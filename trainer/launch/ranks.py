@@ -1,4 +1,5 @@
-"""How many ranks start here, which of several machines this is, and what the ranks find in their environment.
+"""How many ranks start here, which of several machines this is, over which network interface it reaches the others, and
+what the ranks find in their environment.
 
 No torch: it is asked in a process of its own, and only where there may be a GPU (floor 5).
 """
@@ -6,14 +7,17 @@ No torch: it is asked in a process of its own, and only where there may be a GPU
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import AF_INET, AF_INET6
+
+import psutil
 
 from trainer.config import ConfigError, own_words
-from trainer.launch.network_interface import gloo_interface
 from trainer.run.compose import with_recipe
 
 USAGE = """usage: bash run_sft.sh [N] [key=value ...]
@@ -100,13 +104,13 @@ def count_gpus() -> int:
     return int(number)
 
 
-def chosen_words(num_ranks: int, overrides: Sequence[str]) -> list[str]:
-    """What `auto` stands for among so many ranks on all machines: in a process of its own, which needs torch.
+def chosen_words(num_here: int, layout: NodeLayout, overrides: Sequence[str]) -> list[str]:
+    """What `auto` stands for among so many ranks on each machine: in a process of its own, which needs torch.
 
     Raises `ConfigError` where nothing fits.
     """
-    command = [sys.executable, "-m", "trainer.planner.choose", str(num_ranks), *overrides]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "trainer.planner.choose", str(num_here * layout.num_nodes), str(num_here)]
+    done = subprocess.run([*command, *overrides], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ConfigError("the automatic settings could not be chosen: the reason stands above")
     return done.stdout.split()
@@ -175,6 +179,54 @@ def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: i
     threads = thread_count(num_ranks, num_cores=len(os.sched_getaffinity(0)))
     # `-m` would look in the folder of the caller first, which may hold a package of this name
     added = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+    # what a lost rank means is said by the run; torch's warnings of it are stacks of C++
+    added |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     if layout.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
         added |= gloo_interface(layout.master_addr)
     return {**added, **env, "SFT_STATUS_DIR": str(status_dir)}
+
+
+ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses kept for documentation: the route to them is the default route."""
+LOOPBACK = {"127.0.0.1", "::1"}
+
+
+def gloo_interface(master_addr: str) -> dict[str, str]:
+    """`GLOO_SOCKET_IFNAME` for the ranks, or nothing when no route tells.
+
+    gloo would listen where the name of this machine leads, and on Debian and in containers that is 127.0.1.1, which
+    no other machine reaches. On the first machine its own address may lead there too; then the default route tells,
+    or that there is only one interface to take.
+    """
+    for host in (master_addr, *ANYWHERE):
+        if name := _interface_to(host):
+            return {"GLOO_SOCKET_IFNAME": name}
+    names = list(_outward_interfaces())
+    return {"GLOO_SOCKET_IFNAME": names[0]} if len(names) == 1 else {}
+
+
+def _interface_to(host: str) -> str | None:
+    """The interface of the route to a host, unless that is this machine's loopback. Sends nothing."""
+    try:
+        resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in resolved:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)
+            except OSError:
+                continue
+            own = probe.getsockname()[0]
+        if name := next((name for name, addresses in _outward_interfaces().items() if own in addresses), None):
+            return name
+    return None
+
+
+def _outward_interfaces() -> dict[str, set[str]]:
+    """Addresses by interface, without the loopback and without those that nothing can reach."""
+    found = {
+        name: {entry.address.partition("%")[0] for entry in entries if entry.family in (AF_INET, AF_INET6)}
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: addresses for name, addresses in found.items() if addresses and not addresses & LOOPBACK}

@@ -1,6 +1,10 @@
-"""Whether this interpreter has the package's dependencies; `environment.sh` asks before it makes one (floor 5)."""
+"""Whether this interpreter has the package's dependencies (floor 5).
+
+`environment.sh` asks before it makes one: `python -m trainer.launch.requirements [extra]` exits 0 when all are met.
+"""
 
 import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 
@@ -29,3 +33,7 @@ def _is_met(text: str) -> bool:
     except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
         return False
     return requirement.specifier.contains(installed)
+
+
+if __name__ == "__main__":
+    sys.exit(1 if unmet_requirements(*sys.argv[1:2]) else 0)

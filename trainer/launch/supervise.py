@@ -6,7 +6,6 @@ after a signal; so ranks write their pid and exit code into the status directory
 """
 
 import functools
-import logging
 import os
 import shutil
 import signal
@@ -20,10 +19,9 @@ from pathlib import Path
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
 from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.environment import uncollected
-from trainer.runtime.file_lock import try_lock
+from trainer.runtime.files import try_lock
 from trainer.runtime.processes import die_with_parent
-from trainer.runtime.signals import AGENT_PID, heeded_signals, report_exit_code
+from trainer.runtime.signals import heeded_signals, rank_pids, reported_exit_code
 
 POLL_S = 1.0
 STATUS_PREFIX, STATUS_MARK = "sft-", "launcher"
@@ -70,23 +68,24 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Pat
             received = signal.sigtimedwait(awaited, POLL_S)
             if watchdog.finds_hang():
                 watchdog.end_run(agent)
-                return killed_exit_code(_reported_code(status_dir))
+                return killed_exit_code(reported_exit_code(status_dir))
             watchdog.wake_agent(agent)
             if watchdog.finds_agent_waiting():
                 watchdog.kill(agent)
-                return run_exit_code(_reported_code(status_dir), agent_code=EXIT_DONE, was_signalled=was_signalled)
+                return run_exit_code(reported_exit_code(status_dir), agent_code=EXIT_DONE, was_signalled=was_signalled)
             # not in the set: Python 3.11 returns any number when SIGCONT interrupts it after its time ran out
             if received is None or received.si_signo not in forwarded:
                 continue
             was_signalled = True
             if not _signal_ranks(status_dir, received.si_signo):
                 watchdog.kill(agent)
-                return killed_exit_code(_reported_code(status_dir))
+                return killed_exit_code(reported_exit_code(status_dir))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    reported = _reported_code(status_dir)
+    reported = reported_exit_code(status_dir)
     if reported is None and agent.returncode < 0:
-        print(f"ERROR: the ranks were killed by {_killer(-agent.returncode, memory_kills)}", file=sys.stderr)
+        killer = memory_kills.killer(-agent.returncode)
+        print(f"ERROR: the ranks were killed by {killer}; continue with the same command", file=sys.stderr)
     return run_exit_code(reported, agent_code=agent.returncode, was_signalled=was_signalled)
 
 
@@ -115,51 +114,8 @@ def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
 
 def _signal_ranks(status_dir: Path, number: int) -> bool:
     """Send a signal to every registered rank; False when there is none yet."""
-    texts = [path.read_text() for path in status_dir.glob("rank_*.pid")]
-    pids = [int(text) for text in texts if text]
+    pids = rank_pids(status_dir).values()
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
     return bool(pids)
-
-
-def _reported_code(status_dir: Path) -> int | None:
-    try:
-        return int((status_dir / "exit_code").read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def _killer(number: int, memory_kills: MemoryKills) -> str:
-    """The signal that killed a process, with the reason if the kernel sent it."""
-    reason = memory_kills.explain() if number == signal.SIGKILL else None
-    return signal.Signals(number).name + (f", by the kernel: {reason}" if reason else "")
-
-
-def run_agent(argv: list[str]) -> int:
-    """torchrun without its own words: the last thing a user reads is the error of the rank.
-
-    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted would kill them.
-    """
-    for number in heeded_signals():
-        signal.signal(number, lambda *_: None)
-    os.environ[AGENT_PID] = str(os.getpid())
-    logging.disable(logging.CRITICAL)
-    memory_kills = MemoryKills()
-    with uncollected():
-        from torch.distributed import DistError, run
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        run.run(run.parse_args(argv))
-    except ChildFailedError as error:
-        for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
-                killer = _killer(-failure.exitcode, memory_kills)
-                print(f"ERROR: rank {rank} was killed by {killer}; continue with the same command", file=sys.stderr)
-        return EXIT_CRASH
-    except DistError as error:  # only the meeting of the machines raises it
-        report_exit_code(EXIT_RESUMABLE)
-        reason = str(error).partition("\n")[0]  # below it are torch's own frames
-        print(f"ERROR: the machines did not meet: {reason}", file=sys.stderr)
-    return EXIT_DONE

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from pathlib import Path
 import psutil
 
 from trainer.runtime.heartbeat import Beat, unpack_beat
-from trainer.runtime.processes import STOPPED, status_of
+from trainer.runtime.processes import STOPPED, begun, status_of
+from trainer.runtime.signals import rank_pids
 
 MAX_GAP_S = 5.0
 """Longest silence counted between two polls: when the launcher itself was suspended, the ranks had no chance either."""
@@ -69,11 +69,10 @@ class Watchdog:
         """Whether a living rank has been silent for longer than its phase allows, by the launcher's own clock."""
         now = time.monotonic()
         passed_s, self._polled_at = min(now - self._polled_at, MAX_GAP_S), now
-        for path in self.status_dir.glob("rank_*.pid"):
-            number = int(path.stem.removeprefix("rank_"))
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if number not in self._ranks and (pid := _content(path)):
-                    self._ranks[number] = Rank(number, psutil.Process(int(pid)))
+        for number, pid in rank_pids(self.status_dir).items():
+            if number not in self._ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._ranks[number] = Rank(number, psutil.Process(pid))
         self._ranks = {number: self._observe(rank, passed_s) for number, rank in self._ranks.items()}
         return any(rank.is_hung for rank in self._ranks.values())
 
@@ -137,10 +136,12 @@ class Watchdog:
         stacks = self._collect_stacks(ranks)
         files = {f"rank_{number}.txt": f"{line}\n\n{stacks[number]}" for number, line in lines.items()}
         try:
-            place = f"in {_written_within(COPY_S, self.run_dir, files)}"
+            # with a time limit, because a dead file system may be what hangs
+            place = f"in {begun(lambda: _write_hang_dir(self.run_dir, files)).result(COPY_S)}"
         except OSError as error:
             print("\n".join(files.values()), file=sys.stderr)
-            place = f"above, because nothing can be written to {self.run_dir}: {error}"
+            reason = str(error) or f"no answer within {COPY_S:g} s"
+            place = f"above, because nothing can be written to {self.run_dir}: {reason}"
         listing = "\n".join(f"  {line}" for line in lines.values())
         print(
             f"ERROR: the run hangs: no progress for longer than a phase allows; all ranks of {socket.gethostname()} "
@@ -183,25 +184,6 @@ def _describe(rank: Rank) -> str:
 def _condition(process: psutil.Process) -> str:
     status = status_of(process)
     return CONDITIONS.get(status, status or "ended")
-
-
-def _written_within(timeout_s: float, run_dir: Path, files: dict[str, str]) -> Path:
-    """`_write_hang_dir` with a time limit, because a dead file system may be what hangs. Raises `OSError`."""
-    outcome: list[Path | OSError] = []
-
-    def write() -> None:
-        try:
-            outcome.append(_write_hang_dir(run_dir, files))
-        except OSError as error:
-            outcome.append(error)
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(timeout_s)
-    result = outcome[0] if outcome else TimeoutError(f"no answer within {timeout_s:g} s")
-    if isinstance(result, OSError):
-        raise result
-    return result
 
 
 def _write_hang_dir(run_dir: Path, files: dict[str, str]) -> Path:

@@ -3,11 +3,16 @@
 import logging
 from contextlib import closing
 
+import torch
+
 from trainer import metrics
+from trainer.batch import LossOutput
+from trainer.data.loader import ValidationBatches
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
+from trainer.guard.guard import Decision
 from trainer.loop.run import Run
 from trainer.loop.step import training_step
-from trainer.loop.validation import validate
+from trainer.monitor.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +31,7 @@ def _train(run: Run) -> int | None:
     run.meter.clock.begin()
     if (exit_code := _settle_debts(run)) is not None:
         return exit_code
-    _begin_step(run)
+    run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
     run.meter.clock.begin()
     with closing(iter(run.batches)) as batches:
         for batch in batches:
@@ -45,12 +50,8 @@ def _train(run: Run) -> int | None:
                 return EXIT_DIVERGED
             if (exit_code := _end_step(run, batch.step, row)) is not None:
                 return exit_code
-            _begin_step(run)
+            run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
     return EXIT_DONE
-
-
-def _begin_step(run: Run) -> None:
-    run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
 
 
 def _settle_debts(run: Run) -> int | None:
@@ -132,3 +133,41 @@ def _log_rest(run: Run) -> None:
     rest = {**metrics.take_numbers(), **run.checkpoints.take_metrics(step)}
     if rest:
         run.log(rest, step, kind="end")
+
+
+def validate(run: Run, step: int) -> Decision:
+    """Measure, log and judge the model as it is after `step`, over every validation sample, token-weighted; owed when a
+    stop is requested before the end.
+    """
+    run.loop.owes_validation = run.validation_batches is not None
+    if run.validation_batches is None or run.is_stopping:
+        return Decision()
+    with run.detail.phase("sft/eval"):
+        metrics = _measure(run, run.validation_batches)
+    if metrics is None:
+        return Decision()
+    run.loop.owes_validation = False
+    decision = run.guard.observe_validation(step, metrics["val/loss"], train_loss=run.meter.loss_ema)
+    run.loop.has_stopped_early = decision.is_stop
+    run.log({**metrics, **run.guard.validation_scores()}, step)
+    run.meter.note_duration("eval", run.meter.clock.exclude())
+    return decision
+
+
+@torch.no_grad()
+def _measure(run: Run, batches: ValidationBatches) -> dict[str, float] | None:
+    """The metrics; None when a stop was requested before the last batch."""
+    run.heartbeat.enter("validate", limit_s=run.hang_timeout_s)
+    run.model.eval()
+    validation = Validation(run.world, length_facts=batches.length_facts, sources=batches.sources)
+    for batch in batches:
+        validation.begin_batch()
+        for micro_batch in batch.micro_batches:
+            inputs = micro_batch.to(run.world.device)
+            output: LossOutput = run.model(inputs)
+            validation.add(inputs, output)
+            run.heartbeat.beat()
+        run.is_stopping = validation.end_batch(batch, is_stopping=run.stop.is_set)
+        if run.is_stopping:
+            return None
+    return validation.row(train_loss=run.meter.loss_ema)

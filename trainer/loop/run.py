@@ -1,22 +1,30 @@
-"""What a run is made of (floor 3): `trainer/run/main.py` makes the parts, the functions of this package use them."""
+"""What a run is made of (floor 3): `trainer/run/main.py` makes the parts, the functions of this package use them.
 
+And what of it survives a restart, by name.
+"""
+
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.state import ModelShards, OptimizerShards, Stateful, WeightBuffers
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
 from trainer.model.experts import Routers
+from trainer.monitor.memory import RollDetail
 from trainer.monitor.meter import Meter
-from trainer.monitor.roll_detail import RollDetail
 from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState
+from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
@@ -77,8 +85,68 @@ class Run:
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained; to walk the modules anew in every step would hold up the host."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return [parameter for parameters in self.blocks.values() for parameter in parameters]
+
+    @cached_property
+    def blocks(self) -> dict[str, list[nn.Parameter]]:
+        """The same by block: a numbered layer, else the module they lie in."""
+        blocks: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                layer = re.match(r"(.*?\.\d+)\.", name)
+                blocks.setdefault(layer[1] if layer else name.rpartition(".")[0], []).append(parameter)
+        return blocks
 
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
         if self.tracking is not None:
             self.tracking.log(row, step, kind)
+
+
+logger = logging.getLogger(__name__)
+
+
+def stateful_parts(
+    world: World,
+    model: PreTrainedModel,
+    routers: Routers,
+    optimizer: Optimizer,
+    lr_schedule: LrSchedule,
+    batches: TrainLoader,
+    guard: Guard,
+    loop: LoopState,
+    meter: Meter,
+    tracking: Tracking | None,
+) -> dict[str, Stateful]:
+    """All that is saved, loaded and rolled back. A new part is a line here, and its two methods.
+
+    A checkpoint from before a part was there leaves it as it begins.
+    """
+    return {
+        "model": ModelShards(model),
+        "optimizer": OptimizerShards(model, optimizer),
+        "data": batches,
+        "lr_scheduler": RateState(lr_schedule, batches),
+        "rng": seeding.GeneratorState(world.device),
+        "buffers": WeightBuffers(model),
+        "routers": routers,
+        "guard": guard,
+        "loop": loop,
+        "meter": meter,
+        **({} if tracking is None else {"tracking": tracking}),
+    }
+
+
+class RateState:
+    """The rate follows the step and the configuration: what is saved tells readers, and a resume what has changed."""
+
+    def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:
+        self._schedule, self._batches = schedule, batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._schedule.state_dict(), "last_epoch": self._batches.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        now = self._schedule.state_dict()
+        changes = [f"{key}: {state_dict.get(key)} -> {now[key]}" for key in now if state_dict.get(key) != now[key]]
+        if changes:
+            logger.warning("the learning rate follows another schedule from here on: %s", ", ".join(changes))

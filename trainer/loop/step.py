@@ -11,6 +11,7 @@ from trainer.detection import StepLimits
 from trainer.guard.guard import Decision
 from trainer.loop.run import Run
 from trainer.model import parallelize
+from trainer.monitor.meter import BLOCK_SQUARES
 from trainer.monitor.packet import loss_key, reduce_packet
 from trainer.optim.clip import clipped_step, local_square_sum, norm_squares
 from trainer.runtime import seeding
@@ -59,6 +60,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
             **router_sums,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
             **run.meter.take_update_squares(),
+            **(block_square_sums(run) if run.meter.is_rare(batch.step) else {}),
             "num_stop_requests": run.stop.is_set,
             "num_save_requests": run.world.is_main and run.checkpoints.is_retry_due(),
         },
@@ -119,6 +121,12 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
     if num_own := sum(micro_batch.num_loss_tokens for micro_batch in batch.micro_batches):
         metrics.put("train/loss_max_rank", loss_sum / num_own)
     return sums
+
+
+def block_square_sums(run: Run) -> dict[str, Tensor]:
+    """Squared norm of this rank's share of the gradient of each block: float64 scalars."""
+    squares = ((name, local_square_sum(parameters)) for name, parameters in run.blocks.items())
+    return {f"{BLOCK_SQUARES}{name}": square / run.world.num_replicas for name, square in squares}
 
 
 def is_left_out(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:

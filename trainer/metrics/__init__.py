@@ -1,6 +1,6 @@
 """The one table of metrics (floor 0): what each is, how ranks combine it, how it is shown; `put` gives one its value.
 
-A new metric is an entry of `table.py` and a `put` where its value is known: what its `over_ranks` says decides whether
+A new metric is an entry of `table.tsv` and a `put` where its value is known: what its `over_ranks` says decides whether
 the value travels to the other ranks, and its row, the guard's rules, console, histories and docs/metrics.md follow.
 """
 
@@ -34,7 +34,7 @@ def put(key: str, value: SupportsFloat) -> None:
     number of the host and only needs a row. A name that is not in the table is logged as rank 0 has it, with a warning.
     """
     if _way(key) is None:
-        cause = f"metric '{key}' is not in the table: add its entry (trainer/metrics/table.py) on every rank"
+        cause = f"metric '{key}' is not in the table: add its entry (trainer/metrics/table.tsv) on every rank"
         warnings.warn(cause, UnknownMetricWarning, stacklevel=2)
     _values[key] = value
 
@@ -67,6 +67,18 @@ def find(key: str) -> Metric | None:
 
 def by_group() -> list[Metric]:
     return sorted(METRICS.values(), key=lambda metric: list(GROUPS).index(metric.group))
+
+
+def charts() -> dict[str, dict[str, list[str]]]:
+    """For dashboards, by group and title: what is logged every step or validation, both of one name in one chart."""
+    titled: dict[str, list[str]] = {}
+    for key, metric in METRICS.items():
+        if metric.every in ("step", "eval") and "<" not in key:
+            titled.setdefault(key.removeprefix("train/").removeprefix("val/"), []).append(key)
+    sections: dict[str, dict[str, list[str]]] = {}
+    for title, keys in titled.items():
+        sections.setdefault(METRICS[keys[0]].group, {})[title] = keys
+    return sections
 
 
 def with_aliases(row: Mapping[str, float]) -> dict[str, float]:

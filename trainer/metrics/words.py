@@ -1,10 +1,11 @@
 """What an entry of the table of metrics says, and the words it may say it with."""
 
+import csv
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from importlib.resources import files
+from typing import Any, Literal
 
 GROUPS = {
     "optimisation": "loss, gradient, learning rate",
@@ -88,6 +89,12 @@ Better = Literal["down", "up", "middle", "none"]
 Every = Literal["step", "eval", "checkpoint", "rare", "timer", "event", "asked"]
 
 
+def read_table(path: str) -> list[dict[str, Any]]:
+    """The rows of a table of metrics beside the code, by the names of its columns."""
+    text = files("trainer").joinpath(path).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
 @dataclass(frozen=True)
 class Metric:
     key: str
@@ -103,10 +110,15 @@ class Metric:
     """The metric whose values of all ranks it combines in another way; empty: its own."""
     config: tuple[str, ...] = ()
     """Configuration keys that shape it."""
-    console: Callable[[float], str] | None = None
-    """How a line of the console shows it, in the order of the table."""
+    console: str = ""
+    """How a line of the console shows it, in the order of the table: a format of `{}`, or of `{duration}`."""
     csv: str = ""
     """Its column in the histories and how an epoch's steps become one value: `seconds sum`."""
+
+    @property
+    def factor(self) -> float:
+        """From its unit to what people are shown."""
+        return 1e-3 if self.unit == "1e-3" else 1
 
     @property
     def source(self) -> str:

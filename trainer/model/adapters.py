@@ -127,7 +127,8 @@ def _given(path: str) -> "LoraConfig":
     plain, own = LoraConfig().to_dict(), found.to_dict()
     # how its first values were drawn says nothing, but for ways that change the base
     free = _FREE | {"init_lora_weights"} if own["init_lora_weights"] in (True, False, "gaussian") else _FREE
-    odd = [key for key in own if key not in free | _HELD and own[key] != plain.get(key)]
+    # peft writes an empty list for experts of which none has an adapter
+    odd = [key for key in own if key not in free | _HELD and (own[key] or None) != (plain.get(key) or None)]
     if odd:
         values = ", ".join(f"{key}={own[key]}" for key in odd)
         raise ConfigError(f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: {values}")

@@ -123,6 +123,11 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
     errors, refusal = selfcheck.Errors(0.0, {"": 0.0}), None
     try:
         errors = selfcheck.compare(model, world.device, max_length=max_length, formula=formula)
+    except torch._dynamo.exc.Unsupported as error:
+        raise ConfigError(
+            f"model.enable_gradient_checkpointing=selective with model.compile=true needs each layer in one graph, "
+            f"which {name} is not here ({str(error).splitlines()[0]}); use true or false"
+        ) from error
     except Exception as error:
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
@@ -146,7 +151,8 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
         if not found <= allowed:
             return f"{what} differs by {found:.1e} from transformers' own forward pass (allowed: {allowed:.0e})"
     within = f"{max(loss, 1e-9):.0e}, its gradient within {max(gradient, 1e-9):.0e} (relative)"
-    logger.info("self-check: loss equals transformers' own forward pass within %s", within)
+    computed = str(dtype).removeprefix("torch.")
+    logger.info("self-check: loss equals transformers' own forward pass within %s, in %s", within, computed)
     return None
 
 

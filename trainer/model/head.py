@@ -1,6 +1,7 @@
 """The output projection with the loss inside: the full logits never exist.
 
-Shape suffixes: S supervised positions, C positions of one chunk, H hidden size, V vocabulary.
+Shape suffixes: S supervised positions, B those whose logits exist, C those the loss is computed of, H hidden size,
+V vocabulary.
 """
 
 from typing import Any
@@ -12,14 +13,18 @@ from torch.autograd.function import once_differentiable
 from trainer.batch import LossOutput
 from trainer.losses import Loss, LossAndGradient
 
-CHUNK_TOKENS = 1024
-"""Positions per chunk: a chunk's logits in fp32 are `CHUNK_TOKENS * V * 4` bytes, 0.6 GB for V = 152k."""
+BLOCK_TOKENS, LOGITS_BYTES = 4096, 5 * 2**28
+"""Positions whose logits exist at a time, fewer where those would take more. Each block rewrites the weight's gradient,
+which is 6.5 GB of memory traffic for 7B and V = 152k; beside 4,096 positions' products that is little. Vocabulary and
+dtype alone decide, not the card: the sum over blocks rounds alike wherever a run goes on."""
+CHUNKS = 8
+"""In a block. The loss, which takes several times a chunk's logits in float32, sees one after the other."""
 
 
 class LossHead(nn.Linear):
     """`lm_head` under its own name and parameters; given labels it returns their loss instead of logits.
 
-    Being one module call, it is one all-gather and one reduce-scatter under FSDP however many chunks it takes.
+    Being one module call, it is one all-gather and one reduce-scatter under FSDP however many blocks it takes.
     """
 
     loss: LossAndGradient
@@ -44,11 +49,19 @@ class LossHead(nn.Linear):
             return super().forward(hidden_SH)
         if torch.is_grad_enabled():
             return LossOutput(*_ChunkedLoss.apply(hidden_SH, self.weight, self.bias, labels_S, self.loss))
-        chunks = zip(hidden_SH.split(CHUNK_TOKENS), labels_S.split(CHUNK_TOKENS), strict=True)
+        _, size = _sizes(self.out_features, hidden_SH.dtype)
+        chunks = zip(hidden_SH.split(size), labels_S.split(size), strict=True)
         outputs = [measure(super(LossHead, self).forward(hidden_CH), labels_C) for hidden_CH, labels_C in chunks]
         _, losses, hits = zip(*outputs, strict=True)
         losses_S = torch.cat(losses)
         return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, torch.cat(hits))
+
+
+def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Positions of a block, by its bytes a power of two as micro-batches often are, and of a chunk."""
+    num_fitting = LOGITS_BYTES // (vocabulary * dtype.itemsize)
+    block_size = min(BLOCK_TOKENS, 1 << num_fitting.bit_length() >> 1)
+    return max(1, block_size), max(1, block_size // CHUNKS)
 
 
 def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
@@ -85,7 +98,7 @@ class _LossOfLogits(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss whose gradients are computed chunk by chunk in the forward pass; the weight's is summed in fp32."""
+    """Summed loss whose gradients are computed block by block in the forward pass; the weight's is summed in fp32."""
 
     @staticmethod
     def forward(
@@ -97,17 +110,22 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and is_bias_trained else None
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
-        for start in range(0, len(labels_S), CHUNK_TOKENS):
-            part = slice(start, start + CHUNK_TOKENS)
-            hidden_CH, labels_C = hidden_SH[part], labels_S[part]
-            logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
-            hits_S[part] = likeliest(logits_CV, labels_C)
-            losses_S[part], grad_logits_CV = loss(logits_CV, labels_C)
+        block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
+        for start in range(0, len(labels_S), block_size):
+            block = slice(start, start + block_size)
+            grad_logits_BV = torch.nn.functional.linear(hidden_SH[block], weight_VH, bias_V)  # at first the logits
+            parts = (
+                tensor.split(chunk_size) for tensor in (grad_logits_BV, labels_S[block], losses_S[block], hits_S[block])
+            )
+            for logits_CV, labels_C, losses_C, hits_C in zip(*parts, strict=True):
+                hits_C.copy_(likeliest(logits_CV, labels_C))
+                for target, found in zip((losses_C, logits_CV), loss(logits_CV, labels_C), strict=True):
+                    target.copy_(found)
             if grad_bias_V is not None:
-                grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
-            grad_hidden_SH[part] = grad_logits_CV @ weight_VH
+                grad_bias_V += grad_logits_BV.sum(0, dtype=torch.float32)
+            grad_hidden_SH[block] = grad_logits_BV @ weight_VH
             if grad_weight_VH is not None:
-                grad_weight_VH += grad_logits_CV.T @ hidden_CH
+                grad_weight_VH += grad_logits_BV.T @ hidden_SH[block]
         ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
         ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
         ctx.mark_non_differentiable(losses_S, hits_S)

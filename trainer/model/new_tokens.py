@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime import seeding
-from trainer.runtime.atomic_files import publish
+from trainer.runtime.files import publish
 
 logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64

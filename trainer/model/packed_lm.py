@@ -153,9 +153,9 @@ def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
     """Refuse what the fused head would silently get wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
     if type(model.get_output_embeddings()) is not nn.Linear:
-        raise ConfigError(f"{name} has no linear output head")
+        raise ConfigError(f"{name} has no linear output head, and cannot be trained here: name a causal language model")
     if model.base_model is model:
-        raise ConfigError(f"{name} has no part without the output head (base_model_prefix)")
+        raise ConfigError(f"{name} has no part without the output head (base_model_prefix), and cannot be trained here")
 
 
 def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
@@ -208,7 +208,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks that are sharded, compiled and recomputed one by one: the largest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of decoder layers")
+        raise ConfigError(f"{type(model).__name__} has no list of decoder layers, and cannot be trained here")
     sizes = [sum(parameter.numel() for parameter in layers.parameters()) for layers in lists]
     return list(lists[sizes.index(max(sizes))])
 

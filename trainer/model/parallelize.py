@@ -1,12 +1,13 @@
 """What is done to a model on meta before it gets weights, in the only order that works: recompute, compile, shard."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, OFFLOAD, SELECTIVE, ConfigError, ModelConfig
@@ -33,10 +34,11 @@ def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> No
     frozen = compute_dtype(config.fsdp_config.param_dtype, world.device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
-    if config.enable_gradient_checkpointing:
+    is_selective = config.enable_gradient_checkpointing == SELECTIVE
+    if config.enable_gradient_checkpointing and not (is_selective and config.compile):
         recompute_activations(model, str(config.enable_gradient_checkpointing))
     if config.compile:
-        compile_layers(model)  # which fuses norms by itself
+        compile_layers(model, is_selective=is_selective)  # which fuses norms by itself
     else:
         take_over_norms(model)
     shard(model, config, world)
@@ -52,8 +54,7 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
         )
     settings: dict[str, Any] = {"use_reentrant": False, "context_fn": attention.checkpoint_contexts}
     if how == SELECTIVE:
-        selective = partial(create_selective_checkpoint_contexts, _expensive())
-        settings["context_fn"] = partial(attention.checkpoint_contexts, selective)
+        settings["context_fn"] = partial(attention.checkpoint_contexts, _selective())
     model.gradient_checkpointing_enable(settings)
     if how == OFFLOAD:
         owner: Any = model
@@ -61,8 +62,8 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
         model._set_gradient_checkpointing(gradient_checkpointing_func=owner.host_inputs.checkpoint)
 
 
-def _expensive() -> list[Any]:
-    """Operations whose results are kept: linear layers, experts and fused attention. The rest costs little."""
+def _selective() -> Callable[[], attention.Contexts]:
+    """Keeps what linear layers, experts and fused attention make, for `checkpoint`. The rest costs little."""
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
     names = [
@@ -75,17 +76,22 @@ def _expensive() -> list[Any]:
         "_scaled_dot_product_flash_attention_for_cpu",
     ]
     known = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    return [operation.default for operation in (*known, torch.ops.torch_attn._varlen_attn)]
+    kept = [operation.default for operation in (*known, torch.ops.torch_attn._varlen_attn)]
+    return partial(create_selective_checkpoint_contexts, kept)
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
     """Compile each layer's forward, one graph for all since they are alike, and the loss; FSDP's hooks stay outside.
 
-    Shapes are dynamic from the start: every batch has another number of tokens.
+    Shapes are dynamic from the start: every batch has another number of tokens. Selective recomputation is part of the
+    graph, which must then be one: around compiled code it would keep memory that the code writes to again.
     """
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        forward = layer.forward
+        if is_selective:
+            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=_selective())
+        layer.forward = torch.compile(forward, dynamic=True, fullgraph=is_selective)
     head: Any = model.get_output_embeddings()
     head.loss = torch.compile(head.loss.__call__, dynamic=True)
 

@@ -1,8 +1,12 @@
-"""Where the time of a step goes: phases that add up to its wall time."""
+"""Where the time of a step goes: phases that add up to its wall time, and on request the file that shows them."""
 
+import json
+import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -77,3 +81,45 @@ class PhaseClock:
         if mark.phase in ON_DEVICE and before.event is not None and mark.event is not None:
             return before.event.elapsed_time(mark.event) / 1e3
         return mark.at_s - before.at_s
+
+
+logger = logging.getLogger(__name__)
+DIRECTORY = "trace"
+FLUSH_EVERY = 200
+
+
+class TraceFile:
+    """Appends one span a line; the array is never closed, which the format allows. A file that fails is given up."""
+
+    def __init__(self, run_dir: Path, *, rank: int) -> None:
+        self._rank, self._num_spans = rank, 0
+        self._offset_s = time.time() - time.perf_counter()
+        directory = run_dir / DIRECTORY
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"rank_{rank}.json"
+        is_new = not path.exists()
+        self._file = path.open("a", encoding="utf-8")
+        if is_new:
+            self._file.write("[\n")
+
+    def span(self, span: Span) -> None:
+        """`span` starts on the clock of `time.perf_counter`."""
+        phase, start_s, took_s = span
+        event = {
+            "name": phase,
+            "ph": "X",
+            "pid": self._rank,
+            "tid": os.getpid(),
+            "ts": round((start_s + self._offset_s) * 1e6),
+            "dur": round(took_s * 1e6),
+        }
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(event) + ",\n")
+            self._num_spans += 1
+            if self._num_spans % FLUSH_EVERY == 0:
+                self._file.flush()
+        except OSError as error:
+            logger.warning("the trace of rank %d ends here: %s", self._rank, error)
+            self._file.close()

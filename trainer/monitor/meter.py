@@ -18,9 +18,8 @@ from trainer.batch import StepBatch, StepFlops
 from trainer.metrics.table import PHASES
 from trainer.metrics.words import COMBINED
 from trainer.monitor.clock import PhaseClock, Span
-from trainer.monitor.memory import DEVICE_FIELDS, GIB, Memory
+from trainer.monitor.memory import DEVICE_FIELDS, GIB, GpuSampler, Memory
 from trainer.monitor.packet import Totals, losses_by_source
-from trainer.monitor.system import GpuSampler
 from trainer.monitor.throughput import Window, peak_tflops
 from trainer.progress import Remembered
 from trainer.runtime.distributed import World
@@ -32,6 +31,8 @@ MAX_PPL_LOSS = 50.0
 """Perplexity is capped at exp of this: a number, not an infinity."""
 UPDATE_SQUARES = ("param_square_sum", "update_square_sum")
 """They travel with the step after the update, which is the one that reports them."""
+BLOCK_SQUARES = "grad_square_sum/"
+"""Before the name of a block: its part of the squared gradient norm."""
 OWN_PHASES = ("data", "shard", "logging", "guard")
 """In which a rank works by itself: in the others it may be waiting for a slower one."""
 
@@ -58,7 +59,10 @@ class Plan:
 class Meter(Remembered):
     """One per rank; rows differ between ranks only where the table says that rank 0's counts. Survives restarts."""
 
-    KEPT: ClassVar = ("_num_samples", "_num_tokens", "_num_valid_tokens", "_productive_s", "_ema", "_num_ema")
+    KEPT: ClassVar = (
+        *("_num_samples", "_num_tokens", "_num_valid_tokens", "_productive_s", "_ema", "_num_ema"),
+        "_clipped",
+    )
 
     def __init__(
         self,
@@ -259,6 +263,9 @@ class Meter(Remembered):
             param_norm, update_norm = (math.sqrt(totals.sums[name]) for name in UPDATE_SQUARES)
             found |= {"optim/param_norm": param_norm, "optim/update_norm": update_norm}
             found["optim/update_ratio"] = update_norm / param_norm
+        for name, square in totals.sums.items():
+            if name.startswith(BLOCK_SQUARES):
+                found[f"optim/grad_norm/{name.removeprefix(BLOCK_SQUARES)}"] = math.sqrt(square)
         return found
 
 

@@ -4,37 +4,28 @@ import re
 import statistics
 from collections import deque
 
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "B300": 2250.0,
-    "GB200": 2500.0,
-    "GB300": 2500.0,
-    "H100": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H200": 989.0,
-    "H200 NVL": 835.0,
-    "GH200": 989.0,
-    "H800": 989.0,
-    "H800 PCIe": 756.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A30": 165.0,
-    "A10": 125.0,
-    "A10G": 70.0,
-    "L4": 121.0,
-    "L40": 181.0,
-    "L40S": 362.0,
-    "RTX A6000": 155.0,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.0,
-    "RTX 3090": 71.0,
-    "MI250X": 191.5,
-    "MI300X": 1307.0,
-    "MI325X": 1307.0,
+_NAMES = {
+    2250.0: ("B200", "B300"),
+    2500.0: ("GB200", "GB300"),
+    989.0: ("H100", "H200", "GH200", "H800"),
+    756.0: ("H100 PCIe", "H800 PCIe"),
+    835.0: ("H100 NVL", "H200 NVL"),
+    148.0: ("H20",),
+    312.0: ("A100", "A800"),
+    149.7: ("A40",),
+    165.0: ("A30", "RTX 4090"),
+    125.0: ("A10",),
+    70.0: ("A10G",),
+    121.0: ("L4",),
+    181.0: ("L40",),
+    362.0: ("L40S",),
+    155.0: ("RTX A6000",),
+    209.5: ("RTX 5090",),
+    71.0: ("RTX 3090",),
+    191.5: ("MI250X",),
+    1307.0: ("MI300X", "MI325X"),
 }
+PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
 """Dense bfloat16 with sums in float32, by the words of the device's name. From the vendors' data sheets, which mostly
 give twice as much, for sparse matrices: NVIDIA's of each product (H100 and H800 without addition: SXM), AWS's of the
 A10G, AMD's of the Instinct series (an MI250X is two devices); GeForce: NVIDIA's white papers on Ampere, Ada, Blackwell.

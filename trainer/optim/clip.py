@@ -31,6 +31,8 @@ class Optimizer(torch.optim.Optimizer):
 def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Sum of squared gradient elements of this rank's shards: float64 scalar on the gradients' device."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     norms = torch._foreach_norm(grads, 2, dtype=torch.float64)
     return torch.stack(norms).square().sum()
 

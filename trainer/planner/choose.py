@@ -1,6 +1,7 @@
 """What `auto` stands for: the fastest settings that fit, chosen once, before a rank starts (floor 5).
 
-python -m trainer.planner.choose N [key=value ...]   prints the words to append; N: ranks on all machines together
+python -m trainer.planner.choose N M [key=value ...]   prints the words to append; N: ranks on all machines together, M
+here
 """
 
 import sys
@@ -8,14 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from trainer.checkpoint.choice import candidates_of
+from trainer.checkpoint.choice import candidates_of, contents_of
 from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, SELECTIVE, Config, ConfigError
 from trainer.errors import EXIT_USAGE
 from trainer.planner.forecast import Change, Forecast, default_memory_gib, forecaster
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, local_card, predict
 from trainer.run.compose import load_config, with_words
 from trainer.runtime.distributed import pick_device, require_divided
-from trainer.runtime.program import call
+from trainer.runtime.environment import call
 
 MARGIN = 0.95
 """Of the memory may be filled: what lies outside of the step is estimated."""
@@ -37,8 +38,9 @@ class Candidate:
         return self.forecast.needed_gib <= MARGIN * self.forecast.memory_gib
 
 
-def automatic(config: Config, num_ranks: int) -> list[str]:
-    """The words to append to a command: those of the checkpoint it goes on from, else the fastest that fit here.
+def automatic(config: Config, num_ranks: int, *, num_here: int) -> list[str]:
+    """The words to append to a command: those of the checkpoint it goes on from, else the fastest that fit here,
+    where so many of the ranks are.
 
     Says on stderr what it does. Raises `ConfigError` where nothing fits.
     """
@@ -49,7 +51,7 @@ def automatic(config: Config, num_ranks: int) -> list[str]:
     if pick_device(config.trainer.device).type == "cpu":
         config = with_words(config, ["trainer.device=cpu"])
     card = None if config.trainer.device == "cpu" else local_card() or CARDS[DEFAULT_CARD]
-    memory_gib = default_memory_gib(config, num_ranks)
+    memory_gib = default_memory_gib(config, num_here)
     tried = search(config, num_ranks, card, forecaster(config, memory_gib))
     taken = best(tried)
     print("\n".join(candidate_lines(tried, card)), file=sys.stderr, flush=True)
@@ -68,7 +70,7 @@ def recorded(config: Config, num_ranks: int) -> tuple[list[str], str] | None:
     Another number of ranks has another share of the memory, and rounds differently anyway.
     """
     found = candidates_of(config.trainer).chosen
-    if found is None or found.manifest is None or "extra" not in config.trainer.checkpoint.load_contents:
+    if found is None or found.manifest is None or "extra" not in contents_of(config.trainer, found):
         return None
     saved = found.manifest.fingerprints
     if found.manifest.world_size != num_ranks or not saved.keys() >= set(config.automatic):
@@ -129,8 +131,8 @@ def _kinds(config: Config) -> list[str]:
     if RECOMPUTE not in config.automatic:
         return [""]
     all_kinds = ["false", SELECTIVE, "true", OFFLOAD]
-    left_out = {SELECTIVE} if config.model.compile else set()
-    return [how for how in all_kinds if how not in left_out | ({OFFLOAD} if config.trainer.device == "cpu" else set())]
+    left_out = set() if config.trainer.device != "cpu" else {OFFLOAD, SELECTIVE} if config.model.compile else {OFFLOAD}
+    return [how for how in all_kinds if how not in left_out]
 
 
 def _lengths(config: Config, num_ranks: int) -> list[int]:
@@ -147,7 +149,7 @@ def _lengths(config: Config, num_ranks: int) -> list[int]:
 
 def main(argv: list[str]) -> int:
     try:
-        words = automatic(load_config(argv[1:]), int(argv[0]))
+        words = automatic(load_config(argv[2:]), int(argv[0]), num_here=int(argv[1]))
     except ConfigError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint import export, fsio
-from trainer.checkpoint.space import existing_parent
+from trainer.checkpoint.retention import bytes_to_come, existing_parent
 from trainer.config import Config
 from trainer.errors import DataError
 from trainer.planner.memory_plan import MemoryPlan
@@ -15,13 +15,16 @@ from trainer.run.preflight import find_files
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Bytes of one checkpoint, how many there are at most (None: all are kept, of a run of unknown length), bytes of
-    the prepared tokens (None without the files), and what is free where checkpoints go: on this machine.
+    """Bytes of one checkpoint (of its shards those of the optimizer, which the newest `keep_full` keep), how many there
+    are at most (None: all are kept, of a run of unknown length), bytes of the prepared tokens (None without the files),
+    and what is free where checkpoints go: on this machine.
     """
 
     shard_bytes: int
+    optimizer_bytes: int
     export_bytes: int
     num_checkpoints: int | None
+    keep_full: int | None
     token_bytes: int | None
     free_bytes: int
 
@@ -31,16 +34,23 @@ class DiskPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Of one checkpoint at least."""
-        return self.checkpoint_bytes * (self.num_checkpoints or 1) + (self.token_bytes or 0)
+        return self.bytes_to_come(0) + (self.token_bytes or 0)
+
+    def bytes_to_come(self, num_here: int) -> int:
+        """Of so many checkpoints there are, until there are as many as there will be; of one at least."""
+        number = max(num_here + 1, self.num_checkpoints or 1)
+        one, optimizer = self.checkpoint_bytes, self.optimizer_bytes
+        return bytes_to_come(num_here, number, one, optimizer_bytes=optimizer, keep_full=self.keep_full)
 
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
     """What a model of several parts has besides its text part is not counted: no weights are read."""
     return DiskPlan(
         shard_bytes=plan.saved_bytes * plan.num_ranks,
+        optimizer_bytes=plan.optimizer_bytes * plan.num_ranks,
         export_bytes=_export_bytes(config, plan),
         num_checkpoints=_num_checkpoints(config),
+        keep_full=config.trainer.checkpoint.keep_full,
         token_bytes=_token_bytes(config),
         free_bytes=fsio.free_bytes(existing_parent(Path(config.trainer.default_local_dir))),
     )

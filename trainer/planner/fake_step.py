@@ -5,7 +5,7 @@ For a GPU too the fake tensors are CPU tensors, so that no GPU is needed; attent
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
-from trainer.config import AUTO, Config, ConfigError
+from trainer.config import AUTO, Config, ConfigError, ModelConfig
 from trainer.model import adapters, attention, cpu_attention, load, packed_lm, parallelize
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
@@ -32,6 +32,7 @@ from trainer.planner import live_storage
 from trainer.planner.fused_norm import fuse_norms
 from trainer.planner.live_storage import LiveStorages, Phase
 from trainer.planner.operations import DeviceOperation, Operations
+from trainer.planner.roofline import AWAITED, FROM_HOST, TO_HOST
 from trainer.runtime.distributed import World, make_world, mesh_dimensions
 
 FEWEST_LAYERS = 4
@@ -107,8 +108,10 @@ def measure(job: Job, num_layers: int) -> Measured:
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
                 batches = [batch.to(world.device)] * num_run
                 with live, operations:
-                    follow(model, optimizer, live)
-                    run_step(model, routers, optimizer, batches)
+                    if job.is_cuda:
+                        put_on_host(model, job.config.model, operations, live, world)
+                    update_begins = follow(model, optimizer, live)
+                    run_step(model, routers, optimizer, batches, update_begins=update_begins)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
             f"model.partial_pretrain={job.source.path}: the memory of this architecture depends on its data, which a "
@@ -139,8 +142,9 @@ def _grouped_product(
     return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
-def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> None:
-    """Let the parts of a step say when they begin, and what they hold.
+def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> Callable[[], None]:
+    """Let the parts of a step say when they begin, and what they hold. Returns what to call behind the last backward
+    pass; else the update begins with the optimizer's step.
 
     Phases are `(micro-batch, kind, layer)`; the last two layers count from the end, all but the first and last two are
     -3. A layer computed again in the backward pass belongs to that.
@@ -180,10 +184,51 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(lambda unit, _: live.mark(unit.parameters(), live_storage.GATHERED))
+    return update_begins
+
+
+def put_on_host(
+    model: PreTrainedModel, config: ModelConfig, operations: Operations, live: LiveStorages, world: World
+) -> None:
+    """Say what a GPU does not hold: with CPU offload parameters and their gradients, for which FSDP2 waits from the
+    second micro-batch on, to add them up there; inputs of layers that are put away.
+
+    A rank without others gathers nothing, and fetches nothing ahead.
+    """
+    inputs: HostInputs | None = getattr(model, "host_inputs", None)
+    added_to = set[Tensor]()
+
+    def reduced(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter in added_to:
+            operations.count_copy(AWAITED, parameter.grad)
+        else:  # of replicas in the last micro-batch, but once
+            operations.count_copy(TO_HOST, parameter.grad, phase=(0, *live.phase[1:]))
+        added_to.add(parameter)
+        operations.hold([parameter.grad])
+
+    def put_away(*_: Any) -> None:
+        if inputs is not None and inputs.newest is not None and live.phase[1] == "forward":
+            operations.count_copy(TO_HOST, inputs.newest.host)
+            operations.hold([inputs.newest.host])
+
+    if inputs is not None:
+        for layer in decoder_layers(model):
+            layer.register_forward_hook(put_away)
+    if config.fsdp_config.cpu_offload:
+        operations.hold(model.parameters(), fetch=FROM_HOST if world.num_shards > 1 else AWAITED)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(reduced)
 
 
 def run_step(
-    model: PreTrainedModel, routers: Routers, optimizer: clip.Optimizer, batches: Sequence[PackedBatch]
+    model: PreTrainedModel,
+    routers: Routers,
+    optimizer: clip.Optimizer,
+    batches: Sequence[PackedBatch],
+    *,
+    update_begins: Callable[[], None] = lambda: None,
 ) -> None:
     """What a training step does on the device, but for the one reduction that the host waits for."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -193,6 +238,7 @@ def run_step(
         loss_sum: Tensor = model(batch).loss_sum
         (loss_sum / len(batches) + routers.add(batch, batch.num_tokens)).backward()
         del loss_sum
+    update_begins()
     total_norm = clip.local_square_sum(parameters).sqrt()
     clip.clipped_step(optimizer, total_norm=total_norm, is_skipped=total_norm < 0, max_norm=1.0, rounding_key=0)
     optimizer.zero_grad(set_to_none=True)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-import psutil
-
 from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config, ConfigError
+from trainer.launch.memory_kills import MemoryKills
 from trainer.run.compose import with_words
 from trainer.runtime.environment import uncollected
 
@@ -78,11 +77,18 @@ class Forecast:
 
 
 def default_memory_gib(config: Config, num_ranks: int) -> float:
+    """Of the smallest of the cards that `num_ranks` take here, on this machine, or a rank's share of the host memory
+    that there may be used.
+
+    All of a card's: what others hold of it changes from moment to moment, and `doctor` warns of them.
+    """
     if config.trainer.device == "cpu":
-        return psutil.virtual_memory().total / num_ranks / GIB
+        return MemoryKills().usable_bytes / num_ranks / GIB
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else DEFAULT_GPU_GIB
+    cards = range(min(num_ranks, torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    sizes_gib = (torch.cuda.get_device_properties(card).total_memory / GIB for card in cards)
+    return min(sizes_gib, default=DEFAULT_GPU_GIB)
 
 
 def forecaster(config: Config, memory_gib: float) -> Callable[[Change], Forecast]:

@@ -52,10 +52,6 @@ class LiveStorages(TorchDispatchMode):
         self._is_open = False
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def lives(self, storage: int) -> bool:
-        """Of the storage at this address."""
-        return storage in self._living
-
     def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
         """From here on the step is in `phase`; what is made in it is for `default` unless something tells better."""
         self.phase, self._default = phase, default

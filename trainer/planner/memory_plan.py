@@ -28,7 +28,7 @@ from trainer.planner.live_storage import (
     Phase,
 )
 from trainer.planner.operations import ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE, DeviceOperation
-from trainer.planner.roofline import repeats
+from trainer.planner.roofline import AWAITED, COPIES, repeats
 from trainer.run.inputs import resolve_source, source_at
 from trainer.runtime.distributed import compute_dtype, require_divided
 
@@ -51,7 +51,8 @@ class MemoryPlan:
     host_bytes: dict[str, int]
     operations: Counter[DeviceOperation]
     saved_bytes: int
-    """Of this rank in a checkpoint."""
+    optimizer_bytes: int
+    """Of this rank in a checkpoint, and of that the optimizer's state."""
     model_dir: str
     needed_flops: float | None
     """Of a micro-batch, forward and backward, as MFU counts them; None of a model whose cost is not known."""
@@ -73,9 +74,9 @@ class MemoryPlan:
         return self._exchanged_bytes({ALL_TO_ALL})
 
     @property
-    def awaited_bytes(self) -> int:
-        """Gradients that go to host memory behind a micro-batch, to be added to those there: a copy that waits."""
-        return self.host_bytes.get(SHARDED_GRADIENTS, 0)
+    def copied_bytes(self) -> tuple[int, int]:
+        """To and from host memory in a step; those of them that the step waits for before it goes on."""
+        return self._exchanged_bytes(COPIES), self._exchanged_bytes({AWAITED})
 
     def _exchanged_bytes(self, kinds: set[str]) -> int:
         number = self.workload.num_micro_batches
@@ -90,15 +91,15 @@ class MemoryPlan:
 def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
     """The plan of rank 0, which holds the largest shards. Raises `ConfigError` for a model that cannot be planned.
 
-    Above six layers, all alike, a step is measured on four and on six layers: every phase of it (first and last two
-    layers, forward and backward, head, optimizer) grows linearly with the layers between.
+    Above five layers, all alike, a step is measured on four and on five: every phase of it (first and last two layers,
+    forward and backward, head, optimizer) grows with each layer between by what the fifth adds.
     """
     job = _job(config, num_ranks)
     model = on_meta(job)
     layers = decoder_layers(model)
-    if len(layers) <= FEWEST_LAYERS + 2 or not _are_alike(model, layers):
+    if len(layers) <= FEWEST_LAYERS + 1 or not _are_alike(model, layers):
         return _plan(job, model, measure(job, len(layers)), (len(layers),))
-    few, more = (measure(job, number) for number in (FEWEST_LAYERS, FEWEST_LAYERS + 2))
+    few, more = (measure(job, number) for number in (FEWEST_LAYERS, FEWEST_LAYERS + 1))
     return _plan(job, model, extrapolated(few, more, len(layers)), (few.num_layers, more.num_layers))
 
 
@@ -116,11 +117,11 @@ def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> W
 
 
 def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
-    """A step on `num_layers` layers, from the same on two smaller numbers of them."""
-    between = more.num_layers - few.num_layers
+    """A step on `num_layers` layers, from the same on fewer and on one more than those."""
+    num_between = num_layers - few.num_layers
 
     def grown(a: int, b: int) -> int:
-        return a + (b - a) * (num_layers - few.num_layers) // between
+        return a + (b - a) * num_between
 
     def all_grown(a: dict[Phase, Counter[str]], b: dict[Phase, Counter[str]]) -> dict[Phase, Counter[str]]:
         return {p: Counter({name: grown(a[p][name], b[p][name]) for name in a[p] | b[p]}) for p in a}
@@ -151,6 +152,7 @@ def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_lay
         host_bytes=host | {SAVE_COPY: saved * job.config.trainer.checkpoint.async_save},
         operations=measured.operations,
         saved_bytes=saved,
+        optimizer_bytes=most[OPTIMIZER],
         model_dir=job.source.path,
         needed_flops=_needed_flops(model, job.workload),
     )

@@ -5,7 +5,7 @@ Counted as they are dispatched, on fake tensors or real ones. A cache between th
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.planner.live_storage import LiveStorages, Phase
 from trainer.planner.roofline import (
@@ -26,10 +27,12 @@ from trainer.planner.roofline import (
     ALL_TO_ALL,
     ATTENTION,
     COLLECTIVES,
+    FROM_HOST,
     GATHER,
     MATMUL,
     MATMUL_FP32,
     MEMORY,
+    ON_HOST,
     REDUCE,
     DeviceOperation,
 )
@@ -46,22 +49,29 @@ FUSED = "fused by the compiler"
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh", "device"}
 _NO_KERNEL |= {"wait_tensor"}
 _LOOKUPS = {"embedding", "index", "gather", "index_select"}
-_OVERWRITES = {"copy_", "zero_", "fill_"}
+_OVERWRITES = {"copy_", "_foreach_copy_", "zero_", "fill_"}
 _NEVER_FUSED = ("fsdp", "c10d", "planner")
+_FETCHES = {"_foreach_copy_", "_to_copy", "copy_", "all_gather_copy_in"}
+"""What reads parameters, or inputs of layers, that are to be on the device."""
 
 
 class Operations(TorchDispatchMode):
     """A context inside that of `live`, which knows the phase. With `is_compiled`, what lies between two matrix products
     of a layer is one kernel: it reads what others made and writes what outlives it.
+
+    What is said to be in host memory is copied to the device where it is gathered; other work on it is the host's.
     """
 
     def __init__(self, live: LiveStorages, seqlens: Sequence[int], *, is_compiled: bool = False) -> None:
         super().__init__()
         self.counts: Counter[DeviceOperation] = Counter()
         self._live, self._seqlens, self._is_compiled = live, seqlens, is_compiled
+        self._on_host = WeakIdKeyDictionary()
+        """The kind of a copy from there, by storage."""
         self._region: DeviceOperation | None = None
-        self._read: dict[int, int] = {}
-        self._made: dict[int, int] = {}
+        self._read_bytes = 0
+        self._read, self._made = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        """Bytes by storage that still lives: the address of one that does not may be another's."""
 
     def __exit__(self, *args: Any) -> None:
         self._close()
@@ -69,10 +79,18 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, phase, kind = kwargs or {}, self._live.phase, _kind(func)
+        held = [tensor for tensor in _tensors((args, kwargs)) if tensor.untyped_storage() in self._on_host]
+        if kind == MEMORY and held:
+            if _name(func) in _FETCHES and phase[1] != "update":
+                self.count_copy(self._on_host[held[0].untyped_storage()], *held)
+            else:
+                kind = ON_HOST
         is_inside = kind == MEMORY and func.namespace not in _NEVER_FUSED and phase[1] != "update"
-        if self._region is not None and (self._region.phase != phase or (kind and not is_inside)):
-            self._close()  # before it makes a tensor where one of the region was
+        if self._region is not None and (self._region.phase is not phase or (kind and not is_inside)):
+            self._close()  # the next layer too is another phase, though it may be called the same
         result = func(*args, **kwargs)
+        if kind == ON_HOST:
+            self.hold(_tensors(result))
         if kind in COLLECTIVES:
             self.counts[_collective(kind, phase, args)] += 1
         elif kind is not None:
@@ -83,22 +101,31 @@ class Operations(TorchDispatchMode):
                 self.counts[found] += 1
         return result
 
+    def hold(self, tensors: Iterable[Tensor], *, fetch: str = FROM_HOST) -> None:
+        """From here on these are in host memory; `fetch` is the kind of a copy from there."""
+        for tensor in tensors:
+            self._on_host[_local(tensor).untyped_storage()] = fetch
+
+    def count_copy(self, kind: str, *tensors: Tensor, phase: Phase | None = None) -> None:
+        """In the phase that the step is in, or another."""
+        size_bytes = sum(map(_num_bytes, tensors))
+        self.counts[DeviceOperation(phase or self._live.phase, kind, kind, 0, size_bytes)] += 1
+
     def _operation(self, func: Any, kind: str, phase: Phase, args: Any, kwargs: Any, result: Any) -> DeviceOperation:
         name, flops = _name(func), 0
         read_bytes = sum(map(_num_bytes, _tensors((args, kwargs))))
-        if name in _OVERWRITES:
-            read_bytes -= _num_bytes(args[0])
+        read_bytes -= sum(map(_num_bytes, _tensors([kwargs.get("out"), args[0] if name in _OVERWRITES else None])))
         if name == "all_gather_copy_in":  # gives the room of what is gathered too
             read_bytes = sum(map(_num_bytes, _tensors(args[0])))
             return DeviceOperation(phase, name, MEMORY, 0, 2 * read_bytes)
-        written = [*_tensors(result)] or [*_tensors(args[0])]  # what changes a list in place returns nothing
+        written = [*_tensors(result)] or _changed(func, args, kwargs)  # what changes lists in place returns nothing
         written_bytes = sum(map(_num_bytes, written))
         size_bytes = 2 * written_bytes if name in _LOOKUPS else read_bytes + written_bytes
         if func.namespace == "torch_attn":
             flops = self._attention_flops(name, args, kwargs)
         elif name == "_grouped_mm":
             flops = 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[-1]
-        elif kind != MEMORY:
+        elif kind not in (MEMORY, ON_HOST):
             flops = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         if kind == MATMUL and written[0].dtype == torch.float32:
             kind = MATMUL_FP32
@@ -115,17 +142,19 @@ class Operations(TorchDispatchMode):
 
     def _join(self, found: DeviceOperation, args: Any, kwargs: Any, result: Any) -> None:
         if self._region is None:
-            self._region, self._read, self._made = replace(found, name=FUSED, size_bytes=0), {}, {}
+            self._region, self._read_bytes = replace(found, name=FUSED, size_bytes=0), 0
+            self._read, self._made = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         for tensor in _tensors((args, kwargs)):
-            if (key := _storage(tensor)) not in self._made:
-                self._read[key] = max(self._read.get(key, 0), _num_bytes(tensor))
+            storage, before_bytes = tensor.untyped_storage(), self._read.get(tensor.untyped_storage(), 0)
+            if storage not in self._made and (more_bytes := _num_bytes(tensor) - before_bytes) > 0:
+                self._read_bytes += more_bytes
+                self._read[storage] = before_bytes + more_bytes
         for tensor in _tensors(result):
-            self._made[_storage(tensor)] = _num_bytes(tensor)
+            self._made[tensor.untyped_storage()] = _num_bytes(tensor)
 
     def _close(self) -> None:
         if self._region is not None:
-            written_bytes = sum(size for key, size in self._made.items() if self._live.lives(key))
-            self.counts[replace(self._region, size_bytes=sum(self._read.values()) + written_bytes)] += 1
+            self.counts[replace(self._region, size_bytes=self._read_bytes + sum(self._made.values()))] += 1
             self._region = None
 
 
@@ -163,17 +192,24 @@ def _collective(kind: str, phase: Phase, args: Any) -> DeviceOperation:
     return DeviceOperation(phase, kind, kind, 0, size_bytes, len(ranks) // num_machines if num_machines > 1 else 0)
 
 
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    given = {**kwargs, **dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))}
+    written = (
+        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    )
+    return _tensors([given.get(name) for name in written])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _tensors(tree: Any) -> list[Tensor]:
-    """This rank's part of each."""
-    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    return [_local(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _num_bytes(tensor: Tensor) -> int:
     """What there is to read of it: an expanded tensor has less than it shows."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return prod(size for size, stride in zip(local.shape, local.stride(), strict=True) if stride) * local.itemsize
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -1,10 +1,10 @@
 """Seconds of a step on a device whose rates are known: a prediction, no measurement (floor 5, imports no torch).
 
 Each operation takes as long as its products or its bytes, whichever is more. Within a part of a step (a layer forward
-or backward, the head) the device computes, the host launches and ranks exchange at the same time: FSDP gathers the next
-layer while one is computed, and reduces the one before. The longest of the three counts. Attention waits for the heads
-that ranks of one micro-batch exchange. At the start of a micro-batch
-and in the update nothing is hidden behind anything else.
+or backward, the head) the device computes, the host launches, ranks exchange and copies go to and come from host memory
+at the same time: FSDP fetches and gathers the next layer while one is computed, and reduces the one before. The longest
+counts. Attention waits for the heads that ranks of one micro-batch exchange, and the host for gradients that it adds to
+those of earlier micro-batches. At the start of a micro-batch and in the update nothing is hidden behind anything else.
 """
 
 import re
@@ -18,7 +18,10 @@ MATMUL, MATMUL_FP32, ATTENTION = "matrix products", "matrix products in float32"
 MEMORY, GATHER, REDUCE, ALL_REDUCE = "memory", "all-gather", "reduce-scatter", "all-reduce"
 ALL_TO_ALL = "all-to-all of attention heads"
 COLLECTIVES = {GATHER, REDUCE, ALL_REDUCE, ALL_TO_ALL}
-EXCHANGE, LAUNCH = "waiting for other ranks", "waiting for the host"
+FROM_HOST, TO_HOST = "copies from host memory", "copies to host memory"
+AWAITED, ON_HOST = "copies that hold up the step", "work in host memory"
+COPIES = {FROM_HOST, TO_HOST, AWAITED}
+DEVICE, EXCHANGE, LAUNCH = "computing", "waiting for other ranks", "waiting for the host"
 ALONE = {"start", "update"}
 """Parts of a step in which nothing is exchanged behind computation."""
 
@@ -27,8 +30,9 @@ ALONE = {"start", "update"}
 class DeviceOperation:
     """`kind` says which of the device's rates bounds it, besides memory: a product's, attention's or a collective's.
 
-    `size_bytes` are read and written, or with a collective received (and sent). `ranks_on_machine`: of a collective
-    between machines, how many of its ranks share one; 0 within a machine.
+    `size_bytes` are read and written, or of a copy to or from the host those copied, or of a collective those received
+    (and sent). `ranks_on_machine`: of a collective between machines, how many of its ranks share one; 0 within a
+    machine.
     """
 
     phase: tuple[int | str, ...]
@@ -48,7 +52,8 @@ class DeviceOperation:
 class Card:
     """Rates of one device. TFLOP/s: dense bfloat16 of the data sheet (what MFU is a share of), and what products and
     attention reach of it; GB/s: memory, all links to cards of the same machine one way, its share of the network one
-    way; microseconds the host takes to launch a kernel (0: no queue, it is part of every operation).
+    way, its link to host memory one way, its share of what processors reach of that memory; microseconds the host takes
+    to launch a kernel (0: no queue, it is part of every operation).
     """
 
     name: str
@@ -59,6 +64,8 @@ class Card:
     memory_gb_s: float
     link_gb_s: float
     network_gb_s: float
+    host_link_gb_s: float
+    host_memory_gb_s: float
     memory_gib: float
     launch_us: float = 6.0
     is_queued: bool = True
@@ -73,12 +80,16 @@ class Card:
         if operation.kind in COLLECTIVES:
             between = min(self.link_gb_s, operation.ranks_on_machine * self.network_gb_s)
             return operation.size_bytes / 1e9 / (between if operation.ranks_on_machine else self.link_gb_s)
+        if operation.kind in COPIES:
+            return operation.size_bytes / 1e9 / self.host_link_gb_s
+        if operation.kind == ON_HOST:
+            return operation.size_bytes / 1e9 / self.host_memory_gb_s
         device_s = max(operation.flops / self.rate(operation.kind), operation.size_bytes / 1e9 / self.memory_gb_s)
         return device_s + (0.0 if self.is_queued else self.launch_us / 1e6)
 
 
 _MEMORY, _LINK = 0.9, 0.8
-"""Estimates: shares of the data sheets' bandwidths that a kernel over large tensors, and NCCL, reach."""
+"""Estimates: shares of the data sheets' bandwidths that a kernel over large tensors reaches; NCCL, copies, hosts."""
 
 
 def _card(
@@ -90,22 +101,27 @@ def _card(
     memory: float,
     link: float,
     network: float,
+    host_link: float,
+    host_memory: float,
     gib: float,
 ) -> Card:
-    return Card(name, sheet, matmul, attention, fp32, _MEMORY * memory, _LINK * link, _LINK * network, gib)
+    own = name, sheet, matmul, attention, fp32, _MEMORY * memory
+    return Card(*own, _LINK * link, _LINK * network, _LINK * host_link, _LINK * host_memory, gib)
 
 
 CARDS = {
     card.name: card
     for card in (
-        _card("A100", 312, 271.2, 195, 19.5, 2039, 300, 25, 80),
-        _card("H100", 989, 794.5, 346, 67, 3350, 450, 50, 79.11),
-        _card("H200", 989, 794.5, 346, 67, 4800, 450, 50, 141 * 1e9 / 2**30),
-        _card("B200", 2250, 1745, 787, 75, 7700, 900, 50, 180 * 1e9 / 2**30),
+        _card("A100", 312, 271.2, 195, 19.5, 2039, 300, 25, 32, 51.2, 80),
+        _card("H100", 989, 794.5, 346, 67, 3350, 450, 50, 64, 76.8, 79.11),
+        _card("H200", 989, 794.5, 346, 67, 4800, 450, 50, 64, 76.8, 141 * 1e9 / 2**30),
+        _card("B200", 2250, 1745, 787, 75, 7700, 900, 50, 64, 89.6, 180 * 1e9 / 2**30),
     )
 }
 """SXM cards on boards of eight. Data sheets: NVIDIA's of A100 80 GB, H100, H200 and DGX B200 (dense; links in one
-direction; one network adapter a card, of 200 Gb/s with an A100, else 400). Products: the largest rates that others
+direction; one network adapter a card, of 200 Gb/s with an A100, else 400; PCIe 4 with an A100, else 5, of 16 lanes).
+Host memory is an eighth of that of two processors with eight channels each, as in NVIDIA's DGX: DDR4-3200 (A100),
+DDR5-4800 (H100, H200), DDR5-5600 (B200). Products: the largest rates that others
 measured (github.com/stas00/ml-engineering, compute/accelerator). Attention is FlashAttention 2's: 50 to 73 % of an A100
 (arXiv 2307.08691; here 62.5 %) and 35 % of an H100 (arXiv 2407.08608), taken for those after it too. An H100's
 memory is what torch finds of its 80 GB (github.com/vllm-project/vllm/issues/27508).
@@ -168,20 +184,26 @@ class Prediction:
 def predict(counts: Counter[DeviceOperation], card: Card, *, num_micro_batches: int) -> Prediction:
     """`counts` are those of a step of one or two micro-batches; the second stands for all later ones."""
     places: dict[tuple[str, str], float] = defaultdict(float)
-    device_s, exchange_s, launch_s = (defaultdict[tuple[int | str, ...], float](float) for _ in range(3))
+    lanes: dict[tuple[int | str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    held_up = {operation.phase for operation in counts if operation.kind == AWAITED}
     for operation, number in counts.items():
-        times = number * repeats(operation, num_micro_batches)
-        seconds = times * card.seconds(operation)
-        if operation.kind in COLLECTIVES - {ALL_TO_ALL}:
-            exchange_s[operation.phase] += seconds
+        times, kind = number * repeats(operation, num_micro_batches), operation.kind
+        lane, seconds = lanes[operation.phase], times * card.seconds(operation)
+        if kind in (FROM_HOST, TO_HOST):
+            lane[kind] += seconds
+        elif kind in COLLECTIVES - {ALL_TO_ALL} and not (kind == REDUCE and operation.phase in held_up):
+            lane[EXCHANGE] += seconds
         else:
             places[operation.part, operation.name] += seconds
-            device_s[operation.phase] += seconds
-            launch_s[operation.phase] += times * card.launch_us / 1e6 * card.is_queued
-    for phase, part in {operation.phase: operation.part for operation in counts}.items():
-        own_s = max(device_s[phase], launch_s[phase])
-        places[part, LAUNCH] += own_s - device_s[phase]
-        places[part, EXCHANGE] += max(0.0, exchange_s[phase] - (0.0 if part in ALONE else own_s))
+            lane[DEVICE] += seconds
+            lane[LAUNCH] += times * card.launch_us / 1e6 * card.is_queued
+    for phase, lane in lanes.items():
+        part, passed_s = str(phase[1]), lane[DEVICE]
+        for name in (LAUNCH, EXCHANGE, FROM_HOST, TO_HOST):
+            is_alone = part in ALONE and name != LAUNCH
+            more_s = lane[name] if is_alone else max(0.0, lane[name] - passed_s)
+            places[part, name] += more_s
+            passed_s += more_s
     return Prediction(places)
 
 

@@ -7,23 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.report import remedies
+from trainer.checkpoint.retention import readable
 from trainer.report.analysed_run import PROFILES, AnalysedRun, recognise_profile
 from trainer.report.anomalies import correlations, find_anomalies, observe
-from trainer.report.causes import how_common, story
-from trainer.report.checklist import checklist
 from trainer.report.checks_run import too_little
-from trainer.report.formatting import counted, duration, listed, number
-from trainer.report.generalisation import generalisation
-from trainer.report.inventory import group_counts, inventory
-from trainer.report.judge import judge, worst_first
+from trainer.report.checks_speed import throughput
+from trainer.report.checks_validation import generalisation
+from trainer.report.formatting import counted, duration, listed
+from trainer.report.inventory import group_counts, inventory, trends
+from trainer.report.judge import checklist, judge, worst_first
 from trainer.report.learning_rate import learning_rate
 from trainer.report.result import LEVELS, Finding, MetricSummary, Report
 from trainer.report.rule_table import merged, table
 from trainer.report.run_log import RunLog
 from trainer.report.statistics import Slope, slope
-from trainer.report.step_time import throughput
-from trainer.report.trends import trends
+from trainer.report.words import how_common, story
 from trainer.runtime.evaluations import deciding
 
 NUM_TOP = 3
@@ -147,8 +145,8 @@ def _normal(run: AnalysedRun) -> str:
 
 def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, str]:
     """Lines of the header; those that the log tells."""
-    log, known = run.log, remedies.is_known(run)
-    total_gib = number(sum(state.size_bytes for state in log.checkpoints) / 2**30)
+    log, known = run.log, run.is_configured
+    total = readable(sum(state.size_bytes for state in log.checkpoints))
     facts = {
         "steps": f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step),
         "metrics": group_counts(metrics),
@@ -156,9 +154,9 @@ def _facts(run: AnalysedRun, metrics: tuple[MetricSummary, ...]) -> dict[str, st
         "time span": "" if log.span_s is None else duration(log.span_s),
         "attempts": f"{log.num_attempts}, {log.num_lost_steps} steps trained again" if log.num_attempts > 1 else "",
         "rows skipped": str(log.num_unparsed or ""),
-        "checkpoints": f"{len(log.checkpoints)}, {total_gib} GiB in all" if log.checkpoints else "",
+        "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
         "exit code": "" if log.exit_code is None else str(log.exit_code),
-        "configuration": listed(remedies.fact(run, purpose) for purpose in ("lr", "clip", "batch")) if known else "",
+        "configuration": listed(run.facts[purpose] for purpose in ("lr", "clip", "batch")) if known else "",
         "notes": " ".join(log.notes),
     }
     return {name: told for name, told in facts.items() if told}

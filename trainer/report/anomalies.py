@@ -12,8 +12,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.detection.robust import spread
-from trainer.report.raised_rate import is_raised, raised_rates
+from trainer.detection.window import spread
+from trainer.report.learning_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
 from trainer.report.statistics import Floats, UsualRange, finite, runs, spearman, usual_range

@@ -5,17 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.report import remedies
-from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
+from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged, beyond, stretch
 from trainer.report.anomalies import is_of
-from trainer.report.causes import is_led_by_rate, moved_along
 from trainer.report.formatting import span
-from trainer.report.learning_rate import learning_rate
-from trainer.report.measure import Measure, beyond, stretch
-from trainer.report.raised_rate import scheduled
+from trainer.report.learning_rate import learning_rate, scheduled
 from trainer.report.result import LearningRate
 from trainer.report.run_log import Series
 from trainer.report.statistics import within
+from trainer.report.words import is_led_by_rate, moved_along
 
 CERTAIN_WARMUP = 0.9
 """Frameworks differ by a step or two in where a warm-up ends."""
@@ -38,7 +35,7 @@ def gradient_range(run: AnalysedRun) -> Iterator[Measure]:
             yield Measure(
                 row,
                 median,
-                steps_of(part, 0, len(part)),
+                part.ends,
                 {"share": share, "inside": 1 - share},
                 limit=high if median > high else low,
                 is_fault=share > run.limits["grad_share"],
@@ -71,8 +68,8 @@ def vanishing_gradients(run: AnalysedRun) -> Iterator[Measure]:
 def clipping(run: AnalysedRun) -> Iterator[Measure]:
     """Bursts that went into the weights, and how many of the later updates were clipped."""
     bursts = [a for a in run.anomalies if is_of(a, "grad")]
-    clip = remedies.value(run, "clip")
-    if bursts and remedies.is_known(run) and not clip:
+    clip = run.setting("clip")
+    if bursts and run.is_configured and not clip:
         steps = bursts[0].steps[0], bursts[-1].steps[1]
         yield Measure(value=float(len(bursts)), steps=steps, words={"count": len(bursts)})
     norms, logged = run.get("grad").values, run.find("clipped_steps")
@@ -84,7 +81,7 @@ def clipping(run: AnalysedRun) -> Iterator[Measure]:
             share = float(logged.values[len(logged) // 2 :].mean())
     if share is not None:
         yield Measure("clipped", share, is_fault=share > run.limits["clipped_share"])
-    elif not remedies.is_known(run):
+    elif not run.is_configured:
         raise NotJudged("the configuration is not known, nor how many updates were clipped")
 
 
@@ -99,9 +96,9 @@ def schedule(run: AnalysedRun) -> Iterator[Measure]:
     yield from _warmup(run, scheduled(series, told.raised))
     if told.schedule == "unknown" and (at := _jump(run, series, told.peak)) is not None:
         yield Measure("jumps", steps=(at, at))
-    is_wanted = "constant" in str(remedies.value(run, "schedule"))
+    is_wanted = "constant" in str(run.setting("schedule"))
     if told.schedule == "constant" and not is_wanted and run.last_step >= 0.9 * run.total_steps:
-        yield Measure("decay", told.last, steps_of(series, 0, len(series)), {"peak": told.peak})
+        yield Measure("decay", told.last, series.ends, {"peak": told.peak})
 
 
 def _raised(run: AnalysedRun, told: LearningRate) -> Measure:
@@ -129,7 +126,7 @@ def _warmup(run: AnalysedRun, rates: Series) -> Iterator[Measure]:
 
 def _jump(run: AnalysedRun, series: Series, peak: float) -> int | None:
     """The first step after the warm-up at which the rate moves further than a schedule does, unless it restarts."""
-    if "restart" in str(remedies.value(run, "schedule")) or peak <= 0:
+    if "restart" in str(run.setting("schedule")) or peak <= 0:
         return None
     moves = np.diff(series.values) / peak
     is_jump = (moves > run.limits["lr_jump_up"]) | (moves < -run.limits["lr_jump_down"])

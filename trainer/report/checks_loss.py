@@ -5,16 +5,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.report import remedies
-from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
+from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged, going_wrong
 from trainer.report.anomalies import is_of
-from trainer.report.causes import is_led_by_rate
 from trainer.report.formatting import listed, number
-from trainer.report.measure import Measure, going_wrong
+from trainer.report.inventory import phases
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
-from trainer.report.statistics import NUM_BINS, Floats, bins, longest_run, noise, onset, slope, within
-from trainer.report.trends import phases
+from trainer.report.statistics import NUM_BINS, bins, longest_run, noise, onset, rolling_median, slope, within
+from trainer.report.words import is_led_by_rate
 
 MAX_WINDOWS = 20_000
 NUM_EARLY, NUM_LEVEL, NUM_RECENT = 96, 5, 32
@@ -49,7 +47,7 @@ def zero_losses(run: AnalysedRun) -> Iterator[Measure]:
     zeros = series.values == 0
     if (count := int(zeros.sum())) >= run.limits["zero_points"]:
         row = "groups" if run.profile == "controller" else "main"
-        yield Measure(row, float(count), steps_of(series, *longest_run(zeros)), {"count": count})
+        yield Measure(row, float(count), series[slice(*longest_run(zeros))].ends, {"count": count})
 
 
 def falling(run: AnalysedRun) -> Iterator[Measure]:
@@ -59,18 +57,26 @@ def falling(run: AnalysedRun) -> Iterator[Measure]:
         raise NotJudged(f"{len(series)} points of loss, {NUM_STRETCHES} are needed")
     whole, lasting = slope(series), [a.steps[0] for a in run.anomalies if is_of(a, "loss") and not a.has_recovered]
     before = within(series, 0, lasting[0] - 1) if lasting else series
+    so_far = f"the first {run.last_step} steps" if run.last_step < run.total_steps else "the whole run"
     yield Measure(
         value=whole.p_value,
-        steps=steps_of(series, 0, len(series)),
-        words={"change": whole.change, "level": whole.level},
-        is_fault=not whole.is_falling(p) and not slope(before).is_falling(p) and _early_rise(run, series) is None,
+        steps=series.ends,
+        words={"change": whole.change, "level": whole.level, "so_far": so_far},
+        is_fault=not (whole.is_falling(p) or slope(before).is_falling(p) or _is_warming_up(run))
+        and _early_rise(run, series) is None,
     )
     first = within(series, 0, run.limits["first_steps"])
     if len(first) >= NUM_STRETCHES:
         trend, quarter = slope(bins(first, NUM_STRETCHES)), len(first) // 4
         levels = {"before": np.median(first.values[:quarter]), "after": np.median(first.values[-quarter:])}
-        steps = steps_of(first, 0, len(first))
+        steps = first.ends
         yield Measure("start", trend.p_value, steps, levels, is_fault=not trend.is_falling(p))
+
+
+def _is_warming_up(run: AnalysedRun) -> bool:
+    """Whether the run goes on and its learning rate has risen up to now."""
+    rates = run.find("lr")
+    return rates is not None and run.last_step < run.total_steps and int(np.argmax(rates.values)) == len(rates) - 1 > 0
 
 
 def diverging(run: AnalysedRun) -> Iterator[Measure]:
@@ -80,8 +86,8 @@ def diverging(run: AnalysedRun) -> Iterator[Measure]:
         yield rise
     elif (episode := _divergence(run, series)) is not None:
         calm, start, stop, ratio = episode
-        steps = steps_of(series, start, stop)
-        good = remedies.checkpoint(run, int(series.steps[calm]))
+        steps = series[start:stop].ends
+        good = run.checkpoint(int(series.steps[calm]))
         words = {"onset": steps[0], "last": steps[1], "checkpoint": good}
         yield Measure("passed" if stop < len(series) else "main", ratio, steps, words)
     if run.profile == "controller" or (run.find("epoch") is not None and len(run.epochs("loss")) != NUM_BINS):
@@ -93,16 +99,16 @@ def _early_rise(run: AnalysedRun, series: Series) -> Measure | None:
     values = series.values
     if len(values) < 2 * NUM_EARLY or values.min() <= 0:
         return None
-    levels = _rolling_median(values[:NUM_EARLY], NUM_LEVEL, 1)
+    levels = rolling_median(values[:NUM_EARLY], NUM_LEVEL, 1)
     best = float(levels.min())
     chance = NUM_SIGMA * 1.25 * noise(series) / math.sqrt(NUM_LEVEL)
     first = int(np.flatnonzero(levels <= best + chance / NUM_SIGMA)[-1]) + NUM_LEVEL - 1
-    later = _rolling_median(values[first:], NUM_RECENT, max(1, len(series) // MAX_WINDOWS))
+    later = rolling_median(values[first:], NUM_RECENT, max(1, len(series) // MAX_WINDOWS))
     least = max(run.limits["diverging_ratio"] * best, best + max(run.limits["diverging_rise"], chance))
     if later.min() <= least:
         return None
     words = {"onset": int(series.steps[first]), "before": best, "after": later.max()}
-    return Measure("early", float(later.max() / best), steps_of(series, first, len(series)), words)
+    return Measure("early", float(later.max() / best), series[first:].ends, words)
 
 
 def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, int, float] | None:
@@ -110,8 +116,8 @@ def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, int, float]
     if len(series) < 128 or np.median(series.values) <= 0:
         return None
     stride = max(1, len(series) // MAX_WINDOWS)
-    recent = _rolling_median(series.values, 32, stride)
-    best = np.minimum.accumulate(_rolling_median(series.values, 64, stride))
+    recent = rolling_median(series.values, 32, stride)
+    best = np.minimum.accumulate(rolling_median(series.values, 64, stride))
     ends = np.arange(len(recent)) * stride + 32
     best_before = best[((ends - 96) // stride).clip(min=0)]
     is_high = (recent > run.limits["diverging_ratio"] * best_before) & (ends >= 96) & (best_before > 0)
@@ -124,13 +130,9 @@ def _divergence(run: AnalysedRun, series: Series) -> tuple[int, int, int, float]
     # a rise is certain only long after it has begun: it is looked for from the last window at the best level on
     at_best = np.flatnonzero(recent[: start + 1] <= best_before[start] + chance / NUM_SIGMA)
     low, certain = int(ends[at_best[-1] if len(at_best) else start]) - 32, int(ends[start])
-    first = onset(series.values, max(0, low - 64), min(2 * certain - low, len(series)))
-    return min(low, first), first, len(series) if stop == len(recent) else int(ends[stop - 1]), ratio
-
-
-def _rolling_median(values: Floats, width: int, stride: int) -> Floats:
-    windows = np.lib.stride_tricks.sliding_window_view(values, width)[::stride]
-    return np.asarray(np.median(windows, axis=1))
+    last = len(series) if stop == len(recent) else int(ends[stop - 1])
+    first = onset(series.values, max(0, low - 64), min(2 * certain - low, last))
+    return min(low, first), first, last, ratio
 
 
 def oscillating(run: AnalysedRun) -> Iterator[Measure]:
@@ -140,7 +142,7 @@ def oscillating(run: AnalysedRun) -> Iterator[Measure]:
         limit, (low, high) = run.limits["oscillation_range"], np.quantile(series.values, (0.05, 0.95))
         size = float(high - low) / 2
     is_fault = size > limit and not run.slope("loss").is_falling(run.limits["trend_p"])
-    yield Measure(value=size, steps=steps_of(series, 0, len(series)), limit=limit, is_fault=is_fault)
+    yield Measure(value=size, steps=series.ends, limit=limit, is_fault=is_fault)
 
 
 def jitter(run: AnalysedRun) -> Iterator[Measure]:

@@ -7,17 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from trainer.report import remedies
-from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
-from trainer.report.causes import moved_along, story
-from trainer.report.collapse import collapse
+from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged, beyond, collapsed, going_wrong, stretch
+from trainer.report.checks_validation import RESULTS
 from trainer.report.formatting import listed, number, span
-from trainer.report.generalisation import RESULTS
-from trainer.report.measure import Measure, beyond, collapsed, going_wrong, stretch
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
-from trainer.report.statistics import bins, longest_run, onset, slope
+from trainer.report.statistics import bins, collapse, longest_run, onset, rolling_median, slope
 from trainer.report.vocabulary import meaning
+from trainer.report.words import moved_along, story
 
 CAP_SHARE = 0.97
 """A longest answer within 3 % of the cap has reached it."""
@@ -40,9 +37,8 @@ def length_shift(run: AnalysedRun) -> Iterator[Measure]:
     if width < NUM_SMOOTH or len(series) < 2 * width + smooth:
         raise NotJudged("too few points of length")
     stride = max(1, len(series) // 20_000)
-    windows = np.lib.stride_tricks.sliding_window_view
-    before = np.median(windows(series.values, width)[:-smooth:stride], axis=1)
-    after = np.median(windows(series.values[width:], smooth)[::stride], axis=1)
+    before = rolling_median(series.values[:-smooth], width, stride)
+    after = rolling_median(series.values[width:], smooth, stride)
     change = after / np.maximum(before, MIN_RISE) - 1
     worst = int(np.argmax(np.abs(change)))
     size = float(change[worst])
@@ -50,7 +46,7 @@ def length_shift(run: AnalysedRun) -> Iterator[Measure]:
         at = width + worst * stride
         words = {"size": abs(size), "width": width, "before": before[worst], "after": after[worst]}
         words["at"] = series.steps[at]
-        yield Measure("main" if size > 0 else "shorter", size, steps_of(series, at, at + smooth), words)
+        yield Measure("main" if size > 0 else "shorter", size, series[at : at + smooth].ends, words)
 
 
 def left_reference(run: AnalysedRun) -> Iterator[Measure]:
@@ -74,7 +70,7 @@ def _onset_of_factor(series: Series, stop: int) -> int:
 
 def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
     """Answers cut off at the length limit, and the longest that reach it; a limit not told is a length met often."""
-    ratios, lengths, cap = run.find("clipped_ratio"), run.find("max_length"), remedies.value(run, "completion")
+    ratios, lengths, cap = run.find("clipped_ratio"), run.find("max_length"), run.setting("completion")
     if ratios is None and lengths is None:
         raise NotJudged("the log has neither lengths nor shares of answers that were cut off")
     if ratios is not None:
@@ -161,7 +157,7 @@ def rewards(run: AnalysedRun) -> Iterator[Measure]:
             yield Measure("scatter", rise.after / rise.before, rise.steps, words, metric=run.name("reward_std"))
     trend, highest = slope(means), float(means.values.max())
     is_rising = trend.is_rising(run.limits["trend_p"])
-    yield Measure("flat", trend.p_value, steps_of(means, 0, len(means)), {"level": trend.level}, is_fault=not is_rising)
+    yield Measure("flat", trend.p_value, means.ends, {"level": trend.level}, is_fault=not is_rising)
     yield Measure("rising" if is_rising else "negative", highest, is_fault=highest < 0)
 
 
@@ -182,7 +178,7 @@ def accuracy(run: AnalysedRun) -> Iterator[Measure]:
     yield from stretch(series, series.values == 0, "zero", limits["accuracy_zero_epochs"] + 1, "points")
     yield from collapsed(run, "accuracy", "collapse")
     if len(series) >= limits["min_epochs"] and not slope(series).is_rising(limits["trend_p"]):
-        yield Measure("flat", float(series.values[-1]), steps_of(series, 0, len(series)))
+        yield Measure("flat", float(series.values[-1]), series.ends)
     if below := tuple(_below_the_bands(run)):
         yield Measure("bands", words={"worst": below[0]}, evidence=below)
 

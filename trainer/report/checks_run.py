@@ -4,24 +4,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.report import remedies
-from trainer.report.analysed_run import AnalysedRun, NotJudged
+from trainer.checkpoint.retention import readable
+from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged
 from trainer.report.formatting import listed
-from trainer.report.measure import Measure
-
-GIB = 2**30
 
 
 def checkpoints(run: AnalysedRun) -> Iterator[Measure]:
-    """Whole, of one size, named by the tracker file, and all there that were to be."""
+    """Whole, of one size (thinned ones of another), named by the tracker file, and all there that were to be."""
     states = run.log.checkpoints
     if not states:
         raise NotJudged("no checkpoint lies beside the log")
-    usual, words = float(np.median([state.size_bytes for state in states])), {"count": len(states)}
+    words = {"count": len(states)}
+    usual_of = {
+        kind: float(np.median([state.size_bytes for state in states if state.is_thinned is kind]))
+        for kind in sorted({state.is_thinned for state in states})
+    }
     yield Measure("whole", words=words, is_fault=False)
-    yield Measure("size", words={"gib": usual / GIB}, is_fault=False)
+    yield Measure("size", words={"size": readable(next(iter(usual_of.values())))}, is_fault=False)
     for state in states:
-        told, steps = {"step": state.step, "gib": state.size_bytes / GIB}, (state.step, state.step)
+        usual = usual_of[state.is_thinned]
+        told, steps = {"step": state.step, "size": readable(state.size_bytes)}, (state.step, state.step)
         if not state.is_complete or state.faults:
             yield Measure("whole", None, steps, told, (*state.faults, str(state.path)))
         is_odd = abs(state.size_bytes - usual) > run.limits["size_spread"] * usual
@@ -91,7 +93,7 @@ def longest_sample(run: AnalysedRun) -> Iterator[Measure]:
     """Whether lengths are limited where they are configured."""
     if all(run.find(role) is None for role in ("truncated", "empty_label", "total_len_max")):
         raise NotJudged("the log has no data metrics")
-    longest, limit = run.find("total_len_max"), remedies.value(run, "max_length")
+    longest, limit = run.find("total_len_max"), run.setting("max_length")
     if longest is not None and isinstance(limit, int | float) and (top := float(longest.values.max())) > limit:
         yield Measure("length", top, limit=float(limit))
 

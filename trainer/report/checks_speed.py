@@ -1,17 +1,87 @@
-"""What is measured of step times, waiting for data, crashes and memory."""
+"""Where the time of a step goes, and what is measured of it: waiting for data, crashes and memory too."""
 
 import re
 from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
-from trainer.report.collapse import collapse
-from trainer.report.formatting import number
-from trainer.report.measure import Measure, beyond
+from trainer.report.analysed_run import STATISTICS, AnalysedRun, Measure, NotJudged, beyond
+from trainer.report.formatting import number, share
+from trainer.report.result import Throughput
+from trainer.report.rule_table import table
 from trainer.report.run_log import Series
-from trainer.report.statistics import slope, within
-from trainer.report.step_time import MIN_LEAK_STEPS, NUM_COMPILE, ordinary_steps
+from trainer.report.statistics import collapse, finite, slope, within
+
+NAMES = ("time/train/{}_s", "time/{}", "timing_s/{}")
+"""Of a phase: ours and MLLM-JAX's, ROLL's, verl's."""
+NUM_COMPILE = 3
+MIN_LEAK_STEPS = 500
+"""What memory grows by in 1000 steps cannot be told from fewer: start-up still fills buffers and caches."""
+
+
+def ordinary_steps(run: AnalysedRun) -> Series:
+    """Step times without the first three, which compile, and without those that save or validate."""
+    times = run.get("time")
+    keep = ~run.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
+    return times[keep] if keep.any() else times
+
+
+def throughput(run: AnalysedRun) -> Throughput | None:
+    """None where the log has no step times."""
+    phases = _phases(run)
+    if run.find("time") is None and not phases:
+        return None
+    parts_s = sum(phases.values())
+    times = ordinary_steps(run) if run.find("time") else Series(np.zeros(1, np.int64), np.array([parts_s]))
+    step_s, whole_s = float(np.median(times.values)), max(float(np.mean(times.values)), parts_s)
+    shares = {phase: mean_s / whole_s for phase, mean_s in phases.items()} if whole_s > 0 else {}
+    return Throughput(
+        step_s=step_s,
+        shares=shares,
+        bottleneck=_sentence(shares),
+        tokens_per_s=_told(run, "tokens_per_s", "median"),
+        mfu=_told(run, "mfu", "median"),
+        drift_percent=100 * slope(times).relative_change,
+        leak_gib_per_1000_steps=_leak(run),
+        goodput=_told(run, "goodput", "last"),
+    )
+
+
+def _phases(run: AnalysedRun) -> dict[str, float]:
+    """Phase -> its mean seconds; `update` and `shard` only where their parts are not logged."""
+    found: dict[str, float] = {}
+    for phase in table()["phases"]:
+        series = next((run.log.series[key] for name in NAMES if (key := name.format(phase)) in run.log.series), None)
+        if series is None or not len(clean := finite(series)):
+            continue
+        if (phase == "update" and "forward" in found) or (phase == "shard" and "h2d" in found):
+            continue
+        # means, unlike medians, add up to the whole
+        found[phase] = float(np.mean(clean.values[NUM_COMPILE:] if len(clean) > NUM_COMPILE else clean.values))
+    return found
+
+
+def _sentence(shares: dict[str, float]) -> str:
+    if not shares:
+        return "The log does not say where the time of a step goes."
+    phase, part = max(shares.items(), key=lambda item: item[1])
+    advice = table()["bottlenecks"].get(phase, table()["bottlenecks"]["others"])
+    data = f"; waiting for data takes {share(shares['data'])}" if "data" in shares and phase != "data" else ""
+    return f"{phase} takes {share(part)} of a step: {advice}{data}."
+
+
+def _leak(run: AnalysedRun) -> float | None:
+    """Growth of the process' memory in GiB per 1000 steps; of the device's where that is not logged."""
+    if run.last_step < MIN_LEAK_STEPS:
+        return None
+    series = run.find("rss") or run.find("allocated")
+    return 1000 * slope(series).per_step if series is not None else None
+
+
+def _told(run: AnalysedRun, role: str, statistic: str) -> float | None:
+    series = run.find(role)
+    return None if series is None else STATISTICS[statistic](series)
+
 
 MIN_POINTS = 20
 MIN_FIRST = 8
@@ -48,7 +118,7 @@ def _growth(run: AnalysedRun, row: str, times: Series) -> Measure:
     trend, limits = slope(times), run.limits
     growth = trend.relative_change
     is_slower = trend.is_rising(limits["rising_p"]) and growth > limits["time_growth"]
-    return Measure(row, growth, steps_of(times, 0, len(times)), {"level": trend.level}, is_fault=is_slower)
+    return Measure(row, growth, times.ends, {"level": trend.level}, is_fault=is_slower)
 
 
 def _slowdown(run: AnalysedRun) -> Measure | None:
@@ -143,7 +213,7 @@ def leaks(run: AnalysedRun) -> Iterator[Measure]:
     if run.find("reserved_share") is None and not long:
         raise NotJudged("the log has no memory metrics")
     for role, series in long.items() if run.last_step >= MIN_LEAK_STEPS else ():
-        late, least = Series(series.steps[len(series) // 2 :], series.values[len(series) // 2 :]), run.limits["leak"]
+        late, least = series[len(series) // 2 :], run.limits["leak"]
         trend, quarter = slope(late), len(late) // 4
         growth = 1000 * trend.per_step / trend.level if trend.level else 0.0
         first, last = np.median(late.values[:quarter]), np.median(late.values[-quarter:])
@@ -151,4 +221,4 @@ def leaks(run: AnalysedRun) -> Iterator[Measure]:
         if trend.is_rising(run.limits["rising_p"]) and growth > least and is_lasting:
             words = {"role": role, "whose": "Host" if role == "rss" else "Device"}
             told = {**words, "before": late.values[0], "after": late.values[-1]}
-            yield Measure("leak", growth, steps_of(late, 0, len(late)), told, metric=run.name(role))
+            yield Measure("leak", growth, late.ends, told, metric=run.name(role))

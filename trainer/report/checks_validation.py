@@ -1,15 +1,158 @@
-"""What is measured of the loss on held-out samples, by itself and against that of training."""
+"""Results on held-out samples: the best step, overfitting, which checkpoint to take, and what is measured of them."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from trainer.report import remedies
-from trainer.report.analysed_run import AnalysedRun, NotJudged, steps_of
-from trainer.report.generalisation import generalisation, relative_noise, train_losses_at, val_losses
-from trainer.report.measure import Measure
+from trainer.detection.window import curve_noise
+from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged
+from trainer.report.formatting import number
+from trainer.report.result import Generalisation
 from trainer.report.run_log import Series
-from trainer.report.statistics import longest_run, slope
+from trainer.report.statistics import Floats, longest_run, slope
+
+NUM_AROUND = 32
+"""Training losses before a validation whose median is compared with it."""
+RESULTS = ("val_reward", "val_accuracy")
+"""Roles of held-out results, what is optimised first."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What checkpoints are compared by; finite points."""
+
+    metric: str
+    points: Series
+    sign: int = 1
+    """-1 where lower is better."""
+
+
+def val_losses(run: AnalysedRun) -> Series:
+    """Raises `NotJudged` without a validation loss, or where it is that of a policy: noise around 0."""
+    val, train = run.get("val_loss"), run.find("loss")
+    if run.profile in ("grpo", "controller"):
+        losses = [val.values, *([] if train is None else [train.values])]
+        if run.profile == "controller" or any(np.any(values <= 0) for values in losses):
+            raise NotJudged("the loss is that of a policy, which changes its sign: rewards tell how good it is")
+    return val
+
+
+def _criterion(run: AnalysedRun) -> Criterion | None:
+    """The validation loss; of a policy its reward or accuracy on held-out samples; else the external results."""
+    try:
+        return Criterion("validation loss", val_losses(run), sign=-1)
+    except NotJudged:
+        pass
+    for role in RESULTS:
+        if (points := run.find(role)) is not None:
+            return Criterion(run.name(role), points)
+    return _external(run)
+
+
+def _external(run: AnalysedRun) -> Criterion | None:
+    """Higher is better, as for a success rate."""
+    if not run.external:
+        return None
+    steps = sorted(run.external)
+    return Criterion(run.external_name, Series(np.array(steps), np.array([run.external[step] for step in steps])))
+
+
+def train_losses_at(val: Series, train: Series | None) -> Floats:
+    """Training loss around each validation: the median of the points since the one before; NaN without a training loss.
+
+    A log that writes both only then gives the very point.
+    """
+    if train is None:
+        return np.full(len(val), np.nan)
+    stops = np.searchsorted(train.steps, val.steps, side="right")
+    starts = np.maximum(np.concatenate(([0], stops[:-1])), stops - NUM_AROUND)
+    pairs = zip(starts.tolist(), stops.tolist(), strict=True)
+    return np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
+
+
+def judge_validations(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float]) -> list[str]:
+    """note: clearly above the best so far; overfit: the second in a row, or far above, while training still improves.
+
+    `train_losses` are those around each validation; both arrays have one entry per validation. Where the training loss
+    too is above that of the best until the next validation, the run has become unstable and does not overfit.
+    """
+    sigma = relative_noise(val_losses)
+    note = max(limits["overfit_note"], limits["overfit_note_sigma"] * sigma)
+    sure = max(limits["overfit_sure"], limits["overfit_sure_sigma"] * sigma)
+    verdicts: list[str] = []
+    best = 0
+    for index, loss in enumerate(val_losses):
+        if loss < val_losses[best]:
+            best = index
+        rise = loss / val_losses[best] - 1
+        around = train_losses[index : index + 2]
+        has_fallen = bool(np.all(around < train_losses[best] * (1 - limits["overfit_train_fall"])))
+        is_second = bool(verdicts) and verdicts[-1] != "ok"
+        is_overfit = has_fallen and (is_second or rise > sure)
+        verdicts.append("ok" if rise <= note else "overfit" if is_overfit else "note")
+    return verdicts
+
+
+def relative_noise(losses: Floats) -> float:
+    """Noise of a validation curve over its level; 0 with fewer than five points, infinite at level 0."""
+    noise, level = curve_noise(losses), float(np.median(losses))
+    return noise / level if level else math.inf if noise else 0.0
+
+
+def generalisation(run: AnalysedRun) -> Generalisation | None:
+    """None where the run never validated and no external metric is given."""
+    found = _criterion(run)
+    if found is None:
+        return None
+    points, gap = found.points, np.nan
+    values = points.by_step()
+    verdicts = [""] * len(points)
+    if found.sign < 0:
+        trained = train_losses_at(points, run.find("loss"))
+        verdicts = judge_validations(points.values, trained, run.limits)
+        gap = float(points.values[-1] - trained[-1])
+    best = max(values, key=lambda step: found.sign * values[step])
+    deciding = _external(run) or found
+    decisive = deciding.points.by_step()
+    losses = values if found.sign < 0 else {}
+    step, path, reason = _recommended(run, deciding, losses)
+    return Generalisation(
+        metric=found.metric,
+        values=values,
+        best_step=best,
+        best_value=values[best],
+        last_value=float(points.values[-1]),
+        gap=gap,
+        verdicts=dict(zip(values, verdicts, strict=True)),
+        overfit_step=next((at for at, verdict in zip(values, verdicts, strict=True) if verdict == "overfit"), None),
+        recommended_step=step,
+        recommended_path=path,
+        reason=reason,
+        expected_gain=deciding.sign * (decisive[step] - float(deciding.points.values[-1])),
+    )
+
+
+def _recommended(run: AnalysedRun, deciding: Criterion, losses: Mapping[int, float]) -> tuple[int, Path | None, str]:
+    """(step, path, reason): the best of the checkpoints that exist; the best step where none is known to exist.
+
+    Among equal results (few samples give few values) the validation loss decides.
+    """
+    existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
+    values = deciding.points.by_step()
+    ranked = sorted(values, key=lambda step: (-deciding.sign * values[step], losses.get(step, math.inf)))
+    best, kept = ranked[0], [step for step in ranked if step in existing]
+    lead = f"{'Lowest' if deciding.sign < 0 else 'Highest'} {deciding.metric}"
+    outranks = " It outranks the validation loss." if run.external else ""
+    if not kept:
+        none = "no checkpoint is known" if not existing else "no complete checkpoint was validated"
+        return best, None, f"{lead}, {number(values[best])}; {none}.{outranks}"
+    step = kept[0]
+    lost = "" if step == best else f"; the best, {number(values[best])} at step {best}, was not kept"
+    reason = f"{lead} among the {len(kept)} checkpoints that exist, {number(values[step])}{lost}."
+    return step, existing[step], reason + outranks
 
 
 def _losses(run: AnalysedRun) -> Series:
@@ -26,22 +169,21 @@ def validation_rises(run: AnalysedRun) -> Iterator[Measure]:
     rises, is_to_the_end = stop - start, stop == len(val) - 1
     before, after = float(val.values[start]), float(val.values[stop])
     least = max(limits["overfit_note"], limits["overfit_note_sigma"] * relative_noise(val.values))
-    best = remedies.checkpoint(run, int(val.steps[int(np.argmin(val.values))]))
+    best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
     words = {"rises": rises, "before": before, "after": after, "checkpoint": best}
     words["end"] = ", up to the end" if is_to_the_end else ""
     is_lasting = is_to_the_end and rises >= limits["val_rises_fail"]
     yield Measure(
         "lasting" if is_lasting else "main",
         float(rises),
-        (int(val.steps[start]), int(val.steps[stop])),
+        val[start : stop + 1].ends,
         words,
         is_fault=rises >= limits["val_rises"] and after > (1 + least) * before,
     )
     run.require_pretrained()
     last, low, high = float(val.values[-1]), limits["val_final_low"], limits["val_final_high"]
     if run.profile == "sft" and not low <= last <= high:
-        steps = int(val.steps[-1]), int(val.steps[-1])
-        yield Measure("final", last, steps, limit=high if last > high else low)
+        yield Measure("final", last, val[-1:].ends, limit=high if last > high else low)
 
 
 def overfitting(run: AnalysedRun) -> Iterator[Measure]:
@@ -52,7 +194,7 @@ def overfitting(run: AnalysedRun) -> Iterator[Measure]:
     trained = train_losses_at(val, run.get("loss"))[int(np.searchsorted(val.steps, at))]
     kept = any(state.is_complete for state in run.log.checkpoints)
     is_lost = kept and told.recommended_step != told.best_step and not run.external
-    good = remedies.checkpoint(run, told.recommended_step or told.best_step)
+    good = run.checkpoint(told.recommended_step or told.best_step)
     words = {"at": at, "loss": loss, "best": told.best_value, "best_step": told.best_step, "train": trained}
     verdicts = [f"step {step}: {verdict}" for step, verdict in told.verdicts.items() if verdict != "ok"][:10]
     rise, steps = loss / told.best_value - 1, (told.best_step, int(val.steps[-1]))
@@ -67,7 +209,7 @@ def disagreement(run: AnalysedRun) -> Iterator[Measure]:
     gap = last - trained
     if np.isfinite(gap) and gap > run.limits["gap"] * abs(last) > 0:
         words = {"val": last, "train": trained, "apart": gap}
-        yield Measure(value=gap / abs(last), steps=(int(val.steps[-1]), int(val.steps[-1])), words=words)
+        yield Measure(value=gap / abs(last), steps=val[-1:].ends, words=words)
     p = run.limits["trend_p"]
     if slope(train).is_falling(p) and slope(val).is_rising(p) and int(np.argmin(val.values)) == 0:
-        yield Measure("opposite", steps=steps_of(val, 0, len(val)))
+        yield Measure("opposite", steps=val.ends)

@@ -26,6 +26,11 @@ def number(value: float | None) -> str:
     return f"{value:.{NUM_DIGITS}g}"
 
 
+def written(found: object) -> str:
+    """A value of a configuration."""
+    return number(float(found)) if isinstance(found, int | float) and not isinstance(found, bool) else str(found)
+
+
 def share(value: float | None) -> str:
     """A share of one as a percentage with one decimal."""
     return MISSING if value is None or math.isnan(value) else percent(100 * value)

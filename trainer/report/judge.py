@@ -1,15 +1,21 @@
-"""The rules put to a run: each row of the table is measured, compared with its limit and told in its words."""
+"""The rules put to a run, each row measured, compared with its limit and told in its words; and the checklists."""
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from trainer.report import checks_gradient, checks_loss, checks_policy, checks_run, checks_speed, checks_validation
-from trainer.report.analysed_run import AnalysedRun, NotJudged
-from trainer.report.measure import PLACES, STATISTICS, Measure
-from trainer.report.result import LEVELS, Finding
-from trainer.report.rule_table import FindingRow, Rule, rules
+from trainer.report.analysed_run import PLACES, STATISTICS, AnalysedRun, Measure, NotJudged, recognise_profile
+from trainer.report.readers.json_logs import read_own
+from trainer.report.result import LEVELS, CheckItem, Finding
+from trainer.report.rule_table import FindingRow, Rule, default_limits, rules, table
 from trainer.report.vocabulary import ROLES
 from trainer.report.words import filled, reasons
+from trainer.runtime.json_lines import JsonLines
 
 Check = Callable[[AnalysedRun], Iterable[Measure]]
 ROOMS = {
@@ -42,9 +48,9 @@ class Judged:
     """Why not, or why no further."""
 
 
-def judge(run: AnalysedRun) -> tuple[Judged, ...]:
-    """All rules of the table, in its order."""
-    return tuple(_judged(rule, run) for rule in rules())
+def judge(run: AnalysedRun, names: Collection[str] | None = None) -> tuple[Judged, ...]:
+    """The rules of these names, else all of the table, in its order."""
+    return tuple(_judged(rule, run) for rule in rules() if names is None or rule.name in names)
 
 
 def worst_first(judged: Iterable[Judged]) -> tuple[Finding, ...]:
@@ -94,8 +100,7 @@ def _compared(key: str, row: FindingRow, run: AnalysedRun, role: str) -> Measure
         run.require_pretrained()
     value, steps = STATISTICS[name](series), None
     if name in PLACES:
-        at = series.steps[PLACES[name]]
-        steps = int(at[0]), int(at[-1])
+        steps = series[PLACES[name]].ends
     low, high = (_limit(limit, run) for limit in (row.outside or (row.below, row.above)))
     is_low, is_high = low is not None and value < low, high is not None and value > high
     return Measure(
@@ -131,3 +136,74 @@ def _finding(rule: Rule, row: FindingRow, measure: Measure, run: AnalysedRun) ->
         remedy=remedy,
         reasons=reasons(row.remedy),
     )
+
+
+_TRAINED = re.compile(rb'\{"step":(\d+),"attempt":\d+,"kind":"train"')
+
+
+class Standing:
+    """That of our own run under way, put again and again.
+
+    Reads of `metrics.jsonl` what was added since the last time, and keeps of it the first steps and what is not of
+    training: a million rows cost a look at how each begins.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._added = JsonLines(path, is_wanted=_is_looked_at)
+        self._rows: list[Mapping[str, Any]] = []
+
+    @np.errstate(all="ignore")
+    def lines(self, phase: str) -> tuple[CheckItem, ...]:
+        """Of a phase: "start", after the first steps, or "checkpoint"."""
+        self._rows += [row for _, row in self._added]
+        log = read_own(self._path, (row for row in self._rows if phase != "start" or _is_first(row.get("step"))))
+        run = AnalysedRun(log, recognise_profile(log), default_limits())
+        wanted = [line for line in table()["checklist"] if line["phase"] == phase]
+        return _answered(run, judge(run, {line["rule"] for line in wanted}), wanted)
+
+
+def _is_looked_at(line: bytes) -> bool:
+    trained = _TRAINED.match(line)
+    return trained is None or _is_first(int(trained[1]))
+
+
+def _is_first(step: Any) -> bool:
+    return isinstance(step, int) and step <= default_limits()["first_steps"]
+
+
+def checklist(run: AnalysedRun, judged: Iterable[Judged]) -> tuple[CheckItem, ...]:
+    """All fourteen lines. What is merely unusual, and no fault to its rule, is a note."""
+    return _answered(run, judged, table()["checklist"])
+
+
+def _answered(run: AnalysedRun, judged: Iterable[Judged], lines: Iterable[Mapping[str, str]]) -> tuple[CheckItem, ...]:
+    by_name = {one.rule.name: one for one in judged}
+    return tuple(
+        CheckItem(line["id"], line["phase"], line["text"], *_answer(run, line, by_name[line["rule"]])) for line in lines
+    )
+
+
+def _answer(run: AnalysedRun, line: Mapping[str, str], judged: Judged) -> tuple[str, str, str]:
+    """(status, detail, remedy): what was measured, or the sentences of the rule that finds fault."""
+    rows = judged.rule.rows
+    measures = [measure for measure in judged.measures if rows[measure.row].id == rows[line["row"]].id]
+    if not measures:
+        return "unknown", judged.not_judged or line.get("untold", ""), ""
+    measured = next((measure for measure in measures if measure.row == line["row"]), measures[0])
+    faults = [measure for measure in measures if measure.is_fault and _is_of_phase(run, line["phase"], measure)]
+    places = {measure.steps for measure in faults}
+    told = [finding for finding in judged.findings if finding.steps in places]
+    told = told or [*judged.findings][: len(faults)]  # of a fault that another row of its rule tells
+    detail = " ".join(finding.title for finding in told)
+    detail = detail or filled(line["in_order"], run, {"value": measured.value, **measured.words})
+    if not faults:
+        return "pass", detail, ""
+    levels = {finding.level for finding in judged.findings}
+    status = "fail" if levels & {"fail", "warn"} else "unknown" if levels == {"info"} else "note"
+    return status, detail, " ".join(dict.fromkeys(finding.remedy for finding in told))
+
+
+def _is_of_phase(run: AnalysedRun, phase: str, measure: Measure) -> bool:
+    """Whether a fault counts in the first 100 steps: one that sets in later does not."""
+    return phase != "start" or measure.steps is None or measure.steps[0] <= run.limits["first_steps"]

@@ -55,7 +55,7 @@ class Rule:
 
 @cache
 def table() -> Mapping[str, Any]:
-    """The sections of `rules.yaml`: rules, limits, checklist, options, advice."""
+    """The sections of `rules.yaml`: rules, roles, limits, checklist, options, advice."""
     text = files("trainer.report").joinpath("rules.yaml").read_text(encoding="utf-8")
     content: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return content

@@ -26,6 +26,18 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def __getitem__(self, kept: slice | NDArray[np.bool_] | NDArray[np.intp]) -> "Series":
+        """Some of its points."""
+        return Series(self.steps[kept], self.values[kept])
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """First and last step."""
+        return int(self.steps[0]), int(self.steps[-1])
+
+    def by_step(self) -> dict[int, float]:
+        return dict(zip(self.steps.tolist(), self.values.tolist(), strict=True))
+
 
 @dataclass(frozen=True)
 class LogEvent:
@@ -48,6 +60,8 @@ class CheckpointState:
     is_complete: bool
     """All its parts are there, as far as file names and sizes tell."""
     faults: tuple[str, ...] = ()
+    is_thinned: bool = False
+    """Its optimizer state was removed on purpose."""
 
 
 @dataclass(frozen=True)

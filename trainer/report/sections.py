@@ -1,4 +1,4 @@
-"""The sections of a report as findings, tables and sentences: page and terminal show these and nothing else."""
+"""The sections of a report, of which page and terminal show nothing else, and the rows around one step."""
 
 import math
 from collections import Counter
@@ -6,8 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from trainer.detection.window import spread
 from trainer.report.formatting import ARROWS, MISSING, capitalised, companions, interval, number, percent, share, step
 from trainer.report.result import Anomaly, Finding, Report, Throughput
+from trainer.report.run_log import RunLog, Series
+from trainer.report.statistics import finite, within
 from trainer.report.vocabulary import role_order
 
 MAX_CHAINS = 3
@@ -118,9 +123,10 @@ def _validation(report: Report) -> Section:
     ]
     main = [row for row in rows if row[-1] or row is rows[-1]]
     shown = table(f"step, {found.metric}, verdict, mark", rows, words="verdict, mark", main=main)
-    above = "" if math.isnan(found.gap) else f"; validation is {number(found.gap)} above training at the end"
+    side = f"{number(abs(found.gap))} {'above' if found.gap >= 0 else 'below'}"
+    gap = "" if math.isnan(found.gap) else f"; validation is {side} training at the end"
     best = f"{number(found.best_value)} at step {step(found.best_step)}"
-    lead = f"{found.metric}: best {best}, last {number(found.last_value)}{above}."
+    lead = f"{found.metric}: best {best}, last {number(found.last_value)}{gap}."
     notes: tuple[str, ...] = ()
     if found.recommended_step is not None:
         at = step(found.recommended_step)
@@ -264,3 +270,36 @@ def _limits(report: Report) -> Section:
     lead = f"{len(rows)} in use, {len(report.overridden)} overridden; {len(report.insufficient)} rules not judged."
     notes = tuple(f"{rule} was not judged: {reason}." for rule, reason in report.insufficient)
     return Section("limits", "Limits", lead, table("limit, value, overridden", rows, words="limit, overridden"), notes)
+
+
+ALWAYS = "train/loss"
+MIN_SCORE = 6.0
+MAX_METRICS, MAX_ROWS = 6, 200
+
+
+def around(log: RunLog, *, at: int, window: int) -> Section:
+    """Rows from step `at - window` to `at + window`; what moved most comes first, the loss always."""
+    first, last = at - window, at + window
+    title = f"{log.path}, steps {step(first)} to {step(last)}"
+    scores = {key: _score(series, first, last) for key, series in log.series.items()}
+    moved = sorted((key for key in scores if scores[key] > MIN_SCORE), key=lambda key: -scores[key])
+    keys = [key for key in dict.fromkeys([ALWAYS, *moved]) if key in log.series][:MAX_METRICS]
+    columns = [within(log.series[key], first, last).by_step() for key in keys]
+    steps = sorted(set().union(*columns))
+    if not steps:
+        return Section("around", title, "No rows there.")
+    rows = tuple((step(at), *(number(column.get(at)) for column in columns)) for at in steps[:MAX_ROWS])
+    lead = f"{len(moved)} of {len(log.series)} metrics left their usual range here, the {len(keys)} shown first."
+    left = len(steps) - len(rows)
+    notes = (f"{left} later rows are left out: choose a smaller window.",) if left else ()
+    return Section("around", title, lead, Table(("step", *keys), rows), notes)
+
+
+def _score(series: Series, first: int, last: int) -> float:
+    """How far the window goes from the median of the whole series, in robust standard deviations."""
+    near, known = finite(within(series, first, last)).values, finite(series).values
+    if not len(near):
+        return 0.0
+    centre = float(np.median(known))
+    usual, distance = float(spread(known - centre)), float(np.abs(near - centre).max())
+    return distance / usual if usual else math.inf if distance else 0.0

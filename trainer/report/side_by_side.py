@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.report.curves import NOTHING, SMOOTHINGS, smooth
 from trainer.report.formatting import MISSING, capitalised, number, percent, share, step
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
 from trainer.report.statistics import finite
+from trainer.report.svg import NOTHING, SMOOTHINGS, smooth
 from trainer.report.vocabulary import ROLES
 
 NUM_STEPS = 8
@@ -47,7 +47,7 @@ def _results(runs: Sequence[Run], names: list[str]) -> Section:
 def _facts(report: Report, log: RunLog) -> dict[str, str]:
     val, speed = report.generalisation, report.throughput
     peaks = (finite(log.series[key]).values for key in PEAK_MEMORY if key in log.series)
-    last_step = max((int(series.steps[-1]) for series in log.series.values() if len(series)), default=0)
+    last_step = max((series.ends[1] for series in log.series.values() if len(series)), default=0)
     lasts = {role: _smoothed(log, role).values[-1:].tolist() for role in NAMES}
     return {
         "verdict": report.verdict,

@@ -1,13 +1,14 @@
 """Robust statistics over long series. Arrays in, numbers out; nothing here knows a metric."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.detection.robust import spread
+from trainer.detection.window import spread
 from trainer.report.run_log import Series
 
 Floats = NDArray[np.float64]
@@ -19,13 +20,12 @@ MAX_PLACES = 400
 def finite(series: Series) -> Series:
     """The points that are numbers."""
     mask = np.isfinite(series.values)
-    return series if mask.all() else Series(series.steps[mask], series.values[mask])
+    return series if mask.all() else series[mask]
 
 
 def within(series: Series, first: float, last: float) -> Series:
     """The points from one step to another."""
-    keep = slice(np.searchsorted(series.steps, first), np.searchsorted(series.steps, last, side="right"))
-    return Series(series.steps[keep], series.values[keep])
+    return series[np.searchsorted(series.steps, first) : np.searchsorted(series.steps, last, side="right")]
 
 
 def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
@@ -103,8 +103,8 @@ def slope(series: Series) -> Slope:
     if len(points) == 0:
         return Slope(0.0, 1.0, 0.0, 0.0)
     per_step = theil_sen(points)
-    span = float(points.steps[-1] - points.steps[0])
-    return Slope(per_step, mann_kendall(points.values)[1], per_step * span, float(np.median(points.values)))
+    first, last = points.ends
+    return Slope(per_step, mann_kendall(points.values)[1], per_step * (last - first), float(np.median(points.values)))
 
 
 def noise(series: Series) -> float:
@@ -126,6 +126,11 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
     apart, left = candidates - line @ (line.T @ candidates), points - line @ (line.T @ points)
     gains = (left @ apart) ** 2 / (apart**2).sum(axis=1)
     return int(edges[2 + np.argmax(gains.max(axis=0))])
+
+
+def rolling_median(values: Floats, width: int, stride: int) -> Floats:
+    """Of the `width` points from each `stride`-th point on."""
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(values, width)[::stride], axis=1))
 
 
 def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
@@ -201,3 +206,43 @@ def _windowed(values: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
     middles = starts + width / 2
     nearest = np.searchsorted((middles[1:] + middles[:-1]) / 2, np.arange(len(values)))
     return np.lib.stride_tricks.sliding_window_view(values, width)[starts], nearest
+
+
+NUM_WINDOWS = 20
+"""A long series is looked at in windows of a twentieth of it."""
+NUM_STRIDES = 32
+"""Windows that begin within one width: a median for every point of a million takes hours."""
+MEDIAN_SPREAD = 1.25
+"""Standard deviation of a median of n points, in that of their mean."""
+
+
+@dataclass(frozen=True)
+class Collapse:
+    steps: tuple[int, int]
+    """The last one at the old level, and the last of all."""
+    before: float
+    after: float
+    least: float
+    """What a fall must exceed."""
+
+
+def collapse(points: Series, limits: Mapping[str, float], *, least_width: int = 3) -> Collapse | None:
+    """The running median at the end against the best one before it; None where it is no lower than noise explains.
+
+    Medians are of at least `least_width` points.
+    """
+    width = max(least_width, len(points) // NUM_WINDOWS)
+    if len(points) < 2 * width:
+        return None
+    stride = max(1, width // NUM_STRIDES)
+    starts = range((len(points) - width) % stride, len(points) - width + 1, stride)
+    medians = np.array([np.median(points.values[start : start + width]) for start in starts])
+    best, last = float(medians.max()), float(medians[-1])
+    by_noise = limits["collapse_sigma"] * MEDIAN_SPREAD * noise(points) / math.sqrt(width)
+    least = max(by_noise, limits["collapse_share"] * float(np.ptp(medians)))
+    if best - last <= least:
+        return None
+    peak = int(np.flatnonzero(medians >= best - by_noise / 2)[-1])
+    fallen = peak + int(np.argmax(medians[peak:] <= (best + last) / 2))
+    at = onset(points.values, max(0, starts[peak] - width), starts[fallen] + width, is_level=True) - 1
+    return Collapse(points[at:].ends, best, last, least)

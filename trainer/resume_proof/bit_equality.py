@@ -141,22 +141,20 @@ def digest_of_parameters(run_dir: Path, *, steps: int) -> str:
 
 
 def _pairs_of_steps(left: Path, right: Path, steps: Iterable[int]) -> Iterator[Pair]:
-    left_rows, right_rows = _rows(left, "train"), _rows(right, "train")
+    both = [_rows(run_dir, "train") for run_dir in (left, right)]
     for step in steps:
-        if step not in left_rows or step not in right_rows:
-            there = ["logged" if step in rows else MISSING for rows in (left_rows, right_rows)]
-            yield Pair(f"step {step}", *there)
-            continue
-        for key in KEYS:
-            values = [rows[step].get(key, MISSING) for rows in (left_rows, right_rows)]
-            yield Pair(f"step {step}, {key}", *values)
+        rows = [found.get(step, {}) for found in both]
+        if not all(rows):
+            yield Pair(f"step {step}", *("logged" if row else MISSING for row in rows))
+        else:
+            yield from (Pair(f"step {step}, {key}", *(row.get(key, MISSING) for row in rows)) for key in KEYS)
 
 
 def _pairs_of_validations(left: Path, right: Path, steps: Iterable[int]) -> Iterator[Pair]:
-    left_rows, right_rows = _rows(left, "val"), _rows(right, "val")
+    both = [_rows(run_dir, "val") for run_dir in (left, right)]
     for step in steps:
-        values = [rows[step].get("val/loss", MISSING) if step in rows else MISSING for rows in (left_rows, right_rows)]
-        yield Pair(f"validation of step {step}, val/loss", *values)
+        losses = (rows.get(step, {}).get("val/loss", MISSING) for rows in both)
+        yield Pair(f"validation of step {step}, val/loss", *losses)
 
 
 def _pairs_of_ends(left: Path, right: Path) -> Iterator[Pair]:
@@ -192,15 +190,16 @@ def _pairs_of_checkpoints(left: Path, right: Path, steps: int) -> Iterator[Pair]
     yield Pair(f"{where}, ranks", *sizes)
     if not isinstance(sizes[0], int) or sizes[0] != sizes[1]:
         return
-    shards = [name(sizes[0], rank) for name in (layout.model_file, layout.optim_file) for rank in range(sizes[0])]
+    kinds = (layout.model_file, *([] if any(info.thinned for info in found) else [layout.optim_file]))
+    shards = [name(sizes[0], rank) for name in kinds for rank in range(sizes[0])]
     for file in (*shards, layout.DATA):
-        left_leaves, right_leaves = (_leaves(info.path / file) for info in found)
-        if UNREADABLE in {**left_leaves, **right_leaves}:
-            yield Pair(f"{where}, {file}", *(leaves.get(UNREADABLE, "good") for leaves in (left_leaves, right_leaves)))
+        both = [_leaves(info.path / file) for info in found]
+        names = {**both[0], **both[1]}
+        if UNREADABLE in names:
+            yield Pair(f"{where}, {file}", *(leaves.get(UNREADABLE, "good") for leaves in both))
             continue
-        for name in {**left_leaves, **right_leaves}:
-            values = [leaves.get(name, MISSING) for leaves in (left_leaves, right_leaves)]
-            yield Pair(f"{where}, {file}, {name}", *values)
+        for name in names:
+            yield Pair(f"{where}, {file}, {name}", *(leaves.get(name, MISSING) for leaves in both))
 
 
 def _leaves(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint import layout, rollback
 from trainer.config import ConfigError
+from trainer.config.schema import LOADED
 from trainer.data_tools.ledger import read_history, rows_at
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
 from trainer.resume_proof.killed_runs import KilledRun
@@ -31,28 +32,35 @@ SHOWN = ("train/loss", "train/grad_norm", "val/loss")
 class Counterfactual:
     """`steps` of the run in `run_dir`, from the checkpoint before them, without `rows` (`file:line`).
 
-    `found`: which of the rows each step trains, where any.
+    `checkpoint`: None where the steps begin with the first of the run, from the weights that it began with. `found`:
+    which of the rows each step trains, where any.
     """
 
     run_dir: Path
+    checkpoint: Path | None
     num_ranks: int
     steps: range
     rows: tuple[str, ...]
     found: dict[int, list[str]]
 
-    @property
-    def checkpoint(self) -> Path:
-        return self.run_dir / layout.step_dir_name(self.steps.start - 1)
-
 
 def plan(run_dir: Path, *, from_step: int, num_steps: int, rows: tuple[str, ...]) -> Counterfactual:
-    """Raises `ConfigError` where these steps cannot be trained again, or do not have these rows."""
-    info = layout.inspect(run_dir / layout.step_dir_name(from_step))
-    steps = range(from_step + 1, from_step + num_steps + 1)
-    if info.manifest is None:
-        there = ", ".join(str(info.step) for info in layout.committed(run_dir)) or "it has none"
-        raise ConfigError(f"'{run_dir}' has no checkpoint of step {from_step} to train from: {there}")
-    last = max((part.last for part in read_history(run_dir).ranges), default=0)
+    """`num_steps` after `from_step`, and what leads there from the newest whole checkpoint, or the start of the run.
+
+    Raises `ConfigError` where these steps cannot be trained again, or do not have these rows.
+    """
+    there = layout.committed(run_dir)
+    if not there or there[-1].manifest is None:
+        raise ConfigError(f"'{run_dir}' has no checkpoint, so on how many ranks it was trained is not known")
+    before = [info for info in there if info.step <= from_step and not info.thinned]
+    begins = before[-1] if before else None
+    steps = range(begins.step + 1 if begins else 1, from_step + num_steps + 1)
+    ranges = read_history(run_dir).ranges
+    last = max((part.last for part in ranges), default=0)
+    if begins is None and ranges and ranges[0].first > 1:
+        whole = ", ".join(str(info.step) for info in there if not info.thinned)
+        text = f"the run begins with step {ranges[0].first}, and no checkpoint until step {from_step} is whole: {whole}"
+        raise ConfigError(text)
     if steps[-1] > last:
         raise ConfigError(f"the run has trained {last} steps, so from step {from_step} at most {last - from_step} more")
     if skipped := sorted(rollback.read(run_dir).skipped_steps & set(steps)):
@@ -63,7 +71,8 @@ def plan(run_dir: Path, *, from_step: int, num_steps: int, rows: tuple[str, ...]
         trained = rows_at(run_dir, absent, range(1, last + 1))
         lines = [f"  {row}: {_steps([step for step, own in trained.items() if row in own])}" for row in absent]
         raise ConfigError("\n".join([f"steps {steps[0]} to {steps[-1]} do not train these rows:", *lines]))
-    return Counterfactual(run_dir, info.manifest.world_size, steps, rows, found)
+    num_ranks = ((begins and begins.manifest) or there[-1].manifest).world_size
+    return Counterfactual(run_dir, begins.path if begins else None, num_ranks, steps, rows, found)
 
 
 def _steps(steps: list[int]) -> str:
@@ -76,7 +85,9 @@ def replay(asked: Counterfactual, work: Path, scratch: Path) -> int:
     """Train both, say what differs; the exit code tells whether the steps as they were are those of the run."""
     from trainer.resume_proof.bit_equality import compare_steps
 
-    print(f"steps {asked.steps[0]} to {asked.steps[-1]} of {asked.run_dir} again, ranks: {asked.num_ranks}; in {work}")
+    begins = asked.checkpoint.name if asked.checkpoint else "the weights that the run began with"
+    steps = f"steps {asked.steps[0]} to {asked.steps[-1]} of {asked.run_dir} again from {begins}"
+    print(f"{steps}, with the rows and without; ranks: {asked.num_ranks}; in {work}", flush=True)
     runs = {
         name: KilledRun(name, work, words(asked, work / name, rows), scratch, good_codes=(EXIT_DONE, EXIT_RESUMABLE))
         for name, rows in ((WITH, ()), (WITHOUT, asked.rows))
@@ -93,18 +104,21 @@ def replay(asked: Counterfactual, work: Path, scratch: Path) -> int:
 def words(asked: Counterfactual, run_dir: Path, rows: tuple[str, ...]) -> tuple[str, ...]:
     """For the launcher: the run's own configuration, from the checkpoint, to another directory; later words count."""
     tree = read_config(asked.run_dir)
-    settings = {
+    settings: dict[str, object] = {
         "trainer.default_local_dir": str(run_dir),
-        "trainer.resume_mode": "resume_path",
-        "trainer.resume_from_path": str(asked.checkpoint),
         "trainer.stop_at_step": asked.steps[-1],
         "trainer.save_freq": -1,
         "trainer.test_freq": asked.steps[-1],  # a validation at the end, and nowhere else
         "trainer.max_time": None,
+        "trainer.checkpoint.mirror": None,
         "trainer.logger": ["console"],
         "trainer.checkpoint.save_contents": ["model", "optimizer", "extra"],
         "data.leave_out": [*tree["data"].get("leave_out", ()), *rows],
     }
+    if asked.checkpoint is not None:
+        begins = {"resume_mode": "resume_path", "resume_from_path": str(asked.checkpoint)}
+        settings |= {f"trainer.{key}": value for key, value in begins.items()}
+        settings["trainer.checkpoint.load_contents"] = list(LOADED)
     return (str(asked.num_ranks), *as_words(tree), *(f"{key}={as_word(value)}" for key, value in settings.items()))
 
 
@@ -123,7 +137,7 @@ def changes(asked: Counterfactual, work: Path) -> Iterator[str]:
         texts = [f"{key} {a:.6g} -> {b:.6g} ({b - a:+.2g})" for key, (a, b) in whole.items()]
         yield f"step {step}: {', '.join(texts)}{rows}"
     ends = [work / name / layout.step_dir_name(asked.steps[-1]) for name in (WITH, WITHOUT)]
-    apart, moved = distance(*ends), distance(asked.checkpoint, ends[0])
+    apart, moved = distance(*ends), distance(asked.checkpoint, ends[0]) if asked.checkpoint else 0.0
     share = f", {apart / moved:.1%} of how far the steps moved them ({moved:.4g})" if moved else ""
     yield f"parameters after step {asked.steps[-1]}: {apart:.4g} apart{share}"
 

@@ -167,7 +167,7 @@ class KilledRun:
             return
         code = process.returncode if process.returncode > 0 else EXIT_CRASH
         lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
-        text = f"the {self.name} run ended with exit code {process.returncode}; the end of its log:"
+        text = f"the run '{self.name}' ended with exit code {process.returncode}; the end of its log:"
         raise RunFailedError("\n  ".join([text, *lines]), name=self.name, code=code)
 
     def _say(self, text: str) -> None:

@@ -168,6 +168,7 @@ def launcher_words(trial: Trial, run_dir: Path) -> tuple[str, ...]:
         "trainer.test_freq": trial.test_freq,
         "trainer.max_ckpt_to_keep": 1,  # the least space, and a resume has nothing older to fall back on
         "trainer.max_time": "null",
+        "trainer.checkpoint.mirror": "null",
         "trainer.logger": "[console]",
     }
     return (str(trial.num_ranks), *defaults, *trial.overrides, *(f"{key}={value}" for key, value in settings.items()))

@@ -93,7 +93,12 @@ def _compose(words: list[str]) -> dict[str, Any]:
         try:
             for override in OverridesParser.create().parse_overrides(words):
                 if override.is_sweep_override():
-                    raise _several_values(override.input_line)
+                    key, _, value = (override.input_line or "").lstrip("+").partition("=")
+                    raise ConfigError(
+                        f"'{key}={value}' has several values, and one run takes one: start a run for each, with its "
+                        f"own trainer.experiment_name; a list is written {key}=[A,B], "
+                        f"a text with a comma {key}='\"A,B\"'"
+                    )
             with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
                 tree: Any = OmegaConf.to_container(compose("sft", overrides=words), resolve=True)
         except OverrideParseException as error:
@@ -143,7 +148,7 @@ def find_recipe(name: str) -> Path | None:
 
 
 def _read_recipe(path: Path) -> str:
-    """Raises `ConfigError` for what is no YAML, with its place."""
+    """Raises `ConfigError` for what is no YAML and for what is no key, with its place."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = yaml.safe_load(text)
@@ -151,15 +156,10 @@ def _read_recipe(path: Path) -> str:
         raise ConfigError(f"recipe {path}: {error}") from error
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
+    words = as_words({name: value for name, value in (tree or {}).items() if name not in ("defaults", "hydra")})
+    if problems := [problem for word in words if (problem := problem_with_key(*word.partition("=")[::2]))]:
+        raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
     return text
-
-
-def _several_values(word: str | None) -> ConfigError:
-    key, _, value = (word or "").lstrip("+").partition("=")
-    return ConfigError(
-        f"'{key}={value}' has several values, and one run takes one: start a run for each, with its own "
-        f"trainer.experiment_name; a list is written {key}=[A,B], a text with a comma {key}='\"A,B\"'"
-    )
 
 
 def _problem_with(word: str) -> str | None:

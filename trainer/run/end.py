@@ -11,11 +11,11 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.start import RunShape, Start, find_complete
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, CannotWriteError
-from trainer.run import finished
-from trainer.runtime.atomic_files import atomic_write
+from trainer.run import preflight
 from trainer.runtime.distributed import World, await_main
+from trainer.runtime.environment import call
 from trainer.runtime.exit_codes import DOCUMENTED, explain
-from trainer.runtime.program import call
+from trainer.runtime.files import atomic_write
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.tracking import Tracking, events_file, metrics_file
 
@@ -83,7 +83,7 @@ def remember_end(
     with suppress(ConfigError, CannotWriteError):  # on all ranks alike, as for trainer.resume_mode=disable
         end = find_complete(config, shape, world, at_end=True)
         if end is not None and world.is_main:
-            finished.remember(Path(config.default_local_dir), stamp, describe(end))
+            preflight.remember(Path(config.default_local_dir), stamp, describe(end))
 
 
 def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:

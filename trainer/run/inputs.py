@@ -1,20 +1,192 @@
-"""What a run is made from: model files, tokenizer and tokens, ready before any process group exists."""
+"""What a run is made from: model files, tokenizer and tokens, ready before any process group exists.
 
+The tokens are a step of their own, for who only looks at them.
+"""
+
+import copy
+import itertools
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, Self
 
-from trainer.config import QUICKSTART, Config
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.config import QUICKSTART, Config, ConfigError, Source
+from trainer.data.chat import tokenizer_digest
+from trainer.data.conversation import columns_of
+from trainer.data.growth import Division, TrainingData
+from trainer.data.readers import iter_rows
+from trainer.data.row_encoder import PrepareOptions, Result, RowEncoder
+from trainer.data.rows import Row
+from trainer.data.samples import SourceSamples
+from trainer.data.token_cache import prepare
+from trainer.errors import DataError
 from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason, require_parts, require_splittable
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
-from trainer.run import finished
-from trainer.run.preflight import find_files, find_model_dir
-from trainer.run.prepared_data import PreparedData, prepare_data
+from trainer.progress import Position
+from trainer.run import preflight
+from trainer.run.preflight import TEMPLATE_NAMES, DataFiles, Files, find_files, find_model_dir, read_chat_template
 from trainer.runtime.environment import rank_and_size
 from trainer.weights import WholeCheckpoint
+
+Renderer = tuple[PreTrainedTokenizerBase, str]
+"""A tokenizer with a chat template, and the digest of both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData(TrainingData):
+    """What is trained and validated on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """With the chat template that is exported; its `tokenizer_digest` covers both."""
+    tokenizer_digest: str
+    chat_template: str | None
+    division: Division
+
+    def resumed(self, saved: Mapping[str, Any], position: Position) -> Self:
+        """As a run goes on with it at `position` from a checkpoint whose data said `saved`."""
+        return replace(self, **vars(self.division.resume(saved, position)))
+
+
+def prepare_data(
+    config: Config, files: DataFiles, model: ModelSource, *, progress: Callable[[], None], only_cached: bool = False
+) -> PreparedData:
+    """The samples of `files`, with the tokenizer of `model`; the first process that asks does the work.
+
+    `progress` is called while it goes on. Raises `DataError`, `CannotWriteError`, and with `only_cached`
+    `NotPreparedError` where there is work to do.
+    """
+    data, renderer = config.data, _renderer(config, model)
+
+    def prepared(side: Files) -> tuple[SourceSamples, ...]:
+        return tuple(_prepare(config, side, renderer, model.new_tokens, progress, only_cached=only_cached))
+
+    division = Division(
+        sources=prepared(files.train),
+        val_sources=prepared(files.validation) if files.validation else None,
+        val_ratio=data.val_ratio,
+        val_limit=None if data.val_max_samples == -1 else data.val_max_samples,
+        seed=config.trainer.seed,
+        leave_out=tuple(data.leave_out),
+    )
+    if own_templates := [source.name for source, _ in files.train if source.chat_template != data.chat_template]:
+        logger.warning(
+            "rendered with chat templates of their own, which huggingface/ does not carry: %s", ", ".join(own_templates)
+        )
+    tokenizer, digest = renderer(data.chat_template)
+    return PreparedData(
+        **vars(division.begin()),
+        division=division,
+        tokenizer=tokenizer,
+        tokenizer_digest=digest,
+        chat_template=read_chat_template(data.chat_template),
+    )
+
+
+def encode_first_rows(
+    config: Config, files: DataFiles, model: ModelSource
+) -> Iterator[tuple[Row, Result, PreTrainedTokenizerBase]]:
+    """What the first row of each file becomes, and the tokenizer that makes it. Raises `DataError`, `ConfigError`."""
+    renderer = _renderer(config, model)
+    for source, paths in (*files.train, *files.validation):
+        tokenizer, _, options = _encoding(config, source, renderer, model.new_tokens)
+        columns = columns_of(source.keys)
+        rows = [row for path in paths for row in itertools.islice(iter_rows(path, columns), 1)]
+        for row, result in zip(rows, RowEncoder(tokenizer, options).encode(rows), strict=True):
+            yield row, result, tokenizer
+
+
+def _renderer(config: Config, model: ModelSource) -> Callable[[str | None], Renderer]:
+    """By the name of a chat template. Raises `ConfigError`."""
+    try:
+        own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # tokenizers raise many kinds
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"the tokenizer in {model.path} cannot be loaded ({reason}); copy a whole one there"
+        ) from error
+
+    @cache
+    def renderer(chat_template: str | None) -> Renderer:
+        tokenizer = copy.copy(own)
+        tokenizer.chat_template = read_chat_template(chat_template) or own.chat_template
+        if chat_template in TEMPLATE_NAMES:
+            _require_tokens(tokenizer, chat_template)
+        return tokenizer, tokenizer_digest(tokenizer)  # half a second for a large vocabulary
+
+    return renderer
+
+
+def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises `ConfigError` if the tokenizer has not the tokens that a template of ours writes around turns."""
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    if missing := [token for token in written if token not in known]:
+        listed = ",".join(f'"{token}"' for token in missing)
+        raise ConfigError(
+            f"data.chat_template={name} writes special tokens that this tokenizer does not have: add them with "
+            f"'model.new_tokens=[{listed}]'"
+        )
+    if not tokenizer.eos_token:
+        raise ConfigError(f"data.chat_template={name} needs the tokenizer's end token (eos_token), and it has none")
+
+
+def _prepare(
+    config: Config,
+    sources: Files,
+    renderer: Callable[[str | None], Renderer],
+    new_tokens: Mapping[str, int],
+    progress: Callable[[], None],
+    *,
+    only_cached: bool,
+) -> list[SourceSamples]:
+    """Each source with a cache entry of its own."""
+    prepared = []
+    for source, files in sources:
+        tokenizer, digest, options = _encoding(config, source, renderer, new_tokens)
+        try:
+            dataset = prepare(
+                files,
+                tokenizer=tokenizer,
+                tokenizer_digest=digest,
+                options=options,
+                cache_dir=Path(config.data.cache_dir),
+                progress=progress,
+                only_cached=only_cached,
+            )
+        except DataError as error:
+            raise error if len(sources) == 1 else DataError(f"source '{source.name}': {error}") from error
+        prepared.append(dataset.whole(source.name, source.repeat))
+    return prepared
+
+
+def _encoding(
+    config: Config, source: Source, renderer: Callable[[str | None], Renderer], new_tokens: Mapping[str, int]
+) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
+    """With what the rows of a source become tokens; the second is the digest of the first."""
+    # neither template nor turns say anything of plain text: what is said of them must not prepare it anew
+    data, is_text = config.data, source.keys.text_key is not None
+    options = PrepareOptions(
+        keys=source.keys,
+        max_length=data.max_length,
+        truncation=data.truncation,
+        on_bad_row=data.on_bad_row,
+        max_bad_fraction=data.max_bad_fraction,
+        max_samples=source.max_samples,
+        special_in_content=data.special_in_content,
+        new_tokens=new_tokens,
+    )
+    if not is_text:
+        kwargs = data.apply_chat_template_kwargs
+        options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
+    return *renderer(None if is_text else source.chat_template), options
+
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +208,11 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     `progress` is called while it goes on.
     """
     files, model_dir = find_files(config), find_model_dir(config.model, progress=progress)
-    stamp = finished.stamp_of(config, files, model_dir, num_ranks=rank_and_size()[1])
+    stamp = preflight.stamp_of(config, files, model_dir, num_ranks=rank_and_size()[1])
     source = source_at(config, model_dir)
     require_trainable(config, source)
     if (whole := whole_checkpoint(source)) is not None:
-        logger.info("trains the text part; %d other tensors pass through", len(whole.others))
+        logger.info("the text part is trained; %d other tensors go into exports unchanged", len(whole.others))
     data = prepare_data(config, files, source, progress=progress)
     return Inputs(**vars(data), source=source, whole=whole, stamp=stamp)
 

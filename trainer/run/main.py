@@ -13,34 +13,35 @@ import transformers
 from transformers import PreTrainedModel
 
 from trainer.checkpoint.base_weights import Adapter, digest_together
+from trainer.checkpoint.choice import contents_of
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.checkpoint.state import State
-from trainer.config import AUTO, MAX_TOKENS, RECOMPUTE, Config
+from trainer.config import AUTO, MAX_TOKENS, RECOMPUTE, Config, require_consistent
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import DATA_EVENT, RankPlan, TrainLoader, ValidationBatches
 from trainer.detection import parse_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
+from trainer.guard.guard import longest_delay
 from trainer.loop.fit import fit
-from trainer.loop.run import Cadence, Run
-from trainer.loop.state import stateful_parts
+from trainer.loop.run import Cadence, Run, stateful_parts
 from trainer.model import adapters, flops
 from trainer.model.assemble import build_model
 from trainer.model.experts import Routers
-from trainer.monitor.memory import Memory
-from trainer.monitor.roll_detail import RollDetail
+from trainer.monitor.memory import Memory, RollDetail
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
 from trainer.run.end import RunResources, giving_back, remember_end, unfinished
 from trainer.run.inputs import Inputs, prepare_inputs
-from trainer.run.monitoring import make_guard, make_meter
+from trainer.run.monitoring import make_guard, make_meter, make_tracking
 from trainer.runtime import distributed, seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.environment import keep_freed_memory, rank_and_size
@@ -55,10 +56,10 @@ DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
 
 def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     """One run from its configuration to its exit code."""
-    trainer = config.trainer
-    device = distributed.pick_device(trainer.device)
+    trainer, device = config.trainer, distributed.pick_device(config.trainer.device)
     if device.type == "cpu":
         keep_freed_memory()
+        require_consistent(replace(config, trainer=replace(trainer, device="cpu")))  # what goes on a GPU alone
     if trainer.deterministic:
         seeding.use_deterministic_kernels()
     # what is wrong with these is known before anything slow
@@ -110,14 +111,8 @@ def train(config: Config, inputs: Inputs, start: Start, world: World, stop: Stop
     held = RunResources(run_dir, world, start.lock)
     with giving_back(held, stop, timeout_s=trainer.dist_timeout_s):
         if world.is_main:
-            held.tracking = Tracking(
-                trainer.project_name,
-                trainer.experiment_name,
-                trainer.logger,
-                config.resolved,
-                run_dir=run_dir,
-                total_steps=_total_steps(config, _schedule(config, inputs, start.position)),
-            )
+            total_steps = _total_steps(config, _schedule(config, inputs, start.position))
+            held.tracking = make_tracking(config, total_steps=total_steps)
         parts = make_run(config, inputs, start, world, held.tracking, stop, heartbeat)
         held.checkpoints = parts.checkpoints
         if start.checkpoint is not None:
@@ -147,10 +142,10 @@ def make_run(
     total_steps = _total_steps(config, schedule)
     model = build_model(config.model, inputs.source, world=world, seed=trainer.seed, max_length=config.data.max_length)
     routers = Routers(model, world.device, is_asked=config.model.router_loss == AUTO)
-    plan = _rank_plan(config, model, world)
     optimizer = OPTIMIZERS[config.optim.name](model, config.optim)
     lr_schedule = _lr_schedule(config, inputs, total_steps)
-    batches = _train_batches(config, inputs, schedule, plan, total_steps, start)
+    plan = _rank_plan(config, model, world)
+    batches, validation_batches = _batches(config, inputs, schedule, plan, total_steps, start)
     meter = make_meter(
         config, inputs, model, memory, world=world, schedule=schedule, total_steps=total_steps, tracking=tracking
     )
@@ -164,7 +159,7 @@ def make_run(
         optimizer=optimizer,
         lr_schedule=lr_schedule,
         batches=batches,
-        validation_batches=_validation_batches(config, inputs, plan),
+        validation_batches=validation_batches,
         guard=guard,
         loop=loop,
         meter=meter,
@@ -226,14 +221,13 @@ def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan
 
 def _lr_schedule(config: Config, inputs: Inputs, total_steps: int) -> LrSchedule:
     default = RANDOM_LR if inputs.source.random_weights else ADAPTER_LR if config.model.has_adapters else DEFAULT_LR
-    peak_lr = config.optim.lr or default
-    return LrSchedule.from_config(config.optim, peak_lr=peak_lr, total_steps=total_steps)
+    return LrSchedule.from_config(config.optim, peak_lr=config.optim.lr or default, total_steps=total_steps)
 
 
-def _train_batches(
+def _batches(
     config: Config, inputs: Inputs, schedule: Schedule, plan: RankPlan, total_steps: int, start: Start
-) -> TrainLoader:
-    return TrainLoader(
+) -> tuple[TrainLoader, ValidationBatches | None]:
+    train = TrainLoader(
         inputs.train,
         plan=plan,
         schedule=schedule,
@@ -241,12 +235,9 @@ def _train_batches(
         num_workers=config.data.num_workers,
         skipped_steps=start.rollbacks.skipped_steps,
     )
-
-
-def _validation_batches(config: Config, inputs: Inputs, plan: RankPlan) -> ValidationBatches | None:
     if inputs.validation is None:
-        return None
-    return ValidationBatches(inputs.validation, plan, batch_size=config.data.train_batch_size)
+        return train, None
+    return train, ValidationBatches(inputs.validation, plan, batch_size=config.data.train_batch_size)
 
 
 def _checkpoints(
@@ -276,22 +267,22 @@ def _checkpoints(
             inputs.chat_template,
             inputs.train.end_token_ids,
             inputs.whole,
-            _adapter(config, inputs, model),
+            Adapter(adapters.settings(model), Path(inputs.source.path)) if config.model.has_adapters else None,
         ),
-        keep=config.trainer.max_ckpt_to_keep,
-        best_metric=config.trainer.best_metric,
+        kept=Retention(
+            keep=config.trainer.max_ckpt_to_keep,
+            keep_full=config.trainer.checkpoint.keep_full,
+            best_metric=config.trainer.best_metric,
+            rollback_delay=longest_delay(config.trainer),
+        ),
         lock=start.lock,
         fingerprints=start.fingerprints,
     )
     return CheckpointManager(saver, state=state, tell=tell)
 
 
-def _adapter(config: Config, inputs: Inputs, model: PreTrainedModel) -> Adapter | None:
-    return Adapter(adapters.settings(model), Path(inputs.source.path)) if config.model.has_adapters else None
-
-
 def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
-    parts.checkpoints.load(found, contents=config.trainer.checkpoint.load_contents)
+    parts.checkpoints.load(found, contents=contents_of(config.trainer, found))
     parts.checkpoints.settle(found.step, parts.guard.history)  # what a crash left undone
     step, total_steps = parts.batches.step, parts.cadence.total_steps
     if step < total_steps:

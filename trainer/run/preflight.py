@@ -1,16 +1,26 @@
-"""What is wrong with a run as far as it can be known without torch: the launcher asks before it starts a rank."""
+"""What can be known of a run without torch: the launcher asks before it starts a rank (floor 4).
 
-from collections.abc import Callable
+What is wrong with it; and what a finished run remembers that it ended with, so that a start with nothing to do says so.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import trainer.data
-from trainer.checkpoint.choice import Selection, candidates_of, cannot_use
-from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
+from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
+from trainer.checkpoint.retention import existing_parent
+from trainer.config import MAX_TOKENS, QUICKSTART, RECOMPUTE, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.detection import parse_rules
 from trainer.model.source import find_model, require_adapters, require_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
+from trainer.runtime.files import atomic_write
 from trainer.tracking.facade import require_installed
 from trainer.tracking.run_info import FILE_NAME, RunFile
 
@@ -34,7 +44,12 @@ def require_ready(config: Config) -> DataFiles:
     for check in CHECKS.values():
         check(config)
     files = find_files(config)
-    find_candidates(config)
+    try:
+        if find_candidates(config).chosen is None:  # a run that goes on has its data prepared, or is complete
+            _require_writable(Path(config.trainer.default_local_dir))
+    except NoUsableCheckpointError:
+        if config.trainer.checkpoint.mirror is None:
+            raise  # else there may be one there
     return files
 
 
@@ -44,6 +59,15 @@ def find_candidates(config: Config) -> Selection:
         return candidates_of(config.trainer)
     except OSError as error:
         raise cannot_use(Path(config.trainer.default_local_dir), error) from error
+
+
+def _require_writable(run_dir: Path) -> None:
+    """Nothing is made to find out. Raises `CannotWriteError`."""
+    nearest = existing_parent(run_dir)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
+        reason = "its file system is read-only" if is_read_only else f"user {os.geteuid()} may not write in '{nearest}'"
+        raise cannot_use(run_dir, OSError(reason))
 
 
 def find_files(config: Config) -> DataFiles:
@@ -91,6 +115,13 @@ def _require_own_directory(config: Config) -> None:
     RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(trainer.project_name, trainer.experiment_name)
 
 
+def _require_mirror(config: Config) -> None:
+    if (url := config.trainer.checkpoint.mirror) is not None:
+        from trainer.mirror.storage import require_usable  # fsspec takes a moment to import
+
+        require_usable(url)
+
+
 CHECKS: dict[str, Callable[[Config], object]] = {
     "guard": lambda config: parse_rules(config.trainer.guard.rules),
     "trackers": lambda config: require_installed(config.trainer.logger),
@@ -98,5 +129,65 @@ CHECKS: dict[str, Callable[[Config], object]] = {
     "adapters": lambda config: require_adapters(config.model),
     "model": _require_model,
     "run directory": _require_own_directory,
+    "mirror": _require_mirror,
 }
 """What is asked before files and checkpoints are looked at; each raises `ConfigError`."""
+
+
+RECORD = ".finished"
+OUTSIDE = (RECORD, ".mirror", ".lease_")
+"""What a mirror and other readers leave after the end."""
+
+
+def stamp_of(config: Config, files: DataFiles, model_dir: str, *, num_ranks: int) -> str:
+    """What a run is made from; to be taken before any of it is read. Files as `_states` sees them.
+
+    Without what may be chosen automatically: it decides memory and speed, not what a run ends with.
+    """
+    settings = {section: dict(keys) for section, keys in config.resolved.items()}
+    for section, _, name in (key.partition(".") for key in (MAX_TOKENS, RECOMPUTE)):
+        del settings[section][name]
+    sources = sources_of(config.data, "train_files") + sources_of(config.data, "val_files")
+    templates = [read_chat_template(name) for name in (config.data.chat_template, *(s.chat_template for s in sources))]
+    data = [path for _, paths in (*files.train, *files.validation) for path in paths]
+    versions = [version(name) for name in ("torch", "transformers")]
+    states = [_states(data), _states(Path(model_dir).rglob("*"))]
+    return _digest(settings, num_ranks, versions, templates, states)
+
+
+def remember(run_dir: Path, stamp: str, message: str) -> None:
+    """At the very end of the run. What cannot be written is left out: the next start then looks itself."""
+    with suppress(OSError):
+        record = {"stamp": _digest(stamp, _states_below(run_dir)), "message": message}
+        atomic_write(run_dir / RECORD, json.dumps(record))
+
+
+def already_said(config: Config, files: DataFiles, *, num_ranks: int) -> str | None:
+    """What a run said at its end that is complete, and of which nothing has changed. Raises `ConfigError`."""
+    run_dir = Path(config.trainer.default_local_dir)
+    if not (run_dir / RECORD).exists():
+        return None
+    return recall(run_dir, stamp_of(config, files, find_model_dir(config.model), num_ranks=num_ranks))
+
+
+def recall(run_dir: Path, stamp: str) -> str | None:
+    """What a run of this stamp ended with; None if there is none, or if anything in its directory has changed since."""
+    try:
+        record: dict[str, str] = json.loads((run_dir / RECORD).read_text())
+        return record["message"] if record["stamp"] == _digest(stamp, _states_below(run_dir)) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _states_below(run_dir: Path) -> list[tuple[str, int, int]]:
+    return _states(path for path in run_dir.rglob("*") if not path.name.startswith(OUTSIDE))
+
+
+def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Of each file its size and when it last changed: unlike `st_mtime`, `st_ctime` cannot be set to what it was."""
+    found = [(str(path.absolute()), path.stat()) for path in sorted(paths) if path.is_file()]
+    return [(name, state.st_size, state.st_ctime_ns) for name, state in found]
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -174,7 +174,8 @@ def _require_all(device: torch.device, size: int, *, card: str | None, settings:
     total = torch.ones((), device=device)
     dist.all_reduce(total)
     if int(total) != size:
-        raise RuntimeError(f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound")
+        text = f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound"
+        raise RuntimeError(f"{text}; `accept` looks for the card or machine that is broken")
 
 
 def on_main(action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]) -> T:

@@ -1,4 +1,4 @@
-"""What torchrun tells a rank about itself, and what the rank asks of the C library (floor 1, no torch)."""
+"""What torchrun tells a rank, what a rank asks of the C library, how users call commands (floor 1, no torch)."""
 
 import contextlib
 import ctypes
@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 
@@ -66,3 +67,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         libc.mallopt(_M_TOP_PAD, 2**26)
+
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "run_sft.sh"
+
+
+def call(words: str) -> str:
+    """`bash run_sft.sh WORDS` in a checkout, `fsdp-sft WORDS` of an installed package."""
+    return f"{'bash run_sft.sh' if _SCRIPT.is_file() else 'fsdp-sft'} {words}"

@@ -17,6 +17,7 @@ from trainer.errors import (
 from trainer.runtime.environment import rank_and_size, ranks_on_machine
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 
+_PROCESS_LOST = re.compile(r"DataLoader worker .* (killed|exited)|processes that prepare data was killed")
 _CONNECTION_LOST = re.compile(r"gloo/transport|ncclRemoteError|DistNetworkError|DistStoreError")
 
 DOCUMENTED: dict[type[Exception], int] = {
@@ -35,6 +36,8 @@ def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
     # stopped: another rank left at once on the same signal, and this one missed it in a collective; or that one lost
     # another machine, and with it this one lost both
     code = EXIT_RESUMABLE if stop.is_set or reported_exit_code() == EXIT_RESUMABLE else EXIT_CRASH
+    if _PROCESS_LOST.search(str(error)):
+        return code, f"{error}; continue with the same command"
     if lost := lost_ranks():  # torchrun stops those that are left; what became of it the agent says
         return code, f"rank {lost[0]} of this machine is gone, and the others cannot go on without it: {error}"
     if stop.is_set:

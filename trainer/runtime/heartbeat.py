@@ -1,4 +1,4 @@
-"""A rank's sign of life for the launcher's watchdog (floor 1, no torch).
+"""A rank's sign of life for the launcher's watchdog, and whether a run lives in a directory (floor 1, no torch).
 
 `$SFT_STATUS_DIR/rank_<LOCAL_RANK>.beat` holds one record of fixed width that is overwritten in place. The launcher
 reads it from outside, so that a rank that is stopped, or deep inside C code, cannot hide its silence.
@@ -9,13 +9,16 @@ import json
 import logging
 import math
 import os
+import socket
 import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.runtime.atomic_files import atomic_write
 from trainer.runtime.environment import local_rank
+from trainer.runtime.files import atomic_write
+from trainer.runtime.json_lines import read_object
+from trainer.runtime.processes import is_alive
 
 MAX_PHASE_BYTES = 24
 REPORT_DIRECTORY = "heartbeat"
@@ -114,3 +117,26 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 self._path.unlink()
         self._path = None
+
+
+LOCK = ".train.lock"
+"""Its holder's record; empty once the run has given it back, left as it is by one that was killed."""
+SILENT_S = 3 * REPORT_EVERY_S
+
+
+def is_live(run_dir: Path) -> bool:
+    """On this machine by the process, from another one by the newest heartbeat."""
+    record = read_object(run_dir / LOCK)
+    if record.get("host") == socket.gethostname():
+        return trainer_pid(run_dir) is not None
+    beats = [path.stat().st_mtime for path in run_dir.glob(f"{REPORT_DIRECTORY}/rank_*.json")] if record else []
+    return time.time() - max(beats, default=0.0) < SILENT_S
+
+
+def trainer_pid(run_dir: Path) -> int | None:
+    """The process of this machine that trains there; None where there is none, or it runs elsewhere."""
+    record = read_object(run_dir / LOCK)
+    pid = record.get("pid")
+    if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
+        return None
+    return pid if is_alive(pid) else None

@@ -63,11 +63,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dic
 class JsonLines:
     """(offset in bytes, JSON object) of the whole lines of a file, each time those that were added since the last.
 
-    Torn and foreign lines are passed over; a last line without its end waits for it. None without the file.
+    Torn and foreign lines are passed over, as are those that are not wanted; a last line without its end waits for it.
+    None without the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, is_wanted: Callable[[bytes], bool] = bool) -> None:
+        self._path, self._is_wanted = path, is_wanted
         self._offset = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -77,6 +78,8 @@ class JsonLines:
                 if not line.endswith(b"\n"):
                     return
                 start, self._offset = self._offset, self._offset + len(line)
+                if not self._is_wanted(line):
+                    continue
                 try:
                     content = json.loads(line)
                 except ValueError:
@@ -91,17 +94,20 @@ class AppendFile:
     A thread of its own makes them survive the machine as well, every `SYNC_INTERVAL_S` and when asked: a slow disk
     delays nobody. Raises `CannotWriteError` when the file cannot be opened. A line that cannot be written later (disk
     full) is lost with one warning: training goes on.
+
+    `is_guest`: the file is another process's, which alone takes torn lines back: what seems torn may be its own.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, is_guest: bool = False) -> None:
+        self._path, self._is_guest = path, is_guest
         self._has_warned = self._is_closing = self._is_dirty = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._sync, name=f"sync-{path.name}", daemon=True)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            _drop_torn_tail(path)
+            if not is_guest:
+                _drop_torn_tail(path)
         except OSError as error:
             raise CannotWriteError(f"cannot open {path}: {error}; free space or choose another directory") from error
 
@@ -110,7 +116,8 @@ class AppendFile:
         try:
             num_written = os.write(self._descriptor, line)
             if num_written < len(line):
-                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - num_written)
+                if not self._is_guest:
+                    os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - num_written)
                 raise OSError(f"only {num_written} of {len(line)} bytes fitted")
         except OSError as error:
             self._warn(error)

@@ -1,11 +1,21 @@
-"""Processes of this machine: what one does, and that it ends with its parent (floor 1, no torch)."""
+"""Processes of this machine: what one does, that it ends with its parent, another interpreter (floor 1, no torch).
+
+And work in a thread that may never end.
+"""
 
 import contextlib
 import ctypes
 import os
 import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import psutil
+
+T = TypeVar("T")
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -33,3 +43,25 @@ def die_with_parent(parent_pid: int, *, code: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(code)
+
+
+def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Another interpreter, to its end; what PYTHONPATH and its like say is meant for this one."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    return subprocess.run(
+        [python, *words], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+def begun(work: Callable[[], T]) -> Future[T]:
+    """In a thread of its own that holds up no end of the process: a storage, or a stopped process, may never answer."""
+    answer = Future[T]()
+
+    def in_thread() -> None:
+        try:
+            answer.set_result(work())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=in_thread, daemon=True).start()
+    return answer

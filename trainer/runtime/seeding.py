@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,32 +39,28 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def rng_state(device: torch.device) -> dict[str, object]:
-    """States of the generators a run on `device` draws from: tensors and plain containers (loads without pickle)."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    state: dict[str, object] = {
-        "cpu": torch.get_rng_state(),
-        "numpy": [
-            name,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-        "random": [version, list(internal), gauss_next],
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+class GeneratorState:
+    """States of the generators that a run on `device` draws from; each step seeds them anew."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-def set_rng_state(state: dict, device: torch.device) -> None:
-    """Restore what `rng_state` returned."""
-    torch.set_rng_state(state["cpu"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, internal, gauss_next = state["random"]
-    random.setstate((version, tuple(internal), gauss_next))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain containers: it loads without pickle."""
+        name, keys, position, has_gauss, cached = np.random.get_state()
+        version, internal, gauss_next = random.getstate()
+        state: dict[str, Any] = {
+            "cpu": torch.get_rng_state(),
+            "numpy": [name, torch.from_numpy(np.int64(keys)), int(position), int(has_gauss), float(cached)],
+            "random": [version, list(internal), gauss_next],
+        }
+        return state | ({"cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["cpu"])
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        version, internal, gauss_next = state["random"]
+        random.setstate((version, tuple(internal), gauss_next))
+        if "cuda" in state and self._device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self._device)

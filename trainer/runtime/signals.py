@@ -107,8 +107,12 @@ class StopRequest:
 
 def _leave_unsaved(number: int) -> NoReturn:
     if report_exit_code(EXIT_RESUMABLE):
-        say(f"stopped by {signal.Signals(number).name}; nothing was saved after the last checkpoint\n")
+        say(f"stopped by {signal.Signals(number).name}; the same command goes on from the last checkpoint\n")
     os._exit(EXIT_RESUMABLE)
+
+
+def has_launcher() -> bool:
+    return "SFT_STATUS_DIR" in os.environ
 
 
 def join_launcher() -> None:
@@ -124,13 +128,18 @@ def join_launcher() -> None:
     Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))  # last: whoever reads it may send signals
 
 
+def rank_pids(directory: Path) -> dict[int, int]:
+    """By number, of the ranks of this machine that have joined their launcher, whose directory it is."""
+    texts = {path.stem.removeprefix("rank_"): path.read_text() for path in directory.glob("rank_*.pid")}
+    return {int(number): int(pid) for number, pid in texts.items() if pid}
+
+
 def lost_ranks() -> list[int]:
     """Ranks of this machine whose process is gone, after a moment in which one may be seen to go."""
     directory = os.environ.get("SFT_STATUS_DIR")
     deadline = time.monotonic() + PEER_GONE_S
     while directory is not None:
-        pids = {int(path.stem.removeprefix("rank_")): path.read_text() for path in Path(directory).glob("rank_*.pid")}
-        lost = sorted(rank for rank, pid in pids.items() if pid and not is_alive(int(pid)))
+        lost = sorted(rank for rank, pid in rank_pids(Path(directory)).items() if not is_alive(pid))
         if lost or time.monotonic() > deadline:
             return lost
         time.sleep(0.02)
@@ -155,10 +164,12 @@ def report_exit_code(code: int) -> bool:
     return True
 
 
-def reported_exit_code() -> int | None:
-    """What the first rank of this machine to fail has told the launcher; None if none has."""
+def reported_exit_code(directory: Path | None = None) -> int | None:
+    """What the first rank of this machine to fail has told the launcher, whose `directory` a rank knows itself; None if
+    none has.
+    """
     try:
-        return int(Path(os.environ["SFT_STATUS_DIR"], "exit_code").read_text())
+        return int(Path(directory or os.environ["SFT_STATUS_DIR"], "exit_code").read_text())
     except (KeyError, OSError, ValueError):
         return None
 
@@ -172,5 +183,5 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # else the interpreter takes a second to free one by one what the system frees at once
-    is_orderly = code in (EXIT_DONE, EXIT_RESUMABLE) and "SFT_STATUS_DIR" in os.environ
+    is_orderly = code in (EXIT_DONE, EXIT_RESUMABLE) and has_launcher()
     sys.exit(EXIT_DONE if is_orderly else code)

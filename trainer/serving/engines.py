@@ -1,8 +1,6 @@
 """What an exported directory gives the supervised tokens of samples, in transformers or in vLLM (floor 2)."""
 
 import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 
 from trainer.config import ConfigError
+from trainer.runtime.processes import run_in
 from trainer.serving import vllm_engine
 from trainer.weights import whole_model
 
@@ -99,13 +98,24 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
         job_file, answer_file = Path(work, "job.json"), Path(work, "answer.json")
         about = {"model": str(model), "adapter": None if adapter is None else str(adapter), "rank": rank}
         job_file.write_text(json.dumps({**about, **asked, "answer": str(answer_file)}))
-        command = [python, str(vllm_engine.__file__), str(job_file)]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        ended = run_in(python, str(vllm_engine.__file__), str(job_file))
         if ended.returncode != 0:
             said = "\n".join(ended.stderr.splitlines()[-NUM_LINES:])
-            raise ConfigError(
-                f"vLLM does not serve '{export}' ({' '.join(command[:2])} ended with {ended.returncode}):\n{said}"
-            )
+            raise ConfigError(f"vLLM does not serve '{export}' ({python} ended with {ended.returncode}):\n{said}")
         answer: dict[str, Any] = json.loads(answer_file.read_text())
     return answer
+
+
+def require_vllm(python: str) -> None:
+    require_module("vllm", python, "pip install vllm")
+
+
+def require_module(name: str, python: str, install: str) -> None:
+    """Raises `ConfigError` where the interpreter is none, or lacks the module."""
+    code = f"import importlib.util as u, sys; sys.exit(u.find_spec('{name}') is None)"
+    try:
+        found = run_in(python, "-c", code).returncode == 0
+    except OSError as error:
+        raise ConfigError(f"--python {python} is no interpreter: {error}") from error
+    if not found:
+        raise ConfigError(f"{python} has no {name} ({install}): name an interpreter that has it with --python")

@@ -6,7 +6,9 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from functools import reduce
+from itertools import groupby, takewhile
+from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +49,10 @@ def make_engine(word: str, python: str) -> Engine:
     """`transformers`, `vllm` (in `python`), or the address of a server."""
     if "://" in word:
         return ServerEngine(word)
-    return VllmEngine(python) if word == engines.VLLM else TransformersEngine()
+    if word != engines.VLLM:
+        return TransformersEngine()
+    engines.require_vllm(python)
+    return VllmEngine(python)
 
 
 class _Chat:
@@ -66,7 +71,8 @@ class _Chat:
     def ids(self, turns: Turns) -> list[int]:
         if self.tokenizer.chat_template is None:
             if len(turns) > 1:
-                raise ConfigError("a model without a chat template continues a prompt, not messages")
+                text = "the model has no chat template: it continues a text, and cannot answer several messages"
+                raise ConfigError(f"{text}; ask with rows of `prompt`, or train with data.chat_template")
             return list(self.tokenizer(turns[0]["content"]).input_ids)
         rendered = self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)
         return list(rendered["input_ids"])
@@ -117,31 +123,60 @@ class VllmEngine:
 
 
 class ServerEngine:
-    """An OpenAI-compatible server, at the address that ends with /v1; it decides which model it serves."""
+    """An OpenAI-compatible server, at the address that ends with /v1."""
 
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/").removesuffix("/v1") + "/v1"
         self.name = self._address
 
     def generate(self, export: Path, prompts: Mapping[int, Turns], sampling: Sampling) -> Iterator[tuple[int, str]]:
-        model = self._ask("models", None)["data"][0]["id"]
+        model = self._model(export)
         self.name = f"{model} at {self._address}"
         limits = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
 
         def ask(turns: Turns) -> str:
-            answer = self._ask("chat/completions", {"model": model, "messages": list(turns), **limits})
-            return answer["choices"][0]["message"]["content"] or ""
+            body = {"model": model, "messages": list(turns), **limits}
+            return self._ask("chat/completions", body, "choices", 0, "message", "content") or ""
 
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
             yield from zip(prompts, pool.map(ask, prompts.values()), strict=True)
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _model(self, export: Path) -> str:
+        """The one that lies where the export does, or the only one, unless that is the export of another step.
+
+        vLLM says where its models lie; beside an adapter it serves the base, which is not to be scored in its place.
+        """
+        models = self._ask("models", None, "data")
+        served = {str(model["id"]): Path(model.get("root") or model["id"]) for model in models}
+        lone = [name for name, root in served.items() if len(served) == 1 and root.name != export.name]
+        own = [name for name, root in served.items() if root.parts[-2:] == export.parts[-2:]]
+        if (settings := export / engines.PEFT_CONFIG).exists():
+            base = Path(json.loads(settings.read_text())["base_model_name_or_path"])
+            bases = {str(model["id"]) for model in models if not model.get("parent")}
+            bases = {name for name in bases if served[name].parts[-2:] == base.parts[-2:]}
+            lone, own = ([name for name in names if name not in bases] for names in (lone, own))
+        if found := own or lone:
+            return max(found, key=lambda name: _num_alike(served[name], export.resolve()))
+        said = ", ".join(f"{name} ({root})" for name, root in served.items()) or "nothing"
+        raise ConfigError(f"the server at {self._address} serves {said}, which is not {export}: serve that there")
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None, *keys: str | int) -> Any:
+        """What stands below `keys` in the answer."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._address}/{path}", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-                return json.load(answer)
-        except (OSError, ValueError) as error:
+                return reduce(getitem, keys, json.load(answer))
+        except (OSError, ValueError, LookupError, TypeError) as error:
             said = error.read(500).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-            raise ConfigError(f"the server at {request.full_url} does not answer: {error} {said}".rstrip()) from error
+            why = f"{type(error).__name__}: {error} {said}".rstrip()
+            raise ConfigError(
+                f"the server at {request.full_url} does not answer as OpenAI's API does: {why}"
+            ) from error
+
+
+def _num_alike(first: Path, second: Path) -> int:
+    """Last parts that are the same."""
+    pairs = zip(reversed(first.parts), reversed(second.parts), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
 from trainer.adapter_names import ADAPTER_CONFIG
@@ -21,8 +23,7 @@ from trainer.config import Config, ConfigError
 from trainer.data.loader import pack
 from trainer.data.samples import Samples
 from trainer.model.assemble import build_model
-from trainer.run.inputs import resolve_source
-from trainer.run.prepared_data import PreparedData
+from trainer.run.inputs import PreparedData, resolve_source
 from trainer.runtime import distributed
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.json_lines import flat
@@ -56,14 +57,15 @@ def first_difference(
     *,
     rounding: float,
 ) -> str | None:
-    """The first sample whose log-probability is another than the trained model's own, built as a resume builds it.
+    """The first sample whose log-probability is another than the trained model's own.
 
     `rounding`: how far apart two right ones may be.
     """
-    for sample, expected, found in zip(samples, _trained_sums(info, config, validation), served, strict=True):
-        if not abs(found - expected) <= rounding + RELATIVE * abs(expected):
-            count = int(sample.mask[1:].sum())
-            return f"{sample.place}: {-found / count:.4f} a token served, {-expected / count:.4f} trained"
+    with trained_model(info, config) as model:
+        for sample, expected, found in zip(samples, sums_of(model, validation), served, strict=True):
+            if not abs(found - expected) <= rounding + RELATIVE * abs(expected):
+                count = int(sample.mask[1:].sum())
+                return f"{sample.place}: {-found / count:.4f} a token served, {-expected / count:.4f} trained"
     return None
 
 
@@ -131,15 +133,31 @@ def _settings(source: Path, export: Path) -> Iterator[str]:
             yield f"config.json: {key} is {exported[key]}, the model was trained with {trained[key]}"
 
 
-def _trained_sums(info: CheckpointInfo, config: Config, validation: Samples) -> Iterator[float]:
+@contextmanager
+def trained_model(info: CheckpointInfo, config: Config) -> Iterator[Any]:
+    """As a resume builds it, in a process group of its own."""
     world = distributed.start(torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat())
     try:
         seed, max_length = config.trainer.seed, config.data.max_length
         model: Any = build_model(config.model, resolve_source(config), world=world, seed=seed, max_length=max_length)
         load_state(info, {"model": ModelShards(model)}, contents=("model",), world=world)
         model.eval()
-        for index in range(len(validation)):
-            with torch.no_grad():
-                yield -float(model(pack(validation, [index])).loss_sum)
+        yield model
     finally:
         distributed.stop()
+
+
+@torch.no_grad()
+def sums_of(model: Any, validation: Samples) -> Iterator[float]:
+    """Each sample's summed log-probability."""
+    for index in range(len(validation)):
+        yield -float(model(pack(validation, [index])).loss_sum)
+
+
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what is gathered would be computed with once more
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))

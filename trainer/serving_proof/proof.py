@@ -2,13 +2,16 @@
 
 The tokens that the run validated on are given to the engine; the loss of the supervised ones, weighted as `val/loss`,
 must be that of the step. How far apart two right answers may be is measured, not guessed: the export is computed twice,
-in the dtype it is served in and in a wider one. With D_i the difference of sample i's summed log-probability and N the
-supervised tokens of all, the tolerance is (|sum D_i| + 4 sqrt(sum D_i^2)) / N, and at least 1e-6 of the loss.
+in the dtype it is served in and in a wider one. Where the run computed with wider weights than it is served with, the
+trained model is computed with its own weights and with rounded ones too. With D_i the difference of sample i's summed
+log-probability, a row for each cause, and N the supervised tokens of all, the tolerance is (the sum over causes of
+|sum D_i| + 4 sqrt(sum D_i^2)) / N, the last sum over all, and at least 1e-6 of the loss.
 """
 
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,9 +24,8 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.state import saved_data
 from trainer.config import Config, ConfigError, parse_config
 from trainer.data.samples import Samples
-from trainer.run.inputs import prepare_data_alone
-from trainer.run.prepared_data import PreparedData
-from trainer.runtime.atomic_files import atomic_write
+from trainer.run.inputs import PreparedData, prepare_data_alone
+from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
 from trainer.serving import engines
 from trainer.serving.engines import Sample
@@ -85,11 +87,14 @@ class Certificate:
 
 def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certificate, Path]:
     """The certificate and where it was written. Raises `ConfigError`, `DataError` where nothing can be compared."""
+    if engine == engines.VLLM:
+        engines.require_vllm(python)
     trained = read_trained(checkpoint)
     export = checkpoint / layout.HUGGINGFACE
     transformers.logging.disable_progress_bar()
     if not (export / "config.json").exists() and not (export / engines.PEFT_CONFIG).exists():
-        raise ConfigError(f"'{export}' holds no model: trainer.checkpoint.save_contents had no hf_model")
+        text = f"'{export}' holds no model, because trainer.checkpoint.save_contents had no hf_model"
+        raise ConfigError(f"{text}: prove a checkpoint saved with it")
     found = diagnosis.causes(trained.info, trained.config, trained.data, trained.samples)
     measured = ServedLoss(math.nan, math.nan, None, engine, None)
     try:
@@ -176,14 +181,23 @@ def measure(trained: Trained, export: Path, engine: str, python: str) -> ServedL
     served = engines.Served(rounded, f"transformers {transformers.__version__}")
     if engine == engines.VLLM:
         served = engines.in_vllm(export, trained.samples, python=python)
-    differences = rounded - exact
+    differences = np.stack([rounded - exact, *_of_rounded_weights(trained, narrow)])
     spread = NUM_DEVIATIONS * float(np.sqrt((differences**2).sum()))
-    tolerance = (abs(float(differences.sum())) + spread) / trained.num_loss_tokens
+    tolerance = (float(np.abs(differences.sum(axis=1)).sum()) + spread) / trained.num_loss_tokens
     tolerance = max(tolerance, LEAST_TOLERANCE * abs(trained.loss))
     base_loss = None
     if engines.adapter_of(export)[1] is not None:
         base = engines.in_transformers(export, trained.samples, dtype=wide, has_adapter=False)
         base_loss = -float(base.sum()) / trained.num_loss_tokens
     loss = -float(served.sums.sum()) / trained.num_loss_tokens
-    rounding = spread / math.sqrt(len(differences))
+    rounding = spread / math.sqrt(len(trained.samples))
     return ServedLoss(loss, tolerance, base_loss, served.program, served.sums, rounding)
+
+
+def _of_rounded_weights(trained: Trained, narrow: torch.dtype) -> Iterator[np.ndarray]:
+    """What the trained model's sums differ by when its weights are rounded, where it may have computed with others."""
+    if narrow == torch.bfloat16 and trained.config.model.fsdp_config.param_dtype != "bfloat16":
+        with diagnosis.trained_model(trained.info, trained.config) as model:
+            own = np.array(list(diagnosis.sums_of(model, trained.validation)))
+            diagnosis.round_weights(model, narrow)
+            yield np.array(list(diagnosis.sums_of(model, trained.validation))) - own

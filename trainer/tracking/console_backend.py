@@ -1,7 +1,7 @@
 """The console: a progress bar on a terminal, else one plain line per row."""
 
 import sys
-from collections.abc import Callable
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -11,10 +11,9 @@ from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
-FIELDS: dict[str, Callable[[float], str]] = {
-    **{key: metric.console for key, metric in METRICS.items() if metric.console is not None},
-    "train/reward_mean": lambda value: f"reward {value:.3f}",
-    "train/accuracy_mean": lambda value: f"accuracy {value:.3f}",
+FIELDS = {key: (metric.console, metric.factor) for key, metric in METRICS.items() if metric.console} | {
+    "train/reward_mean": ("reward {:.3f}", 1),
+    "train/accuracy_mean": ("accuracy {:.3f}", 1),
 }
 """What a line shows of a row, in this order: of our own metrics, and of those that callers often log."""
 JOINED = ("±", "at step")
@@ -42,7 +41,7 @@ class ConsoleBackend(Backend):
 
     def log(self, row: MetricsRow) -> None:
         data, step = row.data, row.step
-        parts = [show(data[key]) for key, show in FIELDS.items() if key in data]
+        parts = [_shown(words, data[key] * factor) for key, (words, factor) in FIELDS.items() if key in data]
         if not parts:
             return
         if data.get("optim/skipped_steps"):
@@ -64,6 +63,10 @@ class ConsoleBackend(Backend):
             print(line, flush=True)
         else:
             self._progress.console.print(line, markup=False, highlight=False)
+
+
+def _shown(words: str, value: float) -> str:
+    return words.format(value, duration=timedelta(seconds=round(value)) if "{duration}" in words else "")
 
 
 def _joined(parts: list[str]) -> str:

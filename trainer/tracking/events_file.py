@@ -37,8 +37,8 @@ class Event:
 
 
 class EventsFile(AppendFile):
-    def __init__(self, path: Path, *, attempt: int) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, *, attempt: int, is_guest: bool = False) -> None:
+        super().__init__(path, is_guest=is_guest)
         self._attempt = attempt
 
     def write(self, event: Event) -> None:

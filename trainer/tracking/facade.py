@@ -13,17 +13,25 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.runtime import live_run
-from trainer.tracking import events_file, metrics_file, mlflow_backend, run_info, tensorboard_backend, wandb_backend
-from trainer.tracking.backend import Backend
+from trainer.runtime import heartbeat
+from trainer.tracking import (
+    events_file,
+    metrics_file,
+    mlflow_backend,
+    run_info,
+    tensorboard_backend,
+    trackio_backend,
+    wandb_backend,
+)
+from trainer.tracking.backend import Backend, Sink
 from trainer.tracking.console_backend import ConsoleBackend
 from trainer.tracking.events_file import Event, EventsFile
 from trainer.tracking.histories import FILE_NAMES, HistoryBackend
 from trainer.tracking.metrics_file import MetricsFile, MetricsRow, Past
 from trainer.tracking.mlflow_backend import MlflowBackend
 from trainer.tracking.run_info import ELSEWHERE, RunFile, RunInfo
-from trainer.tracking.sink import Sink
 from trainer.tracking.tensorboard_backend import TensorboardBackend
+from trainer.tracking.trackio_backend import TrackioBackend
 from trainer.tracking.wandb_backend import WandbBackend
 
 logger = logging.getLogger(__name__)
@@ -63,6 +71,14 @@ BACKENDS: dict[str, BackendSpec] = {
         environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
         where=mlflow_backend.where,
     ),
+    "trackio": BackendSpec(
+        TrackioBackend,
+        close_timeout_s=35.0,  # it waits for its own thread for 30
+        modules=("trackio",),
+        install="'trackio>=0.43'",
+        environment={"TRACKIO_STORAGE_MODE": "sqlite", "HF_HUB_DISABLE_TELEMETRY": "1"},
+        where=trackio_backend.where,
+    ),
     "wandb": BackendSpec(
         WandbBackend,
         close_timeout_s=60.0,
@@ -84,7 +100,8 @@ class Tracking:
     `WANDB_PROJECT` replaces the project name there, so that training and evaluation runs share one. Calls may come
     from any thread.
 
-    `group` names the run that this one belongs to, by default itself: W&B shows them together.
+    `group`, or `WANDB_RUN_GROUP` before it, names the run that this one belongs to, by default itself: trackers show
+    them together.
     `run_dir` is by default `trainer.default_local_dir` of `config`, else `checkpoints/<project>/<experiment>`.
 
     Raises `ConfigError` for an unknown backend or one whose package is missing and for a directory that holds another
@@ -109,7 +126,7 @@ class Tracking:
         self._specs = {name: importable(name) for name in with_environment(names)}
         run_file = RunFile(run_dir / run_info.FILE_NAME)
         run_file.require(project_name, experiment_name)
-        if (pid := live_run.trainer_pid(run_dir)) not in (None, os.getpid()):
+        if (pid := heartbeat.trainer_pid(run_dir)) not in (None, os.getpid()):
             raise ConfigError(f"'{run_dir}' is being trained in by pid {pid}: {ELSEWHERE}")
         self._metrics_file = MetricsFile(run_dir / metrics_file.FILE_NAME)
         self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self._metrics_file.attempt)
@@ -122,7 +139,7 @@ class Tracking:
             total_steps=total_steps,
             attempt=self._metrics_file.attempt,
             run_file=run_file,
-            group=group or experiment_name,
+            group=os.environ.get("WANDB_RUN_GROUP") or group or experiment_name,
         )
         self._sinks = [
             Sink(spec.build(self._info), name=name, close_timeout_s=spec.close_timeout_s, is_inline=spec.inline)
@@ -130,7 +147,7 @@ class Tracking:
         ]
         self._lock = threading.RLock()
         self._last_step = 0
-        self._has_started = self._has_finished = False
+        self._has_started = self._has_finished = self._is_closed = False
 
     @property
     def attempt(self) -> int:
@@ -141,6 +158,10 @@ class Tracking:
     def past(self) -> Past:
         """What earlier attempts of this run left behind."""
         return self._metrics_file.past
+
+    def attach(self, name: str, build: Callable[[RunInfo], Backend]) -> None:
+        """Hand the rows on to one more backend, before the first of them; it may tell events, and fail like any."""
+        self._sinks.append(Sink(build(self._info), name=name, close_timeout_s=HISTORIES.close_timeout_s))
 
     def start(self, step: int) -> None:
         """Say that this attempt goes on from finished step `step`, before its first row, which else says it."""
@@ -192,7 +213,8 @@ class Tracking:
         """Record what happened. Level "warn" and "error" are shown on the console, "error" also alerts in W&B."""
         event = Event(kind, step, message, level, fields)
         with self._lock:
-            self._require_open("event", step)
+            if self._is_closed:  # backends tell some while they close
+                raise RuntimeError(f"Tracking.event called after finish (step {step})")
             self._events_file.write(event)
             if level == "error" and self._has_started:  # backends open once the resume step is known
                 self._send("alert", event)
@@ -227,6 +249,7 @@ class Tracking:
             level = "info" if exit_code == EXIT_DONE else "warn"
             message = f"attempt {self.attempt} ended after step {self._last_step} with exit code {exit_code}"
             self._events_file.write(Event("end", self._last_step, message, level, {"exit_code": exit_code}))
+        self._is_closed = True
         self._events_file.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_DONE
 from trainer.metrics import METRICS
 from trainer.metrics.words import Metric
-from trainer.runtime.atomic_files import atomic_write
+from trainer.runtime.files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
@@ -41,7 +41,7 @@ class Column:
     @classmethod
     def of(cls, metric: Metric) -> "Column":
         name, way = metric.csv.split()
-        return cls(name, _bare(metric.key), REDUCED[way], 1e-3 if metric.unit == "1e-3" else 1)
+        return cls(name, _bare(metric.key), REDUCED[way], metric.factor)
 
 
 def _sum(values: Sequence[float]) -> float:

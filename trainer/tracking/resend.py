@@ -8,7 +8,7 @@ from trainer.tracking import events_file, metrics_file, run_info
 from trainer.tracking.facade import HISTORIES, importable
 from trainer.tracking.run_info import RunFile, RunInfo
 
-TARGETS = ("tensorboard", "wandb", "mlflow", "csv")
+TARGETS = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
 
 
 def resend(run_dir: Path, *, target: str, output: Path) -> str:

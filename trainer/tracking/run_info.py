@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.runtime.atomic_files import atomic_write
+from trainer.runtime.files import atomic_write
 from trainer.tracking import metrics_file
 from trainer.tracking.metrics_file import MetricsRow
 
@@ -85,7 +85,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """The resolved configuration of the run's last attempt. Raises `ConfigError`."""
     tree = read_run_file(run_dir / FILE_NAME).get("config")
     if not isinstance(tree, dict):
-        raise ConfigError(f"'{run_dir / FILE_NAME}' does not hold the configuration of the run: was it moved?")
+        text = f"'{run_dir / FILE_NAME}' does not hold the configuration of the run"
+        raise ConfigError(f"{text}: give the directory in which it was trained, with that file")
     return tree
 
 
@@ -114,8 +115,7 @@ class RunInfo:
     def description(self) -> dict[str, Any]:
         """What `run.json` says of the run, for those who read its directory."""
         total_steps = {} if self.total_steps is None else {"total_steps": self.total_steps}
-        group = {} if self.group == self.experiment_name else {"group": self.group}
-        return {**self.identity, **group, **total_steps, "config": self.config}
+        return {**self.identity, "group": self.group, **total_steps, "config": self.config}
 
     @property
     def identity(self) -> dict[str, str]:

@@ -1,14 +1,16 @@
-"""TensorBoard event files in `run_dir/tensorboard`."""
+"""TensorBoard event files in `run_dir/tensorboard`, and what such files hold."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from trainer.metrics import METRICS
-from trainer.tracking import tensorboard_events
+from trainer import metrics
 from trainer.tracking.backend import Backend, Held
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
+
+MAX_RECORD_BYTES = 2**28
 
 
 def where(info: RunInfo) -> str:
@@ -20,15 +22,10 @@ Layout = dict[str, dict[str, list[str | list[str]]]]
 
 def layout() -> Layout:
     """Of the tab "Custom Scalars", from the table of metrics: its groups, training and validation in one chart."""
-    charts: dict[str, list[str]] = {}
-    for key, metric in METRICS.items():
-        if metric.every in ("step", "eval") and "<" not in key:
-            charts.setdefault(key.removeprefix("train/").removeprefix("val/"), []).append(key)
-    sections: Layout = {}
-    for name, keys in charts.items():
-        tags: list[str] = [f"^{re.escape(key)}$" for key in keys]
-        sections.setdefault(METRICS[keys[0]].group, {})[name] = ["Multiline", tags]
-    return sections
+    return {
+        group: {title: ["Multiline", [f"^{re.escape(key)}$" for key in keys]] for title, keys in charts.items()}
+        for group, charts in metrics.charts().items()
+    }
 
 
 class TensorboardBackend(Backend):
@@ -41,7 +38,7 @@ class TensorboardBackend(Backend):
         self._held = Held({})
 
     def open(self) -> None:
-        self._held = Held(tensorboard_events.last_steps(self._directory))
+        self._held = Held(last_steps(self._directory))
         self.rewind(self._info.resume_step)
         self._writer.add_custom_scalars(layout())
         for row in self._info.earlier_rows():
@@ -74,3 +71,33 @@ class TensorboardBackend(Backend):
     def _write(self, row: MetricsRow) -> None:
         for key, value in self._held.missing(row).items():
             self._writer.add_scalar(key, value, row.step, walltime=row.ts)
+
+
+def last_steps(directory: Path) -> dict[str, int]:
+    """{tag: its last step} over all files in order of their start; a restart in them takes back what it repeats."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    last: dict[str, int] = {}
+    for path in sorted(directory.glob("*tfevents*")):
+        for event in (Event.FromString(record) for record in read_records(path) if record is not None):
+            if event.session_log.status == SessionLog.START:
+                last = {tag: min(step, event.step - 1) for tag, step in last.items()}
+            for value in event.summary.value:
+                last[value.tag] = max(event.step, last.get(value.tag, event.step))
+    return last
+
+
+def read_records(path: Path) -> Iterator[bytes | None]:
+    """The messages of an event file, each a protobuf `Event`; None at last for one that was cut short.
+
+    A record is a length (8 bytes), its checksum (4), the message, its checksum (4). No checksum is proven: a damaged
+    length ends the file, a damaged message is for who reads it.
+    """
+    with path.open("rb") as file:
+        while head := file.read(12):
+            length = int.from_bytes(head[:8], "little") if len(head) == 12 else MAX_RECORD_BYTES + 1
+            record = file.read(length + 4) if length <= MAX_RECORD_BYTES else b""
+            if len(record) < length + 4:
+                yield None
+                return
+            yield record[:-4]

@@ -1,16 +1,57 @@
-"""Weights & Biases, online or offline (WANDB_MODE): one run continued over all attempts."""
+"""Weights & Biases, online or offline (WANDB_MODE): one run continued over all attempts, and its offline files."""
 
 import logging
 import os
+import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from trainer.tracking import wandb_files
 from trainer.tracking.backend import Backend, Held, last_steps
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
+
+FILE_HEADER_BYTES = 7
+BLOCK_BYTES = 32768
+FRAGMENT = struct.Struct("<IHB")
+FULL, LAST = 1, 4
+"""Types of the fragment that ends a record."""
+
+
+def offline_files(directory: Path, run_id: str) -> list[Path]:
+    """Of a run, in order of their start."""
+    return sorted(directory.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+
+
+def history(path: Path) -> Iterator[dict[str, str]]:
+    """The rows logged, with wandb's own `_step` and `_timestamp`, each value as JSON."""
+    for record in read_records(path):
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+
+
+def read_records(path: Path) -> Iterator[Any]:
+    """Protobuf records (`wandb_internal_pb2.Record`)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, parts, place = path.read_bytes(), b"", FILE_HEADER_BYTES
+    while place + FRAGMENT.size <= len(content):
+        left_in_block = BLOCK_BYTES - place % BLOCK_BYTES
+        if left_in_block < FRAGMENT.size:
+            place += left_in_block
+            continue
+        _, num_bytes, kind = FRAGMENT.unpack_from(content, place)
+        place += FRAGMENT.size
+        if not kind or place + num_bytes > len(content):
+            return
+        parts += content[place : place + num_bytes]
+        place += num_bytes
+        if kind in (FULL, LAST):
+            yield wandb_internal_pb2.Record.FromString(parts)  # type: ignore[attr-defined]
+            parts = b""
+
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +106,7 @@ class WandbBackend(Backend):
         self._run = wandb.init(
             project=project(self._info),
             name=self._name(),
-            group=os.environ.get("WANDB_RUN_GROUP") or self._info.group,
+            group=self._info.group,
             config=dict(self._info.config),
             dir=str(self._info.run_dir),
             id=run_id,
@@ -100,8 +141,8 @@ class WandbBackend(Backend):
 
     def _name(self) -> str:
         """WANDB_NAME is that of the training, not of its evaluations."""
-        is_own = self._info.group == self._info.experiment_name
-        return (os.environ.get("WANDB_NAME") if is_own else None) or self._info.experiment_name
+        given = None if "evaluation" in self._info.config else os.environ.get("WANDB_NAME")
+        return given or self._info.experiment_name
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
         import wandb
@@ -126,8 +167,8 @@ class WandbBackend(Backend):
 
     def _points(self, run_id: str) -> Iterator[tuple[str, int, float]]:
         """(metric, step, Unix seconds) of the offline files; counts their rows on the way."""
-        for path in wandb_files.offline_files(self._info.run_dir / "wandb", run_id):
-            for row in wandb_files.history(path):
+        for path in offline_files(self._info.run_dir / "wandb", run_id):
+            for row in history(path):
                 self._next_step = max(self._next_step, int(row["_step"]) + 1)
                 if STEP in row:
                     step, ts = int(row[STEP]), float(row["_timestamp"])

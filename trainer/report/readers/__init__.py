@@ -1,6 +1,83 @@
-"""Readers of training logs: one `RunLog` from whatever a trainer wrote."""
+"""Readers of training logs: one `RunLog` from whatever a trainer wrote, told by its content."""
 
-from trainer.report.readers.detect import read_run
-from trainer.report.run_log import UnreadableLogError
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-__all__ = ["UnreadableLogError", "read_run"]
+from trainer.report.readers import json_logs, tables, tensorboard
+from trainer.report.run_log import RunLog, UnreadableLogError
+
+FIX = (
+    "give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_log.jsonl, trainer_state.json, "
+    "training_history.csv, a CSV with a step column, TensorBoard event files, mlruns, mlflow.db, a Trackio database, "
+    "JSON lines with a step, or the captured console of verl or ROLL"
+)
+MAX_TRIED = 40
+"""Files of a directory; one with more is no run directory."""
+KNOWN_NAMES = ("metrics.jsonl", "logging.jsonl", "trainer_log.jsonl")
+DATABASES = ("mlflow/mlflow.db", "mlflow.db", "mlruns.db")
+OTHERS = (*json_logs.SUFFIXES, *tables.SUFFIXES, ".db", ".sqlite", ".sqlite3", ".json", ".log", ".txt", ".out")
+FORMATS: tuple[tuple[Callable[[Path, bytes], object], Callable[[Path], RunLog]], ...] = (
+    (lambda path, head: path.is_dir() and tables.is_file_store(path), tables.read_file_store),
+    (lambda path, head: path.is_dir() or "tfevents" in path.name, tensorboard.read_tensorboard),
+    (lambda path, head: head.startswith(tables.SQLITE_MAGIC), tables.read_database),
+    (lambda path, head: path.suffix in tables.SUFFIXES, tables.read_csv),
+    (lambda path, head: path.suffix == ".json", json_logs.read_transformers),
+    (lambda path, head: json_logs.json_source(path), json_logs.read_json_lines),
+    (lambda path, head: True, json_logs.read_console),
+)
+"""What tells a format, given the path and the first bytes of a file, and its reader; the first that fits reads."""
+
+
+def read_run(path: Path) -> RunLog:
+    """The log at `path`, a file or a run directory, whoever wrote it.
+
+    Damaged parts are passed over and counted. Raises `UnreadableLogError` where nothing can be read.
+    """
+    tried: list[str] = []
+    try:
+        for candidate in _candidates(path):
+            log = _try(candidate, tried)
+            if log is not None:
+                return log
+    except OSError as error:
+        tried.append(str(error))
+    what = "; ".join(tried) if tried else "it is empty" if path.exists() else "it does not exist"
+    raise UnreadableLogError(f"cannot read {path} as a training log ({what}): {FIX}")
+
+
+def _try(path: Path, tried: list[str]) -> RunLog | None:
+    try:
+        head = b"" if path.is_dir() else _head(path)
+        log = next(read for fits, read in FORMATS if fits(path, head))(path)
+    except (UnreadableLogError, OSError, sqlite3.Error) as error:
+        tried.append(f"{path.name}: {error}")
+        return None
+    if not log.series:
+        tried.append(f"{path.name}: no metrics in it ({log.num_unparsed} lines unreadable)")
+    return log if log.series else None
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    """What `path` can mean, best first: the richest log of a run directory before copies of it."""
+    if not path.is_dir():
+        if path.exists():
+            yield path
+        return
+    yield from (path / name for name in KNOWN_NAMES if (path / name).is_file())
+    # ms-swift makes a directory v<N>-<time> for each start.
+    versions = [log for log in path.glob("v*-*/logging.jsonl") if log.parent.name[1:].partition("-")[0].isdecimal()]
+    yield from sorted(versions, key=lambda log: int(log.parent.name[1:].partition("-")[0]), reverse=True)
+    yield from json_logs.state_files(path)
+    yield from [path / name for name in tables.PAIR if (path / name).is_file()][:1]
+    yield from (path / name for name in DATABASES if (path / name).is_file())
+    yield from (store for store in (path, path / "mlruns") if store.is_dir() and tables.is_file_store(store))
+    if tensorboard.event_dir(path):
+        yield path
+    others = [file for file in path.iterdir() if file.suffix in OTHERS and file.name not in KNOWN_NAMES]
+    yield from sorted(others, key=lambda file: (OTHERS.index(file.suffix), file.name))[:MAX_TRIED]
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(tables.SQLITE_MAGIC))

@@ -2,13 +2,15 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
+from trainer.checkpoint.layout import THINNED, is_optimizer
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.report.readers.parsing import as_step
 from trainer.report.run_log import CheckpointState
 from trainer.runtime.json_lines import read_object
 
-POINTER = "latest_checkpointed_iteration.txt"
 _STEP_DIR = re.compile(r"(?:global_step_|checkpoint-)(\d{1,15})")
 
 
@@ -18,50 +20,39 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         match = _STEP_DIR.fullmatch(path.name)
         if match and path.is_dir():
-            faults = _own_faults(path) if path.name.startswith("global_step_") else _transformers_faults(path)
-            found.append(CheckpointState(int(match[1]), path, _size_bytes(path), not faults, tuple(faults)))
+            is_own, is_thinned = path.name.startswith("global_step_"), (path / THINNED).exists()
+            faults = tuple(_own_faults(path, is_thinned) if is_own else _transformers_faults(path))
+            found.append(CheckpointState(int(match[1]), path, _size_bytes(path), not faults, faults, is_thinned))
     # A `trainer_state.json` copied with its directory to be read is neither a checkpoint nor a damaged one.
     if all([entry.name for entry in state.path.glob("*")] == ["trainer_state.json"] for state in found):
         return ()
     return tuple(sorted(found, key=lambda state: state.step))
 
 
-def tracker_step(run_dir: Path) -> int | None:
-    """What `latest_checkpointed_iteration.txt` says."""
-    try:
-        return as_step((run_dir / POINTER).read_text(encoding="utf-8", errors="replace")[:40].strip())
-    except OSError:
-        return None
-
-
-def _own_faults(path: Path) -> list[str]:
-    manifest = read_object(path / "manifest.json")
-    files = manifest.get("files")
+def _own_faults(path: Path, is_thinned: bool) -> list[str]:
+    """Of a thinned one the optimizer's files were removed on purpose (`trainer.checkpoint.keep_full`)."""
+    files = read_object(path / MANIFEST).get("files")
     if isinstance(files, list):
-        return [fault for item in files if (fault := _listed_fault(path, item))]
-    if (path / "manifest.json").exists():
-        return ["manifest.json cannot be read"]
+        found = [fault for item in files if (fault := _listed_fault(path, item))]
+        return [fault for fault in found if not (is_thinned and is_optimizer(fault))]
+    if (path / MANIFEST).exists():
+        return [f"{MANIFEST} cannot be read"]
     world_size = as_step(read_object(path / "fsdp_config.json").get("world_size"))
     if not world_size:
-        return ["neither manifest.json nor fsdp_config.json: its save did not finish"]
+        return [f"neither {MANIFEST} nor fsdp_config.json: its save did not finish"]
     names = [f"{part}_world_size_{world_size}_rank_{{}}.pt" for part in ("model", "optim", "extra_state")]
-    return [
-        f"{name.format(rank)} is missing"
-        for name in names
-        for rank in range(min(world_size, 65536))
-        if not (path / name.format(rank)).exists()
-    ]
+    wanted = [name.format(rank) for name in names for rank in range(min(world_size, 65536))]
+    return [f"{name} is missing" for name in wanted if not (path / name).exists()]
 
 
 def _listed_fault(path: Path, item: object) -> str | None:
-    name = item.get("path") if isinstance(item, dict) else None
+    name, expected = (item.get("path"), item.get("size_bytes")) if isinstance(item, dict) else (None, None)
     if not isinstance(name, str) or not name.isprintable() or ".." in Path(name).parts or Path(name).is_absolute():
-        return "manifest.json lists a file that is none"
+        return f"{MANIFEST} lists a file that is none"
     try:
         size_bytes = (path / name).stat().st_size
     except OSError:
         return f"{name} is missing"
-    expected = item.get("size_bytes") if isinstance(item, dict) else None
     return None if size_bytes == expected else f"{name} has {size_bytes} bytes, {expected} were written"
 
 
@@ -83,8 +74,6 @@ def _size_bytes(path: Path) -> int:
     total = 0
     for directory, _, names in os.walk(path):
         for name in names:
-            try:
+            with suppress(OSError):  # rotated away meanwhile
                 total += os.stat(os.path.join(directory, name)).st_size
-            except OSError:  # rotated away meanwhile
-                continue
     return total

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.report.readers.aliases import canonical
-from trainer.report.readers.checkpoints import find_checkpoints, tracker_step
-from trainer.report.readers.parsing import Faults, as_number
+from trainer.checkpoint import layout
+from trainer.report.readers.checkpoints import find_checkpoints
+from trainer.report.readers.parsing import Faults, as_number, as_step, canonical
 from trainer.report.run_log import RunLog, Series
 from trainer.runtime.json_lines import flat
 
@@ -76,9 +76,13 @@ class Frame:
     def num_rows(self) -> int:
         return len(self._steps)
 
-    def add(self, step: int, row: Mapping[str, Any]) -> None:
+    def add(self, step: Any, row: Mapping[str, Any]) -> None:
+        """A row that was logged at `step`, a cell or JSON value; without one it counts as unparsed."""
+        if (at := as_step(step)) is None:
+            self.faults.num_unparsed += 1
+            return
         self._wait(len(self._steps), row)
-        self._steps.append(step)
+        self._steps.append(at)
         if len(self._steps) % BLOCK_ROWS == 0:
             self._flush()
 
@@ -102,7 +106,7 @@ class Frame:
             num_rows=self.num_rows,
             num_unparsed=self.faults.num_unparsed,
             checkpoints=find_checkpoints(run_dir),
-            tracker_step=tracker_step(run_dir),
+            tracker_step=layout.read_pointer(run_dir).step,
             num_attempts=1 + len({restart.row for restart in self._restarts} - {0}),
             num_lost_steps=self._num_lost(steps),
             num_disordered_rows=int(is_disordered.sum()),

@@ -1,4 +1,4 @@
-"""Small tolerant parsers that the readers share: JSON lines, numbers inside strings, steps."""
+"""Small tolerant parsers that the readers share: JSON lines, numbers inside strings, steps, names."""
 
 import json
 import math
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from trainer.metrics.words import split_reducer
+from trainer.report.rule_table import table
 
 MAX_LINE_BYTES = 2**26
 """A longer line is passed over: no row of metrics is that long, and it must not fill the memory."""
@@ -121,3 +124,29 @@ def fraction_total(value: Any) -> int | None:
     """6000 of "2800/6000"."""
     match = _FRACTION.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
     return as_step(int(match[2])) if match else None
+
+
+ALIASES = {name: (key, 1.0) for key, names in table()["aliases"].items() for name in names} | {
+    "mfu(%)": ("throughput/train/mfu", 0.01),
+    # The learning rate in thousandths, as verl and we print it, and as MLflow and TensorBoard clean the name.
+    "train/lr(1e-3)": ("train/lr", 1e-3),
+    "train/lr_1e-3": ("train/lr", 1e-3),
+    "train/lr_1e-3_": ("train/lr", 1e-3),
+}
+_RL = re.compile(r"train/(kl$|reward$|reward_std$|frac_reward_zero_std$|rewards/|completions/|clip_ratio)")
+"""TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard; without it is their name."""
+
+
+def canonical(name: str) -> tuple[str, float]:
+    """Our key for a name in any log, and the factor that brings its values to our unit."""
+    name, _ = split_reducer(name)
+    if name.startswith(("Train/", "Val/", "Eval/", "Validation/")):
+        name = name.lower()
+    for prefix in ("eval/", "eval_", "validation/"):
+        if name.startswith(prefix):
+            name = "val/" + name.removeprefix(prefix)
+    if name.startswith("token/"):
+        name = "tokens/" + name.removeprefix("token/")
+    if _RL.match(name):
+        name = name.removeprefix("train/")
+    return ALIASES.get(name, (name, 1.0))

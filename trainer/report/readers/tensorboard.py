@@ -1,33 +1,18 @@
-"""TensorBoard event files: all points of all scalars; TensorBoard reads the messages.
-
-A record is a length (8 bytes), its checksum (4), the message, its checksum (4). TensorBoard's own loader ends at the
-first wrong checksum. None is proven here: a damaged length ends the file, a damaged message is one unparsed record.
-"""
+"""TensorBoard event files: all points of all scalars. TensorBoard's own loader ends at the first wrong checksum."""
 
 import re
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from trainer.report.readers.frame import CLOCK, Frame
-from trainer.report.readers.parsing import Faults, as_step
+from trainer.report.readers.parsing import as_step
 from trainer.report.run_log import RunLog, UnreadableLogError
+from trainer.tracking.tensorboard_backend import read_records
 
 MAX_FILES = 10000
-MAX_RECORD_BYTES = 2**28
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*?(?:\.(\d+))?(?:\.v2)?$")
-
-
-@dataclass(frozen=True)
-class LoggedEvent:
-    wall_time_s: float
-    step: int
-    is_start: bool
-    """A writer began here and takes back this step and what was written of later ones."""
-    scalars: dict[str, float] = field(default_factory=dict)
 
 
 def event_dir(root: Path) -> tuple[Path, int] | None:
@@ -63,53 +48,37 @@ def _age(path: Path) -> tuple[int, int, str]:
 
 
 def _read_file(path: Path, frame: Frame) -> None:
-    begun = False
-    for record in _records(path, frame.faults):
-        try:
-            event = parse_event(record)
-        except ValueError:
-            frame.faults.num_unparsed += 1
-            continue
-        if event.is_start:
-            frame.restart(event.step - 1, rewinds=True)
-            begun = True
-        elif event.scalars:
-            if not begun and frame.num_rows:
-                frame.restart()
-            begun = True
-            frame.add(event.step, {CLOCK: event.wall_time_s, **event.scalars})
-
-
-def _records(path: Path, faults: Faults) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while head := file.read(12):
-            length = struct.unpack("<Q", head[:8])[0] if len(head) == 12 else MAX_RECORD_BYTES + 1
-            record = file.read(length + 4) if length <= MAX_RECORD_BYTES else b""
-            if len(record) < length + 4:
-                faults.num_unparsed += 1
-                return
-            yield record[:-4]
-
-
-def parse_event(record: bytes) -> LoggedEvent:
-    """Raises `ValueError` for bytes that are no Event."""
+    """A start takes back its step and what was written of later ones; TensorBoard itself reads the messages."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-    try:
-        event = Event.FromString(record)
-    except DecodeError as error:
-        raise ValueError("no Event") from error
-    step = as_step(event.step)
-    if step is None:
-        raise ValueError(f"step {event.step}")
+    has_begun = False
+    for record in read_records(path):
+        try:
+            event = Event.FromString(record)
+        except (DecodeError, TypeError):
+            frame.faults.num_unparsed += 1
+            continue
+        step, scalars = as_step(event.step), scalars_of(event)
+        if step is None:
+            frame.faults.num_unparsed += 1
+        elif event.session_log.status == SessionLog.START:
+            frame.restart(step - 1, rewinds=True)
+            has_begun = True
+        elif scalars:
+            if not has_begun and frame.num_rows:
+                frame.restart()
+            has_begun = True
+            frame.add(step, {CLOCK: event.wall_time, **scalars})
+
+
+def scalars_of(event: Any) -> dict[str, float]:
+    """Of an `Event` what is a single number: no texts, histograms, images."""
     scalars = {value.tag: scalar for value in event.summary.value if (scalar := _scalar(value)) is not None}
-    scalars.pop("", None)
-    return LoggedEvent(event.wall_time, step, event.session_log.status == SessionLog.START, scalars)
+    return {tag: scalar for tag, scalar in scalars.items() if tag}
 
 
 def _scalar(value: Any) -> float | None:
-    """None for what is no single number: texts, histograms, images."""
     if value.WhichOneof("value") == "simple_value":
         return float(value.simple_value)
     if not value.HasField("tensor"):

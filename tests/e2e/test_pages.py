@@ -1,0 +1,208 @@
+"""Every command block of README.md and docs/ is executed, or says on the page what it needs that CI lacks.
+
+As it stands on the page, from a directory that has the files of which the page speaks, with these differences: a run
+has two ranks at most, which are forked instead of started; behind its words stand those of a tiny run (`tiny_model`,
+two steps, at most 8 tokens an answer) where the page does not set the key; README's first run is the run directory of
+all pages, and its export the model that they name.
+"""
+
+import ast
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import whole_runs
+from page_commands import NEEDS, OURS, PAGES, REPOSITORY, blocks_of, commands_in
+
+from trainer import api
+from trainer.cli import __main__ as commands
+from trainer.launch import __main__ as launch
+from trainer.run.compose import load_config
+from trainer.run.inputs import prepare_data_alone
+from trainer.tracking import Tracking
+
+LACKING = {"8 GPUs", "the network", "vLLM", "a server", "a browser", "an account", "lm-evaluation-harness"}
+"""What CI has not; a page names it behind a command as `[needs …]`."""
+ELSEWHERE = {
+    "bash run_tests.sh": "tests/unit/test_run_scripts.py::test_the_tests_add_their_tools_and_end_with_pytest",
+    "bash run_sft.sh accept 2 --device cpu": "tests/unit/test_acceptance.py::test_sound_ranks_are_accepted",
+    "bash run_sft.sh checkpoint verify-resume 2": (
+        "tests/e2e/test_verify_resume.py::test_the_quickstart_killed_once_equals_itself"
+    ),
+    "bash run_sft.sh replay": (
+        "tests/distributed/test_replay.py::"
+        "test_steps_with_their_rows_are_those_of_the_run_and_without_one_they_differ_from_its_step_on"
+    ),
+}
+"""Commands that take minutes, and the test that executes each on something small."""
+RUN = Path("checkpoints/sft/quickstart")
+STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.logger=[console]")
+MEANT = {
+    "Qwen/Qwen2.5-0.5B-Instruct": "model",
+    "partial_pretrain=DIR": "partial_pretrain=model",
+    "MODEL": "model",
+    "RUN_DIR": str(RUN),
+    "global_step_N": "global_step_2",
+    "/data/phase1/": "data/",
+}
+"""What a reader puts in the place of the pages' words."""
+TAKE_KEYS = ("train", "plan", "doctor", "data preview", "data stats", "data compare")
+CHATS = [[{"role": "user", "content": f"{n} plus 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(40)]
+THEIRS = "base_model: model\ndatasets: [{path: chats.jsonl, ds_type: json, type: chat_template}]\nsequence_len: 512\n"
+
+
+class Reader:
+    """Does what pages say, in a directory of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.tiny = [*whole_runs.tiny_model(root), *STEPS]
+        self.num_runs = 0
+        self.write_files()
+
+    def write_files(self) -> None:
+        rows = [{"messages": messages} for messages in CHATS]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        files = {"chats.jsonl": text, "data/chats.jsonl": text, "theirs.yaml": THEIRS}
+        files |= {"mine.yaml": "optim: {lr: 1.0e-5}\n", "conf/experiment/mine.yaml": "optim: {lr: 1.0e-5}\n"}
+        files["tasks.jsonl"] = json.dumps({"prompt": "Write f.", "tests": "assert f"}) + "\n"
+        for name, content in files.items():
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_text(content)
+        pq.write_table(pa.Table.from_pylist(rows), self.root / "data/chats.parquet")
+
+    def write_dump(self) -> None:
+        """What TRL's side writes: here the rows as they are prepared."""
+        words = ["data.train_files=chats.jsonl", "data.val_ratio=0"]
+        samples = prepare_data_alone(load_config([*words, *self.words_behind(words)])).train
+        with open("trl.jsonl", "w") as file:
+            for input_ids, loss_mask in map(samples.sample, range(len(samples))):
+                row = {"input_ids": input_ids.tolist(), "loss_mask": loss_mask.tolist()}
+                file.write(f"{json.dumps(row)}\n")
+
+    def words_behind(self, words: list[str]) -> list[str]:
+        """Of a tiny run, but for the keys that stand there."""
+        keys = {word.partition("=")[0] for word in words}
+        return [word for word in self.tiny if word.partition("=")[0] not in keys]
+
+    def execute(self, command: str) -> str:
+        """What it printed. Raises what went wrong."""
+        for word, meant in MEANT.items():
+            command = command.replace(word, meant)
+        words = shlex.split(command, comments=True)
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+            while re.match(r"[A-Z_]+=", words[0]):
+                patch.setenv(*words.pop(0).split("=", 1))
+            target = None
+            if ">" in words:
+                words, (_, target) = words[: words.index(">")], words[words.index(">") :]
+            if words[:2] == ["python", "-c"]:
+                patch.setattr(sys, "argv", ["-c", *words[3:]])
+                exec(compile(words[2], command, "exec"), {})
+            else:
+                assert re.match(OURS, " ".join(words)), "nothing executes it"
+                code = self._run(words[1 if words[0] == "fsdp-sft" else 2 :], patch)
+                assert code == 0, f"exit code {code}\n{said.getvalue()}"
+        if target:
+            Path(target).write_text(said.getvalue())
+        return said.getvalue()
+
+    def _run(self, words: list[str], patch: pytest.MonkeyPatch) -> int:
+        has_name = not words[0].isdecimal() and words[0] in commands.COMMANDS
+        name = " ".join(words[: 2 if words[0] == "data" else 1]) if has_name else "train"
+        rest = words[len(name.split()) :] if has_name else words
+        if name in TAKE_KEYS and "--dump-script" not in rest:
+            rest = [*rest, *self.words_behind(rest)]
+        if name == "evaluate" and "--attach" not in rest:
+            rest = [*rest, "--max-new-tokens=8"]
+        if name != "train":
+            return commands.main([*name.split(), *rest])
+        patch.setattr(launch, "supervise", self._on_forked_ranks)
+        patch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+        rest = [str(min(2, int(word))) if word.isdecimal() else word for word in rest]
+        if self.num_runs and not any("experiment" in word for word in rest):  # of another page
+            rest.append(f"trainer.experiment_name=run_{self.num_runs}")
+        self.num_runs += 1
+        return launch.main(rest)
+
+    def _on_forked_ranks(self, command: list[str], **_: Any) -> int:
+        (number,) = (word for word in command if word.startswith("--nproc-per-node="))
+        words = command[command.index("trainer") + 1 :]
+        here = functools.partial(os.chdir, self.root)
+        code, output = whole_runs.run(int(number.partition("=")[2]), *words, log=self.root / "log", before=here)
+        print(output)
+        return 1 if code is None else code
+
+    def train(self, *words: str, num_ranks: int | None = None) -> api.RunDirectory:
+        """In place of `trainer.api.train`, which starts a process."""
+        words = (*words, *self.words_behind(list(words)), "trainer.experiment_name=from_python")
+        code, output = whole_runs.run(1, *words, log=self.root / "log", before=functools.partial(os.chdir, self.root))
+        assert code == 0, output
+        return api.RunDirectory(Path(load_config(list(words)).trainer.default_local_dir))
+
+
+def what_executes(command: str) -> str | None:
+    """The test that does what takes too long here. Raises `AssertionError` for a test that is not there."""
+    test = next((test for start, test in ELSEWHERE.items() if command.startswith(start)), None)
+    if test is not None:
+        file, _, name = test.partition("::")
+        tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+        assert name in {part.name for part in tree.body if isinstance(part, ast.FunctionDef)}, f"there is no {test}"
+    return test
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    with pytest.MonkeyPatch.context() as patch:
+        root = tmp_path_factory.mktemp("reader")
+        patch.chdir(root)
+        reader = Reader(root)
+        reader.write_dump()
+        reader.execute("bash run_sft.sh 2")
+        shutil.copytree(RUN / "global_step_2/huggingface", "model", dirs_exist_ok=True)
+        reader.tiny.remove("model.random_weights=true")
+        for name in ("a", "b"):
+            shutil.copytree(RUN, RUN.parent / name)
+        yield reader
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_command_of_a_page_is_executed_or_says_what_it_needs(page: Path, reader: Reader) -> None:
+    reader.write_files()
+    for command in (command for block in blocks_of(page.read_text(), "bash") for command in commands_in(block)):
+        if (needs := NEEDS.search(command)) is not None:
+            assert needs[1] in LACKING, command
+        elif what_executes(command) is None:
+            try:
+                reader.execute(command)
+            except BaseException as error:
+                raise AssertionError(f"{page.name}: {command}") from error
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks_of(page.read_text(), "python")], ids=lambda p: p.stem
+)
+def test_the_python_of_a_page_runs(page: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.write_files()
+    monkeypatch.setattr(api, "train", reader.train)
+    for number, block in enumerate(blocks_of(page.read_text(), "python")):
+        tracking = Tracking("pages", f"{page.stem}_{number}", default_backend=["console"])
+        exec(compile(block, page.name, "exec"), {"run_dir": RUN, "tracking": tracking})
+
+
+@pytest.mark.parametrize("command", ["bash run_sft.sh report gone", "rm -r checkpoints", "fsdp-sft data preview x=1"])
+def test_a_command_that_fails_or_that_nothing_executes_is_caught(command: str, reader: Reader) -> None:
+    with pytest.raises(AssertionError):
+        reader.execute(command)

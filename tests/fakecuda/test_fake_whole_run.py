@@ -1,0 +1,144 @@
+"""The whole of a run on a GPU: from its configuration over updates, saves and a validation to its exit code.
+
+What stands for other ranks, and what else is replaced, is listed in `fake_whole_run.py`; the rest is the trainer's own.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+RUNS: dict[str, dict[str, Any]] = {
+    "one rank": {"num_ranks": 1},
+    "eight ranks": {},
+    "replicas": {"num_ranks": 32, "fsdp_size": 8},
+    "documents shared, a rollback": {"sequence_size": 2, "trouble_at": 4},
+}
+EMBEDDINGS, LAYER, NUM_LAYERS, NUM_TENSORS = 4096 * 128, 201_344, 2, 26
+"""Of the quickstart's model with two layers: hidden 128, ffn 352, 4 heads and 4 key heads of 32 with biases, tied."""
+PARAMETERS = EMBEDDINGS + NUM_LAYERS * LAYER + 128
+CARD = 3
+SHARED = "documents shared, a rollback"
+
+
+@pytest.fixture(scope="module")
+def runs(fake_runs: Any) -> dict[str, dict[str, Any]]:
+    class Found(dict[str, dict[str, Any]]):
+        def __missing__(self, name: str) -> dict[str, Any]:
+            self[name] = fake_runs(kind="run", **RUNS[name])
+            return self[name]
+
+    return Found()
+
+
+def num_shards(name: str) -> int:
+    size: int = RUNS[name].get("fsdp_size", RUNS[name].get("num_ranks", 8))
+    return size
+
+
+def num_steps(name: str) -> int:
+    """The third again, and not the fourth, behind a rollback from the fourth to the second."""
+    return 6 if name == SHARED else 3
+
+
+def noted(run: dict[str, Any], kind: str, phase: str) -> list[dict[str, Any]]:
+    """What was noted in all phases of this name."""
+    return [entry for entry in run[kind] if entry["phase"].split()[0] == phase]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_ends_with_its_last_step_saved(runs: Any, name: str) -> None:
+    run = runs[name]
+    assert run["exit_code"] == 0 and run["exported"] == PARAMETERS
+    assert run["checkpoints"] == ([2, 5] if name == SHARED else [2, 3])
+    rolled_back = ["guard/rule", "rollback"] if name == SHARED else []
+    assert run["events"] == ["start", "data", "checkpoint", *rolled_back, "checkpoint", "end"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_waits_once_and_a_save_reads_one_number(runs: Any, name: str) -> None:
+    """Evidence, kept in the step of trouble alone, reads a sum and a count for each of a rank's four documents."""
+    run = runs[name]
+    assert sum(call["name"] == "packet" for call in run["calls"]) == num_steps(name) + 1, "the last of the validation"
+    reads = Counter[tuple[str, str]]()
+    for text, number in run["reads"].items():
+        phase, _, operation, _, place, *_ = text.split()
+        if phase not in ("meet", "load"):
+            assert operation == "aten._local_scalar_dense.default"
+            reads[phase, place] += number
+    evidence = {("train", "trainer/guard/evidence.py:_sample_losses"): 2 * 4} if name == SHARED else {}
+    assert reads == {("save", "trainer/checkpoint/manager.py:_is_finite"): 2, **evidence}
+    assert run["evidence"] == (["step_4.json"] if name == SHARED else [])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs: Any, name: str) -> None:
+    run = runs[name]
+    for phase in ("train", "validate"):
+        assert {(copy["way"], copy["how"]) for copy in noted(run, "copies", phase)} == {("cpu to cuda", "async")}
+        batches = [copy for copy in noted(run, "copies", phase) if "trainer/batch.py" in copy["where"]]
+        assert batches and {copy["host"] for copy in batches} == {"pinned"}
+    small = [copy["bytes"] for copy in noted(run, "copies", "train") if copy["host"] == "pageable"]
+    assert max(small) <= 256, "numbers of the host in the sum over ranks"
+    saved = noted(run, "copies", "save")
+    assert {(c["way"], c["how"], c["host"], c["stream"] > 0) for c in saved} == {
+        ("cuda to cpu", "async", "pinned", True)
+    }
+    for number in (1, 2):
+        size_bytes = sum(copy["bytes"] for copy in saved if copy["phase"] == f"save {number}")
+        assert size_bytes == 12 * PARAMETERS // num_shards(name) + 4 * NUM_TENSORS, "behind training and required alike"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_exchange_what_was_computed_by_hand(runs: Any, name: str) -> None:
+    """A step of two micro-batches gathers parameters, which stay, once, reduces gradients twice, and adds up replicas
+    and one vector of numbers once; a save adds up one number.
+    """
+    run, num_ranks = runs[name], RUNS[name].get("num_ranks", 8)
+    for step in range(1, num_steps(name) + 1):
+        found = Counter[tuple[str, str, int, str]]()
+        for exchange in run["collectives"]:
+            if exchange["phase"] == f"train {step}" and exchange["dtype"] != "float64":
+                found[exchange["kind"], exchange["dtype"], exchange["ranks"], exchange["device"]] += exchange["numel"]
+        shared = found.pop(("all_to_all_single", "bfloat16", 2, "cuda"), 0)
+        assert bool(shared) == (name == SHARED), "how much: test_fake_step.py"
+        expected = {
+            ("allgather_base", "bfloat16", num_shards(name), "cuda"): PARAMETERS,
+            ("reduce_scatter_base", "float32", num_shards(name), "cuda"): 2 * PARAMETERS,
+            ("allreduce", "float32", 4, "cuda"): PARAMETERS // 8,
+        }
+        wanted = {"one rank": 0, "replicas": 3}.get(name, 2)
+        assert found == dict(list(expected.items())[:wanted])
+    for phase, number in (("train", num_steps(name)), ("save", 2)):
+        sums = [c for c in noted(run, "collectives", phase) if c["dtype"] == "float64"]
+        assert [(c["kind"], c["ranks"]) for c in sums] == [("allreduce", num_ranks)] * number
+    assert {c["numel"] for c in noted(run, "collectives", "save") if c["device"] == "cuda"} == {1}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(runs: Any, name: str) -> None:
+    """The first save is written by a thread of its own; the last one, with which the run ends, by the main thread."""
+    calls = [call for call in runs[name]["calls"] if not call["thread"].startswith("Dummy")]  # autograd's: torch's care
+    threads = {call["thread"] for call in calls}
+    assert threads == {"MainThread", "checkpoint", "gpu-sampler"}
+    for thread in threads:
+        own = [call for call in calls if call["thread"] == thread and not call["name"].startswith("phase")]
+        assert own[0]["name"] == "set_device" and {call["device"] for call in own} == {CARD}
+    waits = [(index, call) for index, call in enumerate(calls) if call["name"] == "event.synchronize"]
+    assert [call["thread"] for _, call in waits] == ["checkpoint", "MainThread"]
+    copies = [index for index, call in enumerate(calls) if call["name"] == "copy cuda to cpu"]
+    (first, _), (last, _) = waits
+    assert max(copies[: len(copies) // 2]) < first < min(copies[len(copies) // 2 :]) <= max(copies) < last
+    for index, call in waits:
+        recorded = [c for c in calls[:index] if c["name"] == "event.record" and c["subject"] == call["subject"]]
+        assert len(recorded) == 1 and recorded[0]["stream"] > 0, "behind the copies, on their stream"
+
+
+def test_a_rollback_puts_what_was_saved_on_the_card(runs: Any) -> None:
+    """With the state of the generator of this card; ranks that share documents have written their shards."""
+    run = runs[SHARED]
+    copies = noted(run, "copies", "rollback")
+    assert {copy["way"] for copy in copies} == {"cpu to cuda"}
+    assert sum(copy["bytes"] for copy in copies) == 12 * PARAMETERS // 8 + 4 * NUM_TENSORS
+    assert [call["subject"] for call in run["calls"] if call["name"] == "set_rng_state"] == [CARD]
+    assert {call["subject"] for call in run["calls"] if call["name"] == "get_rng_state"} == {CARD}

@@ -1,0 +1,124 @@
+"""Runs with a mirror, with the process that keeps it: a machine that is lost, S3, a launcher that is killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import whole_runs
+from checkpoint_fakes import is_whole, save
+from moto.server import ThreadedMotoServer
+
+from trainer.launch.mirroring import mirrored
+from trainer.launch.ranks import NodeLayout
+from trainer.run.compose import load_config
+from trainer.tracking import read_metrics
+
+NUMBERS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss", "train/total_token_count")
+
+
+def train(*words: str, log: Path) -> tuple[int | None, str]:
+    """As the launcher does on two ranks."""
+    with mirrored(load_config(list(words)), NodeLayout()) as refusal:
+        return whole_runs.run(2, *words, log=log) if refusal is None else (refusal, "")
+
+
+def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] in ("train", "val")]
+    return [(row["step"], row["kind"], *(row.get(name) for name in NUMBERS)) for row in rows]
+
+
+def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path: Path) -> None:
+    tiny = whole_runs.tiny_model(tmp_path / "tiny")
+    words = (*tiny, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3")
+    straight, lost = tmp_path / "straight", tmp_path / "lost"
+    assert whole_runs.run(2, *words, f"trainer.default_local_dir={straight}", log=tmp_path / "log")[0] == 0
+    own = (*words, f"trainer.default_local_dir={lost}", f"trainer.checkpoint.mirror=file://{tmp_path}/mirror")
+    assert train(*own, "trainer.stop_at_step=4", log=tmp_path / "log")[0] == 75
+    identity = (lost / "run.json").read_text()
+    shutil.rmtree(lost)
+    code, output = train(*own, log=tmp_path / "log")
+    assert code == 0 and "global_step_4, continuing at step 5 of 6" in output
+    assert numbers(lost) == numbers(straight)
+    assert (lost / "run.json").read_text().partition("config")[0] == identity.partition("config")[0]
+    for path in sorted((straight / "global_step_6" / "huggingface").iterdir()):
+        assert path.read_bytes() == (lost / "global_step_6" / "huggingface" / path.name).read_bytes()
+    for name in ("model_world_size_2_rank_0.pt", "optim_world_size_2_rank_1.pt"):
+        assert (straight / "global_step_6" / name).read_bytes() == (lost / "global_step_6" / name).read_bytes()
+    assert (tmp_path / "mirror" / "global_step_6" / "manifest.json").exists()
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    import boto3
+
+    boto3.client("s3").create_bucket(Bucket="runs")
+    yield "s3://runs/toy"
+    server.stop()
+
+
+def test_s3_holds_a_run_and_gives_it_back(bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={bucket}"])
+    save(run_dir, 2)
+    with mirrored(config, NodeLayout()) as refusal:
+        assert refusal is None
+        save(run_dir, 4)
+    shutil.rmtree(run_dir)
+    with mirrored(config, NodeLayout()) as refusal:
+        assert refusal is None and is_whole(run_dir / "global_step_4")
+        save(run_dir, 6, 8)
+    assert "took global_step_4" in capfd.readouterr().out
+    import boto3
+
+    listed = boto3.client("s3").list_objects_v2(Bucket="runs")["Contents"]
+    names = {entry["Key"].split("/")[1] for entry in listed}
+    assert names == {"run.json", "latest_checkpointed_iteration.txt", "global_step_4", "global_step_8"}
+    other = load_config([*config_words(run_dir, "s3://nosuch/toy"), "trainer.default_local_dir=none"])
+    with mirrored(other, NodeLayout()) as refusal:
+        assert refusal == 2
+    assert "cannot write s3://nosuch/toy/run.json" in capfd.readouterr().err
+
+
+def config_words(run_dir: Path, url: str) -> list[str]:
+    return [f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={url}"]
+
+
+LAUNCH = """
+import sys, time
+from trainer.launch.mirroring import mirrored
+from trainer.launch.ranks import NodeLayout
+from trainer.run.compose import load_config
+with mirrored(load_config(sys.argv[1:]), NodeLayout()) as refusal:
+    print(refusal, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    words = config_words(tmp_path / "run", f"file://{tmp_path}/mirror")
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, *words], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and launcher.stdout.readline() == "None\n"
+    (child,) = psutil.Process(launcher.pid).children()
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    deadline = time.monotonic() + 30
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.stdout.close()

@@ -1,0 +1,229 @@
+"""The features that may meet in a run, their values, and what is refused: as words of the command line."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from covering import Pair, Row
+from family_trials import save_model
+from peft import LoraConfig, get_peft_model
+from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO, STABLE_RATIO, WARMUP_STEPS
+from transformers import AutoModelForCausalLM
+
+from trainer.quickstart import MODEL_DIR
+from trainer.run.compose import as_word
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "family": ("qwen2", "llama", "qwen3_moe", "gemma3_text", "gemma2", "mistral", "qwen3_next"),
+    "ranks": ("2", "4"),
+    "resumed on": ("the same", "fewer", "more"),
+    "attention": ("auto", "per_document"),
+    "sequence": ("1", "2"),
+    "fsdp_size": ("-1", "1", "2"),
+    "reshard": ("auto", "true", "false"),
+    "offload": ("false", "true"),
+    "recompute": ("false", "true", "selective", "offload"),
+    "trained": ("all", "lora", "some"),
+    "new_tokens": ("none", "two"),
+    "loss": ("cross_entropy", "dft"),
+    "optimizer": ("adamw", "muon"),
+    "states": ("float32", "bfloat16", "bfloat16 parameters"),
+    "schedule": ("cosine", "linear", "constant", "wsd"),
+    "router_loss": ("auto", "off"),
+    "sources": ("one", "two"),
+    "turns": ("together", "apart"),
+    "train_on": ("all", "last"),
+    "leave_out": ("none", "one"),
+    "truncation": ("error", "left", "right"),
+    "micro-batches": ("unlimited", "tokens", "one", "two"),
+    "length": ("steps", "epochs"),
+    "deterministic": ("false", "true"),
+    "validation": ("on", "off"),
+    "guard": ("quiet", "skips"),
+    "clipping": ("never", "hit"),
+    "keep_full": ("null", "1"),
+    "async_save": ("true", "false"),
+    "num_workers": ("0", "1"),
+}
+"""The first value of each is taken where nothing new can meet."""
+REFUSED: list[tuple[Row, str]] = [
+    ({"sequence": "2", "attention": "per_document"}, "documents of this model cannot be split over ranks"),
+    ({"sequence": "2", "family": "qwen3_next"}, "would have to see all tokens of a document"),
+    ({"trained": "lora", "new_tokens": "two"}, "LoRA would leave the rows of new tokens untrained"),
+]
+"""What cannot meet, and what the refusal says."""
+EXCLUDED: set[Pair] = {frozenset(row.items()) for row, _ in REFUSED}
+NEW_TOKENS = ("<|note|>", "<|end_of_note|>")
+FROZEN = ("embed_tokens", r"layers\.0\.")
+BATCH_SIZE, TEST_FREQ, SAVE_FREQ, NUM_STEPS, NUM_EPOCHS = 4, 2, 2, 4, 2
+ADAPTED = ("q_proj", "v_proj", "o_proj")
+SHAPES = {"qwen3_moe": {"router_aux_loss_coef": 0.1}, "qwen3_next": {"router_aux_loss_coef": 0.1}}
+SHAPES |= {"llama": {"tie_word_embeddings": True}}
+WORDS = ("red", "seven", "paper", "lamp", "river", "stone", "quick", "north", "glass", "apple", "cloud", "ten")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where models, adapters, data and the token cache lie, made once for all trials."""
+
+    root: Path
+
+    def model(self, family: str) -> Path:
+        path = self.root / "models" / family
+        if not path.exists():
+            vocab_size = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+            longer = {"vocab_size": vocab_size, "max_position_embeddings": 128}
+            save_model(path, family, **(longer | SHAPES.get(family, {})))
+            for file in MODEL_DIR.iterdir():
+                if file.name not in ("config.json", "generation_config.json"):
+                    shutil.copy(file, path)
+        return path
+
+    def adapter(self, family: str) -> Path:
+        """Made by peft, neither of its two matrices zero."""
+        path = self.root / "adapters" / family
+        if not path.exists():
+            model = AutoModelForCausalLM.from_pretrained(self.model(family))
+            config = LoraConfig(
+                r=4, lora_alpha=8, target_modules=list(ADAPTED), init_lora_weights=False, task_type="CAUSAL_LM"
+            )
+            get_peft_model(model, config).save_pretrained(path)
+        return path
+
+    def data(self, name: str) -> Path:
+        path = self.root / "data" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in CHATS[name]))
+        return path
+
+
+def _chats(first: int, count: int) -> list[list[dict[str, str]]]:
+    """Conversations of one to three turns; some users say what new tokens are for."""
+
+    def text(number: int, count: int) -> str:
+        return " ".join(WORDS[(number * 5 + k * (number + 1)) % len(WORDS)] for k in range(count))
+
+    def turns(row: int) -> list[dict[str, str]]:
+        pairs = [(text(row + k, 2 + k), text(2 * row + k + 1, 2 + (row + 2 * k) % 5)) for k in range(1 + row % 3)]
+        if row % 2:
+            pairs[0] = (f"{NEW_TOKENS[0]} note {NEW_TOKENS[1]}", pairs[0][1])
+        both = (("user", "assistant") for _ in pairs)
+        return [
+            {"role": role, "content": content}
+            for roles, pair in zip(both, pairs, strict=True)
+            for role, content in zip(roles, pair, strict=True)
+        ]
+
+    return [turns(row) for row in range(first, first + count)]
+
+
+CHATS = {"main": _chats(0, 8), "first": _chats(8, 5), "second": _chats(13, 3), "held": _chats(16, 3)}
+SOURCES = {"one": {"main": 1.0}, "two": {"first": 1.5, "second": 1.0}}
+"""Files, and how often an epoch trains their rows."""
+
+
+def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, float]) -> list[str]:
+    """`limits` has the gradient norms beyond which updates are clipped and left out."""
+    parts = [f"{{files: {places.data(name)}, repeat: {repeat}}}" for name, repeat in SOURCES[row["sources"]].items()]
+    held = [f"{{files: {places.data('held')}}}"]
+    held += [f"{{files: {places.data('second')}}}"] if row["sources"] == "two" else []
+    tokens = -(-max_length // int(row["sequence"]))
+    micro_batches = {
+        "unlimited": "data.max_token_len_per_gpu=8192",
+        "tokens": f"data.max_token_len_per_gpu={tokens}",
+        "one": "data.micro_batch_size_per_gpu=1",
+        "two": "data.micro_batch_size_per_gpu=2",
+    }
+    trained = {
+        "all": [],
+        "lora": [f"model.lora_adapter_path={places.adapter(row['family'])}"],
+        "some": [f"model.freeze={as_word(list(FROZEN))}"],
+    }
+    left_out = f"{places.data(next(iter(SOURCES[row['sources']])))}:2"
+    optional = [
+        (row["new_tokens"] == "two", f"model.new_tokens={as_word(list(NEW_TOKENS))}"),
+        (row["leave_out"] == "one", f"data.leave_out=['{left_out}']"),
+        (row["guard"] == "skips", f"trainer.guard.rules=['train/grad_norm > {limits.get('skip', 1e9)!r}: skip']"),
+        (row["states"] != "float32", "optim.state_dtype=bfloat16"),
+        (row["states"] == "bfloat16 parameters", "model.master_dtype=bfloat16"),
+        (row["length"] == "steps", f"trainer.total_training_steps={NUM_STEPS}"),
+        (row["validation"] == "on", f"data.val_files=[{','.join(held)}]"),
+    ]
+    return [
+        f"model.partial_pretrain={places.model(row['family'])}",
+        f"data.train_files=[{','.join(parts)}]",
+        micro_batches[row["micro-batches"]],
+        *trained[row["trained"]],
+        *(word for is_meant, word in optional if is_meant),
+        f"data.max_length={max_length}",
+        f"optim.clip_grad={limits.get('clip', 1e9)!r}",
+        *(f"{KEYS[name]}={row[name]}" for name in KEYS),
+        *fixed_words(places),
+    ]
+
+
+KEYS = {
+    "attention": "model.attention",
+    "sequence": "model.ulysses_sequence_parallel_size",
+    "fsdp_size": "model.fsdp_config.fsdp_size",
+    "reshard": "model.fsdp_config.reshard_after_forward",
+    "offload": "model.fsdp_config.cpu_offload",
+    "recompute": "model.enable_gradient_checkpointing",
+    "loss": "model.loss",
+    "optimizer": "optim.name",
+    "schedule": "optim.lr_scheduler",
+    "router_loss": "model.router_loss",
+    "turns": "data.turns",
+    "train_on": "data.train_on",
+    "truncation": "data.truncation",
+    "deterministic": "trainer.deterministic",
+    "keep_full": "trainer.checkpoint.keep_full",
+    "async_save": "trainer.checkpoint.async_save",
+    "num_workers": "data.num_workers",
+}
+"""Features that are the values of one key."""
+LR = 1e-3
+
+
+def fixed_words(places: Places) -> list[str]:
+    return [
+        "model.fsdp_config.param_dtype=float32",
+        f"optim.lr={LR}",
+        f"optim.eps={EPS}",
+        f"optim.betas=[{','.join(map(str, BETAS))}]",
+        f"optim.weight_decay={DECAY}",
+        f"optim.lr_warmup_steps={WARMUP_STEPS}",
+        f"optim.min_lr_ratio={MIN_LR_RATIO}",
+        f"optim.stable_ratio={STABLE_RATIO}",
+        f"data.train_batch_size={BATCH_SIZE}",
+        f"data.cache_dir={places.root / 'cache'}",
+        "data.val_ratio=0",
+        f"trainer.total_epochs={NUM_EPOCHS}",
+        f"trainer.save_freq={SAVE_FREQ}",
+        f"trainer.test_freq={TEST_FREQ}",
+        "trainer.max_ckpt_to_keep=null",
+        "trainer.checkpoint.export_dtype=float32",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.dist_timeout_s=60",
+        "trainer.hang_timeout_s=50",
+    ]
+
+
+def ranks_of(row: Row) -> tuple[int, int]:
+    """How many train, and how many go on after the kill."""
+    num_ranks = int(row["ranks"])
+    return num_ranks, {"the same": num_ranks, "fewer": num_ranks // 2, "more": num_ranks + 2}[row["resumed on"]]
+
+
+def refused_rows() -> list[tuple[Row, str]]:
+    """Each refusal by itself, all other features at their first value."""
+    usual = {name: values[0] for name, values in FEATURES.items()}
+    return [(usual | row, reason) for row, reason in REFUSED]
+
+
+def source_rows(row: Row) -> list[tuple[str, list[dict[str, str]]]]:
+    """(Source, conversation) of every row, source by source, as ids count them; "" where there is but one source."""
+    names = SOURCES[row["sources"]]
+    return [(name if len(names) > 1 else "", chat) for name in names for chat in CHATS[name]]

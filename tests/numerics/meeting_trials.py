@@ -1,0 +1,243 @@
+"""One meeting of features: a run of the real command beside its definition, then as a kill left it and resumed."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from command_ranks import CommandEnd, CommandRanks
+from covering import Row
+from meeting_features import (
+    BATCH_SIZE,
+    CHATS,
+    FROZEN,
+    LR,
+    NEW_TOKENS,
+    NUM_EPOCHS,
+    NUM_STEPS,
+    SOURCES,
+    TEST_FREQ,
+    Places,
+    ranks_of,
+    source_rows,
+    words_of,
+)
+from plain_training import Definition, Document, Outcome, Rows, ends, load, train
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from trainer.data.batch_plan import Schedule
+from trainer.data.order import Share
+from trainer.errors import EXIT_DONE, EXIT_USAGE
+from trainer.resume_proof.bit_equality import compare_runs
+from trainer.runtime import seeding
+from trainer.tracking import read_metrics
+
+MAX_LENGTH, KILLED_IN, SEED = 96, 4, 1
+ROW_MULTIPLE, NOISE = 64, 0.1
+LOOSE = {"float32": 1.0, "bfloat16": 3e2, "bfloat16 parameters": 1e5}
+"""Rounding moments or parameters to 8 bits at random is no error of the gradient; resuming stays bit-equal."""
+LOOSE_BETWEEN = 1e2
+"""Rounding at random falls alike on any number of ranks but where a sum's last digit decides."""
+MEASURED = ("train/loss", "train/grad_norm")
+LIMITS = {"loss": 1e-6, "grad_norm": 3e-5, "router_loss": 1e-5, "update": 1e-3}
+"""Beside float64, which rounds nothing: the recurrence of qwen3_next alone takes 2e-5 of the norm in float32."""
+
+
+@dataclass
+class Found:
+    """What became of a trial: its faults, and the largest difference of each kind."""
+
+    faults: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def expect(self, is_good: bool, fault: str) -> bool:
+        if not is_good:
+            self.faults.append(fault)
+        return is_good
+
+    def note(self, kind: str, error: float, limit: float, where: str) -> None:
+        self.errors[kind] = max(self.errors.get(kind, 0.0), error)
+        self.expect(error <= limit, f"{where}: off by {error:.1e}, allowed {limit:.0e}")
+
+
+def encoded(row: Row, chat: list[dict[str, str]], source: str, tokenizer: Any) -> Iterator[Document]:
+    """The samples of a conversation as the quickstart's template writes it."""
+    turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+    trained = turns[-1:] if row["train_on"] == "last" else turns
+    for among in [[number] for number in trained] if row["turns"] == "apart" else [trained]:
+        text, spans = "", list[tuple[int, int]]()
+        for number, message in enumerate(chat[: among[-1] + 1] if row["turns"] == "apart" else chat):
+            text += f"<|im_start|>{message['role']}\n"
+            if number in among:
+                spans.append((len(text), len(text) + len(message["content"]) + len("<|im_end|>")))
+            text += f"{message['content']}<|im_end|>\n"
+        tokens = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        mask = [any(start <= first < end for start, end in spans) for first, _ in tokens["offset_mapping"]]
+        yield Document(tokens["input_ids"], mask, source)
+
+
+def cut(document: Document, row: Row, max_length: int) -> Document:
+    part = {"error": slice(None), "left": slice(-max_length, None), "right": slice(max_length)}[row["truncation"]]
+    return replace(document, ids=document.ids[part], mask=document.mask[part])
+
+
+def longest(row: Row, documents: Iterable[Document]) -> int:
+    """`data.max_length`: where samples are cut, as short as leaves each something supervised."""
+    documents = list(documents)
+    needed = [document.mask.index(True, 1) + 1 for document in documents]
+    return max(24, *needed) if row["truncation"] != "error" else MAX_LENGTH
+
+
+def defined(row: Row, places: Places) -> tuple[Definition, int]:
+    """The run that the features mean, and its longest sample."""
+    path, is_rounded = places.model(row["family"]), row["states"] == "bfloat16 parameters"
+    tokenizer, new_rows = AutoTokenizer.from_pretrained(path), None
+    if row["new_tokens"] == "two":
+        tokenizer.add_special_tokens({"additional_special_tokens": list(NEW_TOKENS)})
+        dtype = torch.bfloat16 if is_rounded and row["trained"] == "all" else torch.float32
+        new_rows = rows_of_new_tokens(load(path).to(dtype).double(), tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)))
+    samples = [list(encoded(row, chat, source, tokenizer)) for source, chat in source_rows(row)]
+    held = [("held", chat) for chat in CHATS["held"]]
+    held += [("second", chat) for chat in CHATS["second"]] if row["sources"] == "two" else []
+    validation = [
+        document
+        for source, chat in held
+        for document in encoded(row, chat, source if row["sources"] == "two" else "", tokenizer)
+    ]
+    max_length = longest(row, [document for parts in samples for document in parts] + validation)
+    samples = [[cut(document, row, max_length) for document in parts] for parts in samples]
+    if row["leave_out"] == "one":
+        samples[1] = [replace(document, mask=[False] * len(document.mask)) for document in samples[1]]
+    repeats = SOURCES[row["sources"]]
+    shares = tuple(Share(len(CHATS[name]), repeat) for name, repeat in repeats.items())
+    schedule = Schedule(shares, BATCH_SIZE, SEED)
+    total_steps = NUM_STEPS if row["length"] == "steps" else schedule.steps_until(NUM_EPOCHS)
+    order = [schedule.rows(step) for step in range(1, total_steps + 1)]
+    definition = Definition(
+        model=path,
+        adapter=places.adapter(row["family"]) if row["trained"] == "lora" else None,
+        new_rows=new_rows,
+        frozen=FROZEN if row["trained"] == "some" else (),
+        is_rounded=is_rounded,
+        steps=[[document for number in rows for document in samples[number]] for rows in order],
+        validation=[cut(d, row, max_length) for d in validation] if row["validation"] == "on" else [],
+        test_freq=TEST_FREQ,
+        lr=LR,
+        loss=row["loss"],
+        optimizer=row["optimizer"],
+        schedule=row["schedule"],
+        has_router_loss=row["router_loss"] == "auto",
+    )
+    return definition, max_length
+
+
+def rows_of_new_tokens(model: Any, ids: list[int]) -> Tensor:
+    """The mean of the trained tokens' rows with noise that the run's seed draws: [weights, new rows, hidden]."""
+    first = min(ids)
+    num_new = -(-(max(ids) + 1) // ROW_MULTIPLE) * ROW_MULTIPLE - first
+    texts = {number: f"row {number}" for number in range(first, first + num_new)}
+    texts |= dict(zip(ids, NEW_TOKENS, strict=True))
+    found = []
+    for which, weight in enumerate(ends(model)):
+        mean, spread = weight.detach().mean(0), weight.detach().std(0, correction=0)
+        mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
+        keys = [seeding.key("new token", SEED, text, which) for _, text in sorted(texts.items())]
+        noise = [torch.randn(mean.shape, generator=torch.Generator().manual_seed(key)) for key in keys]
+        found.append(torch.stack([mean + NOISE * spread * one for one in noise]))
+    return torch.stack(found).double()
+
+
+def limits_of(row: Row, definition: Definition) -> dict[str, float]:
+    """Norms at which some update is clipped or left out, well apart from those of this run."""
+    if row["clipping"] == "never" and row["guard"] == "quiet":
+        return {}
+    norms = sorted({rows["train/grad_norm"] for rows in train(definition).train.values()}, reverse=True)
+    limits = {"clip": norms[-1] / 2} if row["clipping"] == "hit" else {}
+    return limits | ({"skip": math.sqrt(norms[0] * norms[1])} if row["guard"] == "skips" else {})
+
+
+def tried(row: Row, places: Places, run_dir: Path, ranks: CommandRanks) -> Found:
+    """All comparisons of one row."""
+    found = Found()
+    definition, max_length = defined(row, places)
+    limits = limits_of(row, definition)
+    definition = replace(definition, max_norm=limits.get("clip", math.inf), skip_above=limits.get("skip", math.inf))
+    words = words_of(row, places, max_length=max_length, limits=limits)
+    num_ranks, num_later = ranks_of(row)
+    later = run_dir.with_name(f"{run_dir.name}_resumed")
+    end = ranks.run(num_ranks, *words, run_dir=run_dir, killed_in=KILLED_IN, image=later)
+    if not found.expect(end.code == EXIT_DONE, f"exit code {end.code}: {end.output[-1500:]}"):
+        return found
+    expected, total_steps = train(definition), len(definition.steps)
+    compare(found, row, definition, expected, run_dir, "from the start")
+    if num_later == 1:
+        words += ["model.ulysses_sequence_parallel_size=1", "model.fsdp_config.fsdp_size=-1"]
+        words += [f"data.max_token_len_per_gpu={max_length}"] if row["micro-batches"] == "tokens" else []
+    end = ranks.run(num_later, *words, run_dir=later)
+    goes_on = "continuing at step 3" in end.output
+    if found.expect(end.code == EXIT_DONE and goes_on, f"resumed: exit code {end.code}: {end.output[-1500:]}"):
+        compare(found, row, definition, expected, later, f"resumed on {num_later} ranks")
+        if num_later == num_ranks:
+            found.faults += compare_runs(run_dir, later, steps=total_steps).differences
+        else:
+            straight = {step: {key: r[key] for key in MEASURED} for step, r in logged(run_dir, "train").items()}
+            between = f"{row['states']} between numbers of ranks"
+            compare_rows(found, logged(later, "train"), straight, between, LOOSE_BETWEEN, "other ranks")
+    return found
+
+
+def compare(found: Found, row: Row, definition: Definition, expected: Outcome, run_dir: Path, where: str) -> None:
+    """Metrics and trained parameters of a whole run."""
+    states = row["states"]
+    for kind, rows in (("train", expected.train), ("val", expected.val)):
+        ours, wanted = logged(run_dir, kind), {step: values for step, values in rows.items() if values}
+        found.expect(ours.keys() == wanted.keys(), f"{where}: {kind} rows of steps {sorted(ours)}")
+        compare_rows(found, ours, wanted, states, LOOSE[states], where)
+    after = exported(run_dir / f"global_step_{len(definition.steps)}" / "huggingface", definition, expected)
+    odd = sorted(after.keys() ^ expected.after.keys())
+    found.expect(not odd, f"{where}: exported with another name: {odd}")
+    for name in after.keys() & expected.after.keys():
+        error = (after[name] - expected.after[name]).norm() / (expected.after[name] - expected.before[name]).norm()
+        found.note(f"update, {states}", error.item(), LIMITS["update"] * LOOSE[states], f"{where}, {name}")
+
+
+def logged(run_dir: Path, kind: str) -> Rows:
+    return {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == kind}
+
+
+def compare_rows(found: Found, ours: Rows, wanted: Rows, states: str, loose: float, where: str) -> None:
+    """Every number of `wanted`; what is counted, and the rate, must be equal."""
+    for step in ours.keys() & wanted.keys():
+        for key, value in wanted[step].items():
+            place = f"{where}, step {step}, {key}"
+            if not found.expect(key in ours[step], f"{place} is missing"):
+                continue
+            error = abs(ours[step][key] - value) / max(abs(value), 1e-9)
+            measure = next((name for name in ("router_loss", "loss", "grad_norm") if name in key), None)
+            if measure is not None and step == 1 and "val" not in key:
+                found.note(f"{measure} of step 1", error, LIMITS[measure], place)
+            elif measure is not None:
+                found.note(f"{measure}, {states}", error, LIMITS[measure] * loose, place)
+            elif "accuracy" not in key or states == "float32":
+                found.expect(error < 1e-9, f"{place}: {ours[step][key]} is not {value}")
+
+
+def exported(path: Path, definition: Definition, expected: Outcome) -> dict[str, Tensor]:
+    """The trained parameters as plain transformers or peft loads them."""
+    model = load(path) if definition.adapter is None else load(definition.model, path)
+    named = {name.removeprefix("base_model.model."): p.detach() for name, p in model.named_parameters()}
+    return {name: named[name] for name in named.keys() & expected.after.keys()}
+
+
+def refused(row: Row, reason: str, places: Places, run_dir: Path, ranks: CommandRanks) -> Found:
+    """A refusal: exit code 2 with its reason, before data is prepared."""
+    found = Found()
+    words = words_of(row, places, max_length=MAX_LENGTH, limits={})
+    end: CommandEnd = ranks.run(ranks_of(row)[0], *words, run_dir=run_dir)
+    found.expect(end.code == EXIT_USAGE, f"exit code {end.code} in place of a refusal: {end.output[-1500:]}")
+    found.expect(reason in end.output, f"the refusal does not say '{reason}': {end.output[-1500:]}")
+    found.expect(not end.has_prepared, "refused only after data was prepared")
+    return found

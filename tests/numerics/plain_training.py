@@ -1,0 +1,242 @@
+"""Training as it is defined, with plain transformers, peft and torch in float64: nothing of the trainer's own.
+
+One document per forward pass, eager attention, the loss over the supervised tokens of the whole global batch.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+EPS, BETAS, DECAY, WARMUP_STEPS, MIN_LR_RATIO, STABLE_RATIO = 1e-5, (0.9, 0.95), 0.05, 1, 0.1, 0.5
+Rows = dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids, which of them are supervised, and the source that they come from."""
+
+    ids: list[int]
+    mask: list[bool]
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """What a run is by its configuration; `steps` has the documents of each global batch."""
+
+    model: Path
+    steps: Sequence[list[Document]]
+    validation: list[Document]
+    test_freq: int
+    lr: float
+    adapter: Path | None = None
+    new_rows: Tensor | None = None
+    """Rows of new tokens, which the vocabulary is made longer by."""
+    frozen: Sequence[str] = ()
+    is_rounded: bool = False
+    """What is trained begins as bfloat16."""
+    loss: str = "cross_entropy"
+    optimizer: str = "adamw"
+    schedule: str = "cosine"
+    has_router_loss: bool = True
+    max_norm: float = math.inf
+    skip_above: float = math.inf
+    """Steps whose gradient norm is larger change nothing."""
+
+
+@dataclass
+class Outcome:
+    """Rows of metrics by step, and the trained parameters before and after."""
+
+    train: Rows = field(default_factory=dict)
+    val: Rows = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(definition: Definition) -> Outcome:
+    """All steps of the definition."""
+    torch.manual_seed(0)
+    model = load(definition.model, definition.adapter, definition.new_rows)
+    for name, parameter in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in definition.frozen):
+            parameter.requires_grad_(False)
+        elif definition.is_rounded and parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16().double()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    outcome, optimizer = Outcome(before=copied(named)), PlainOptimizer(model, named, definition.optimizer)
+    fractions_E: Tensor | float = 0.0
+    for step, documents in enumerate(definition.steps, start=1):
+        model.train()
+        row, objective, fractions_E = measured(model, documents, definition, fractions_E)
+        objective.backward()
+        for parameter in named.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norm = torch.stack([p.grad.square().sum() for p in named.values() if p.grad is not None]).sum().sqrt().item()
+        lr = lr_at(step, len(definition.steps), definition)
+        if norm <= definition.skip_above:
+            optimizer.step(lr, scale=min(1.0, definition.max_norm / norm))
+        model.zero_grad()
+        outcome.train[step] = {**row, "train/grad_norm": norm, "train/lr(1e-3)": lr * 1e3}
+        if step == len(definition.steps) or step % definition.test_freq == 0:
+            outcome.val[step] = validated(model, definition)
+    outcome.after = copied(named)
+    return outcome
+
+
+def load(path: Path, adapter: Path | None = None, new_rows: Tensor | None = None) -> Any:
+    """transformers' model in float64, with an adapter that peft trains, or with a longer vocabulary."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager)
+    if new_rows is not None:
+        num_rows = model.config.vocab_size
+        model.resize_token_embeddings(num_rows + new_rows.shape[1], mean_resizing=False)
+        with torch.no_grad():
+            for weight, rows in zip(ends(model), new_rows, strict=False):
+                weight[num_rows:] = rows
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    return model.double()
+
+
+def ends(model: Any) -> list[nn.Parameter]:
+    """The weights of embeddings and output head; one where they are tied."""
+    weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    return list({id(weight): weight for weight in weights}.values())
+
+
+def copied(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named.items()}
+
+
+def lr_at(step: int, total_steps: int, definition: Definition) -> float:
+    if step <= WARMUP_STEPS:
+        return definition.lr * step / WARMUP_STEPS
+    progress = (step - 1 - WARMUP_STEPS) / (total_steps - WARMUP_STEPS)
+    share = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "wsd": 1.0 if progress <= STABLE_RATIO else (1 - progress) / (1 - STABLE_RATIO),
+    }[definition.schedule]
+    return definition.lr * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * share)
+
+
+def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
+    losses = F.cross_entropy(logits.double(), labels, reduction="none")
+    return losses * losses.detach().neg().exp() if loss == "dft" else losses
+
+
+def judged(model: Any, documents: Iterable[Document], loss: str, **asked: Any) -> Iterator[tuple[Document, Any, ...]]:
+    """(document, losses of its supervised tokens, number of hits, what the model gave)."""
+    for document in documents:
+        output = model(input_ids=torch.tensor([document.ids]), use_cache=False, **asked)
+        where = torch.tensor(document.mask[1:])
+        logits, labels = output.logits[0, :-1][where], torch.tensor(document.ids[1:])[where]
+        hits = (logits.gather(1, labels[:, None])[:, 0] >= logits.amax(-1)).sum().item()
+        yield document, token_losses(logits, labels, loss), hits, output
+
+
+def measured(
+    model: Any, documents: list[Document], definition: Definition, fractions_E: Tensor | float
+) -> tuple[dict[str, float], Tensor, Tensor | float]:
+    """(row of metrics, what is differentiated, share of the tokens that each expert got)."""
+    coefficient = getattr(model.config, "router_aux_loss_coef", None) or 0.0
+    routers = [p for name, p in model.named_parameters() if re.search(r"mlp\.gate\.weight$", name)]
+    is_routed = bool(coefficient and any(p.requires_grad for p in routers) and definition.has_router_loss)
+    found = list(judged(model, documents, definition.loss, **({"output_router_logits": True} if is_routed else {})))
+    objective = torch.cat([losses for _, losses, *_ in found]).sum() / supervised(documents)
+    row = summary(found, "train")
+    row["train/total_token_count"] = sum(len(document.ids) for document in documents)
+    if is_routed:
+        layers = [
+            torch.cat(logits_TE) for logits_TE in zip(*(output.router_logits for *_, output in found), strict=True)
+        ]
+        mean_E = torch.stack([logits.softmax(-1).mean(0) for logits in layers]).mean(0)
+        router_loss = (fractions_E * mean_E).sum() * len(mean_E)
+        objective = objective + coefficient * router_loss
+        row["moe/router_loss"] = router_loss.item()
+        chosen = torch.cat([logits.topk(model.config.num_experts_per_tok).indices.flatten() for logits in layers])
+        fractions_E = chosen.bincount(minlength=len(mean_E)) / sum(map(len, layers))
+    return row, objective, fractions_E
+
+
+def supervised(documents: Iterable[Document]) -> int:
+    return sum(sum(document.mask[1:]) for document in documents)
+
+
+def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str, float]:
+    """Loss and hits over all tokens, and the loss of each source that has some where there are several."""
+    count = supervised(document for document, *_ in found)
+    sums, tokens = Counter[str](), Counter[str]()
+    for document, losses, *_ in found:
+        sums[document.source] += losses.detach().sum().item()
+        tokens[document.source] += len(losses)
+    row = {f"{kind}/loss_by/{name}": total / tokens[name] for name, total in sums.items() if name}
+    row[f"{kind}/loss"] = sums.total() / count
+    row[f"{kind}/token_accuracy"] = sum(hits for _, _, hits, _ in found) / count
+    return {**row, f"{kind}/total_valid_token_count": count}
+
+
+@torch.no_grad()
+def validated(model: Any, definition: Definition) -> dict[str, float]:
+    if not definition.validation:
+        return {}
+    model.eval()
+    return summary(list(judged(model, definition.validation, "cross_entropy")), "val")
+
+
+class PlainOptimizer:
+    """torch's AdamW, and for `muon` its definition for the matrices of layers."""
+
+    def __init__(self, model: nn.Module, named: dict[str, nn.Parameter], kind: str) -> None:
+        self.parameters = list(named.values())
+        outside = {id(p) for p in ends(model)} if kind == "muon" else {id(p) for p in self.parameters}
+        decayed = [p for name, p in named.items() if is_decayed(name, p)]
+        self.matrices = [p for p in decayed if id(p) not in outside]
+        own = {id(p) for p in self.matrices}
+        rest = [p for p in self.parameters if id(p) not in own]
+        ids = {id(p) for p in decayed}
+        groups = [[p for p in rest if (id(p) in ids) == is_one] for is_one in (True, False)]
+        settings = [{"params": g, "weight_decay": d} for g, d in zip(groups, (DECAY, 0.0), strict=True) if g]
+        self.adamw = torch.optim.AdamW(settings, betas=BETAS, eps=EPS) if settings else None
+        self.momenta = [torch.zeros_like(p) for p in self.matrices]
+
+    @torch.no_grad()
+    def step(self, lr: float, *, scale: float) -> None:
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            parameter.grad *= scale
+        for group in self.adamw.param_groups if self.adamw else ():
+            group["lr"] = lr
+        if self.adamw:
+            self.adamw.step()
+        for weight, momentum in zip(self.matrices, self.momenta, strict=True):
+            assert weight.grad is not None
+            momentum.lerp_(weight.grad, 0.05)
+            update = orthogonal(torch.lerp(weight.grad, momentum, 0.95)) * (0.2 * max(weight.shape[-2:]) ** 0.5)
+            weight -= lr * (update + DECAY * weight)
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    *_, owner, leaf = name.split(".")
+    return parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Five of Jordan's quintic iterations."""
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x

@@ -1,0 +1,233 @@
+"""A storage in memory that is killed, refuses, cuts files short or shows them late at a chosen operation."""
+
+import collections
+import io
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_fakes import is_whole, save
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+from trainer.checkpoint import layout
+from trainer.checkpoint.choice import NoUsableCheckpointError
+from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.mirror import hub, restore, upload
+from trainer.mirror.storage import StorageError
+
+URL = "memory://bucket/run"
+KINDS = ("killed before", "killed after", "killed within", "refused", "cut", "late")
+
+
+class Killed(BaseException):
+    """The uploader was killed."""
+
+
+class FaultyStorage(MemoryFileSystem):
+    """Counts operations; of number n it makes what `faults[n]` says. Its files are its own.
+
+    killed before, after, within: the process ends, of a write the half is there; nothing is done until `revive`.
+    refused: an error without effect. cut: a write or a read is told to have succeeded, with half of it. late: for
+    `late_by` operations what was written or removed shows to nobody, neither listed nor read.
+    """
+
+    cachable = False
+    mirror_url = URL
+
+    def __init__(self, at: int = -1, kind: str = "", *, faults: dict[int, str] | None = None, late_by: int = 5) -> None:
+        super().__init__(global_store=False)
+        self.faults, self.count, self.late_by = {at: kind} if faults is None else faults, 0, late_by
+        self.struck: collections.Counter[str] = collections.Counter()
+        self.answers = threading.Event()
+        self._is_dead = self._is_still = False
+        self._before: dict[str, tuple[int, bytes | None]] = {}
+
+    def revive(self) -> bool:
+        """Whether the process was killed, perhaps behind another error."""
+        was_dead, self._is_dead = self._is_dead, False
+        return was_dead
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """What others see meanwhile: the operations of the block neither count nor fail."""
+        self._is_still = True
+        yield
+        self._is_still = False
+
+    def seen(self) -> dict[str, bytes]:
+        """What the storage shows now."""
+        found = {name: file.getvalue() for name, file in self.store.items()}
+        for name, (until, before) in self._before.items():
+            if self.count <= until:
+                found.pop(name, None)
+                found |= {} if before is None else {name: before}
+        return found
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        self._change([path], lambda: self._put(path, value), lambda: self._put(path, value[: len(value) // 2]))
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        self.pipe_file(rpath, Path(lpath).read_bytes())
+
+    def rm_file(self, path: str) -> None:
+        self._change([path], lambda: self.store.pop(self._strip_protocol(path), None), lambda: None)
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        names = sorted(name for name in self.store if name.startswith(self._strip_protocol(path) + "/"))
+        self._change(names, lambda: self._drop(names), lambda: self._drop(names[::2]))
+
+    def find(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        self._strike()
+        root = self._strip_protocol(path) + "/"
+        return {name: {"size": len(data)} for name, data in self.seen().items() if name.startswith(root)}
+
+    def cat_file(self, path: str, **kwargs: Any) -> bytes:
+        kind = self._strike()
+        data = self.seen().get(self._strip_protocol(path))
+        if data is None:
+            raise FileNotFoundError(path)
+        self.struck["cut"] += kind == "cut"
+        return data[: len(data) // 2] if kind == "cut" else data
+
+    def _open(self, path: str, *words: Any, **kwargs: Any) -> Any:
+        return io.BytesIO(self.cat_file(path))
+
+    def _put(self, path: str, data: bytes) -> None:
+        name = self._strip_protocol(path)
+        self.store[name] = MemoryFile(self, name, data)
+
+    def _drop(self, names: list[str]) -> None:
+        for name in names:
+            del self.store[name]
+
+    def _change(self, paths: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
+        kind = self._strike()
+        self.struck[kind] += 1
+        if kind == "late":
+            seen, until = self.seen(), self.count + self.late_by
+            self._before |= {(name := self._strip_protocol(path)): (until, seen.get(name)) for path in paths}
+        half() if kind in ("killed within", "cut") else action()
+        if kind.startswith("killed"):
+            self._is_dead = True
+            raise Killed
+
+    def _strike(self) -> str:
+        """What the operation that begins is to come to."""
+        if self._is_dead:
+            raise Killed
+        if self._is_still:
+            return ""
+        self.count += 1
+        kind = self.faults.get(self.count, "")
+        if kind == "silent":
+            self.answers.wait()
+        if kind in ("refused", "killed before"):
+            self.struck[kind] += 1
+        if kind == "refused":
+            raise TimeoutError("the storage does not answer")
+        if kind == "killed before":
+            self._is_dead = True
+            raise Killed
+        return kind
+
+
+def trainer_of(run_dir: Path, **settings: Any) -> TrainerConfig:
+    checkpoint = CheckpointConfig(mirror=URL, **{"mirror_keep": 2, **settings})
+    return TrainerConfig(
+        project_name="toy", experiment_name="toy", default_local_dir=str(run_dir), checkpoint=checkpoint
+    )
+
+
+def uploader(run_dir: Path, storage: Any, **settings: Any) -> upload.Uploader:
+    return hub.uploader_of(trainer_of(run_dir, **settings), hub.storage_of(storage.mirror_url, storage))
+
+
+def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
+    """What a new machine takes from the mirror. `storage`: a file system with its `mirror_url`."""
+    restore.prepare(trainer_of(run_dir, **settings), hub.storage_of(storage.mirror_url, storage), retry_after_s=())
+    found = list(run_dir.glob("global_step_*"))
+    return found[0] if found else None
+
+
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation has the same number each time."""
+    monkeypatch.setattr(upload, "NUM_STREAMS", 1)
+    monkeypatch.setattr(restore, "NUM_STREAMS", 1)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # power is not lost here, and time is short
+
+
+def steps_in(storage: FaultyStorage) -> list[int]:
+    """Of which there is a manifest."""
+    names = [name.split("/") for name in list(storage.store) if name.endswith("/manifest.json")]
+    return sorted(int(parts[3].removeprefix("global_step_")) for parts in names)
+
+
+def mirrored(run_dir: Path, *steps: int, **settings: object) -> FaultyStorage:
+    """A storage that has seen every save."""
+    storage = FaultyStorage()
+    own = uploader(run_dir, storage, **settings)
+    for step in steps:
+        save(run_dir, step)
+        own.sync()
+    return storage
+
+
+def roll_back(run_dir: Path, target: int, *discarded: int) -> None:
+    entry = {"onset": 3, "found_step": 4, "target_step": target, "first_skipped": 3, "last_skipped": 4}
+    nonces = {"reason": "a spike", "discarded": [f"a1b{step}" for step in discarded]}
+    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry | nonces]}))
+    layout.publish(run_dir, target)
+    (run_dir / layout.POINTER).write_text(str(target))
+    for step in discarded:
+        layout.quarantine(run_dir / f"global_step_{step}", "rolled back")
+
+
+def campaign(
+    at: int, kind: str, work: Path, *, steps: tuple[int, ...] = (2, 4, 6), storage: FaultyStorage | None = None
+) -> Iterator[str]:
+    """A run that saves `steps`, its uploads disturbed once, at operation `at`: what is wrong of what it leaves.
+
+    After each attempt the machine is lost for trial: a new one must take a whole checkpoint, the last that was told to
+    be up or a newer one.
+    """
+    storage, run_dir = storage or FaultyStorage(at, kind), work / "run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    own, up = uploader(run_dir, storage), 0
+    for step in steps:
+        save(run_dir, step)
+        for _ in range(5):
+            try:
+                own.sync()
+                is_up = True
+            except StorageError:
+                is_up = False
+            except Killed:
+                storage.revive()
+                own, is_up = uploader(run_dir, storage), False
+            up = step if is_up else up
+            taken = None
+            with storage.undisturbed(), suppress(NoUsableCheckpointError):  # of the first one there is a part
+                taken = restored(work / f"machine{storage.count}", storage)
+            if up and (taken is None or int(taken.name.removeprefix("global_step_")) < up):
+                yield f"{kind} at {at}: step {up} was up, {taken} is taken"
+            if taken is not None and not is_whole(taken):
+                yield f"{kind} at {at}: {taken} is not whole"
+            if taken is not None and (taken.parent / "metrics.jsonl").read_text() != "{}\n":
+                yield f"{kind} at {at}: the logs of {taken} are not there"
+            if is_up:
+                break
+        else:
+            yield f"{kind} at {at}: step {step} never goes up"
+    with storage.undisturbed():
+        uploader(run_dir, storage).sync()  # as the next start, which finds what a removal left that was cut short
+    names = {name.split("/")[3] for name in storage.store}
+    wanted = {f"global_step_{step}" for step in steps[-2:]}
+    if {name for name in names if name.startswith("global_step_")} != wanted:
+        yield f"{kind} at {at}: {names} are left"

@@ -1,0 +1,339 @@
+"""Checkpoints beyond the machine: what goes up, what comes back, and what a fault leaves of either."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+from checkpoint_fakes import commit, content_of, is_whole, save
+from fsspec.registry import known_implementations
+from mirror_faults import URL, FaultyStorage, mirrored, restored, roll_back, steps_in, trainer_of, uploader
+from mirror_faults import in_order as in_order  # a fixture
+
+from trainer.checkpoint import layout, retention
+from trainer.checkpoint.choice import NoUsableCheckpointError
+from trainer.cli import checkpoint
+from trainer.config import ConfigError
+from trainer.doctor import recipe
+from trainer.doctor.machine import Launch
+from trainer.errors import ResumableError
+from trainer.launch.mirroring import is_up
+from trainer.mirror import STATE
+from trainer.mirror import __main__ as process
+from trainer.mirror.contents import RUN_FILES
+from trainer.mirror.restore import prepare
+from trainer.mirror.storage import Storage, StorageError, require_usable
+from trainer.run.compose import load_config
+from trainer.runtime.json_lines import read_object
+from trainer.tracking.events_file import read_events
+
+ROWS = [(1, "train", 3.0), (2, "val", 2.5), (4, "val", 2.7), (6, "val", 2.8)]
+"""(step, kind, loss): the best validation is that of step 2."""
+START = '{"ts":1,"attempt":3,"step":0,"kind":"start","level":"info","message":""}\n'
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    lines = [{"step": step, "attempt": 1, "kind": kind, "ts": 1.0, f"{kind}/loss": loss} for step, kind, loss in ROWS]
+    (path / "run.json").write_text('{"run_ids": {"wandb": "a1"}}')
+    (path / "evidence").mkdir()
+    (path / "evidence" / "step_3.json").write_text("{}")
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir: Path, tmp_path: Path) -> None:
+    storage = mirrored(run_dir, 2, 4, 6, 8, mirror_keep=1)
+    assert steps_in(storage) == [2, 8] == read_object(run_dir / STATE)["steps"]
+    taken = restored(tmp_path / "new", storage)
+    assert taken is not None and taken.name == "global_step_8" and is_whole(taken)
+    for name in ("metrics.jsonl", "run.json", "evidence/step_3.json"):
+        assert (taken.parent / name).read_bytes() == (run_dir / name).read_bytes()
+    assert layout.read_pointer(taken.parent).step == 8
+
+
+def test_a_best_checkpoint_that_was_passed_over_goes_up_with_the_next(run_dir: Path) -> None:
+    storage = FaultyStorage()
+    save(run_dir, 2, 4, 6)
+    uploader(run_dir, storage, mirror_keep=1).sync()
+    assert steps_in(storage) == [2, 6]
+
+
+def test_what_is_thinned_here_stays_whole_there(run_dir: Path, tmp_path: Path) -> None:
+    storage = mirrored(run_dir, 2, 4)
+    before = {name: data for name, data in storage.store.items() if "global_step_2" in name}
+    retention.thin(run_dir, keep_full=1)
+    save(run_dir, 6)
+    uploader(run_dir, storage, mirror_keep=1).sync()
+    assert steps_in(storage) == [2, 6] and before.items() <= storage.store.items()
+
+
+def test_nothing_is_asked_of_the_storage_while_nothing_was_saved(run_dir: Path) -> None:
+    storage = FaultyStorage()
+    own = uploader(run_dir, storage)
+    save(run_dir, 2)
+    assert own.is_behind
+    own.sync()
+    assert not own.is_behind
+    save(run_dir, 4)
+    assert own.is_behind
+
+
+def test_each_file_is_sent_once_however_often_an_upload_is_cut_short(run_dir: Path) -> None:
+    storage = FaultyStorage()
+    own, sent = uploader(run_dir, storage), []
+    put = storage.put_file
+    storage.put_file = lambda lpath, rpath, **kwargs: (sent.append(rpath), put(lpath, rpath))  # type: ignore[method-assign]
+    save(run_dir, 2)
+    storage.faults = {6: "refused"}
+    with pytest.raises(StorageError, match="cannot write memory://bucket/run/global_step_2"):
+        own.sync()
+    own.sync()
+    sent = [name for name in sent if not name.endswith(RUN_FILES)]  # which are others each time
+    assert len(sent) == len(set(sent)) + 1 and len(set(sent)) == len(content_of(2)) + 1
+
+
+def test_what_a_rollback_discarded_is_never_taken_again(run_dir: Path, tmp_path: Path) -> None:
+    storage = mirrored(run_dir, 2, 4)
+    roll_back(run_dir, 2, 4)
+    uploader(run_dir, storage).sync()
+    assert steps_in(storage) == [2]
+    taken = restored(tmp_path / "new", storage)
+    assert taken is not None and taken.name == "global_step_2"
+
+
+def test_a_pointer_that_was_moved_back_holds_in_the_mirror_too(run_dir: Path, tmp_path: Path) -> None:
+    storage = mirrored(run_dir, 2, 4)
+    layout.publish(run_dir, 2)
+    (run_dir / layout.POINTER).write_text("2")
+    uploader(run_dir, storage).sync()
+    taken = restored(tmp_path / "new", storage)
+    assert steps_in(storage) == [2, 4] and taken is not None and taken.name == "global_step_2"
+
+
+def test_a_damaged_file_lets_the_one_before_be_taken(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = mirrored(run_dir, 2, 4)
+    storage._put(f"{URL}/global_step_4/data.pt", b"dAta 4")
+    taken = restored(tmp_path / "new", storage)
+    assert taken is not None and taken.name == "global_step_2" and is_whole(taken)
+    assert not list((tmp_path / "new").glob(".staging_*")), "the damaged one takes no room"
+    assert "passed over step 4" in caplog.text and "data.pt is not as it was written" in caplog.text
+    storage._put(f"{URL}/global_step_2/data.pt", b"dAta 2")
+    with pytest.raises(NoUsableCheckpointError, match=r"none to continue from:\n  step 4.*\n  step 2"):
+        restored(tmp_path / "newer", storage)
+
+
+def test_a_local_checkpoint_that_changed_never_goes_up(run_dir: Path) -> None:
+    storage = mirrored(run_dir, 2)
+    save(run_dir, 4)
+    (run_dir / "global_step_4" / "data.pt").write_bytes(b"dAta 4")
+    with pytest.raises(OSError, match=r"data\.pt changed after it was written"):
+        uploader(run_dir, storage).sync()
+    assert steps_in(storage) == [2]
+    state = read_object(run_dir / STATE)
+    assert "changed" in state["failed"] and state["steps"] == [2]
+
+
+def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir: Path) -> None:
+    storage = mirrored(run_dir, 2)
+    layout.quarantine(run_dir / "global_step_2", "damaged")
+    taken = restored(run_dir, storage)
+    assert taken is not None and is_whole(taken)
+    storage.store.clear()
+    layout.quarantine(run_dir / "global_step_2", "damaged again")
+    with pytest.raises(NoUsableCheckpointError, match="set aside as corrupt"):
+        restored(run_dir, storage)
+
+
+def test_rotation_spares_what_goes_up(run_dir: Path) -> None:
+    storage = FaultyStorage()
+    own, put = uploader(run_dir, storage), storage.put_file
+
+    def rotate_meanwhile(lpath: str, rpath: str, **kwargs: object) -> None:
+        commit(run_dir, 4) if not (run_dir / "global_step_4").exists() else None
+        layout.publish(run_dir, 4)
+        retention.rotate(run_dir, keep=1)
+        put(lpath, rpath)
+
+    storage.put_file = rotate_meanwhile  # type: ignore[method-assign]
+    save(run_dir, 2)
+    own.sync()
+    assert steps_in(storage) == [2]
+    retention.rotate(run_dir, keep=1)
+    assert not (run_dir / "global_step_2").exists()
+    own.sync()
+    assert steps_in(storage) == [2, 4]
+
+
+def test_exports_alone_go_up_and_are_no_run_to_continue(run_dir: Path, tmp_path: Path) -> None:
+    storage = mirrored(run_dir, 2, mirror_contents="hf_model")
+    assert {name.rpartition("/run/")[2] for name in storage.store} == {
+        "latest_checkpointed_iteration.txt",
+        "global_step_2/manifest.json",
+        "global_step_2/huggingface/config.json",
+    }
+    with pytest.raises(NoUsableCheckpointError, match=r"model_world_size_2_rank_0\.pt is missing"):
+        restored(tmp_path / "new", storage)
+
+
+def test_the_mirror_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    storage = mirrored(run_dir, 2)
+    prepare(trainer_of(run_dir), Storage(URL, storage))
+    storage._put(f"{URL}/run.json", b'{"project_name": "toy", "experiment_name": "other"}')
+    for path in (run_dir, tmp_path / "new"):
+        with pytest.raises(ConfigError, match="mirrors the run 'other' of project 'toy', not 'toy'"):
+            prepare(trainer_of(path), Storage(URL, storage))
+
+
+def test_a_storage_out_of_reach_holds_up_only_who_has_nothing_to_go_on_from(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run_dir, 2)
+    prepare(trainer_of(run_dir), Storage(URL, FaultyStorage(1, "refused")), retry_after_s=())
+    assert "training goes on, uploads are tried again" in caplog.text
+    with pytest.raises(ResumableError, match="whether the run has checkpoints there is not known"):
+        restored(tmp_path / "new", FaultyStorage(1, "refused"))
+    prepare(trainer_of(tmp_path / "new"), Storage(URL, FaultyStorage(1, "refused")), retry_after_s=(0.0,))
+
+
+def test_a_mirror_that_is_ahead_is_said_and_left(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = mirrored(run_dir, 2, 4)
+    older = tmp_path / "older"
+    older.mkdir()
+    save(older, 2)
+    assert restored(older, storage) == older / "global_step_2"
+    assert "holds step 4, this machine step 2" in caplog.text
+
+
+def test_disable_refuses_a_mirror_with_checkpoints(run_dir: Path, tmp_path: Path) -> None:
+    storage, trainer = mirrored(run_dir, 2), trainer_of(tmp_path / "new")
+    object.__setattr__(trainer, "resume_mode", "disable")
+    with pytest.raises(ConfigError, match="holds checkpoints up to step 2; they are not overwritten"):
+        prepare(trainer, Storage(URL, storage))
+
+
+def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr(process, "POLL_S", 0.01)
+    caplog.set_level(logging.INFO)
+    storage, ending = FaultyStorage(4, "refused"), threading.Event()
+    (run_dir / "events.jsonl").write_text(START)
+    save(run_dir, 2)
+    following = threading.Thread(target=process.follow, args=(trainer_of(run_dir), Storage(URL, storage), ending))
+    following.start()
+    while steps_in(storage) != [2]:
+        assert following.is_alive()
+    ending.set()
+    following.join()
+    told = [(event["kind"], event["step"], event["attempt"]) for event in read_events(run_dir / "events.jsonl")]
+    assert told == [("start", 0, 3), ("mirror_failed", 0, 3), ("mirror", 2, 3)]
+    assert caplog.text.count("the mirror waits, training does not") == caplog.text.count("up to date again") == 1
+
+
+def test_a_storage_that_falls_silent_is_given_up_and_asked_anew(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr(process, "POLL_S", 0.01)
+    storage, trainer, ending = FaultyStorage(6, "silent"), trainer_of(run_dir), threading.Event()
+    object.__setattr__(trainer.checkpoint, "save_timeout_s", 0.3)
+    save(run_dir, 2)
+    ending.set()
+    threads = set(threading.enumerate())
+    assert process.follow(trainer, Storage(URL, storage), ending) == 0
+    assert "has not answered for 0 s" in caplog.text and steps_in(storage) == [2]
+    num_asked = storage.count
+    storage.answers.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()
+    assert storage.count == num_asked, "what was given up goes on"
+
+
+def test_a_finished_run_knows_whether_its_end_is_up(run_dir: Path) -> None:
+    config = load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}/"])
+    storage = FaultyStorage()
+    own = uploader(run_dir, storage)
+    assert not is_up(config)
+    save(run_dir, 2)
+    own.sync()
+    assert is_up(config)
+    save(run_dir, 4)
+    assert not is_up(config)
+    storage.faults = {storage.count + 1: "refused"}
+    with pytest.raises(StorageError):
+        own.sync()
+    assert not is_up(config)
+    own.sync()
+    assert is_up(config)
+    assert not is_up(load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={URL}2"]))
+    assert is_up(load_config([f"trainer.default_local_dir={run_dir}"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("", "answers, 0 files"), ("refused", "not answer"), ("silent", "within 0 s")]
+)
+def test_doctor_lists_the_mirror_once(kind: str, said: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = FaultyStorage(1, kind)
+    monkeypatch.setattr(recipe, "MIRROR_WITHIN_S", 0.3)
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **options: (storage, "/bucket/run"))
+    (found,) = recipe.mirror(Launch(load_config([f"trainer.checkpoint.mirror={URL}"]), 1))
+    storage.answers.set()
+    assert said in found.what and found.level == ("fail" if kind else "ok") and storage.store == {}
+
+
+def test_a_storage_that_stays_away_does_not_hold_up_the_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0, 0.0))
+    storage, ending = FaultyStorage(), threading.Event()
+    storage.find = lambda *words, **kwargs: 1 / 0  # type: ignore[method-assign,assignment]
+    save(run_dir, 2)
+    ending.set()
+    assert process.follow(trainer_of(run_dir), Storage(URL, storage), ending) == 1
+    assert "ZeroDivisionError" in read_object(run_dir / STATE)["failed"]
+
+
+def test_commands_know_the_mirror(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/mirror"
+    config = load_config(
+        [f"trainer.checkpoint.mirror={url}", "trainer.project_name=toy", "trainer.experiment_name=toy"]
+    )
+    save(run_dir, 2, 4)
+    (run_dir / "run.json").write_text(json.dumps({"config": config.resolved}))
+    assert checkpoint.main(["mirror", str(run_dir)]) == 0
+    line = f"mirror {url}  steps: 2, 4"
+    assert capsys.readouterr().out == f"{line}\n"
+    assert is_whole(tmp_path / "mirror" / "global_step_4")
+    assert checkpoint.main(["ls", str(run_dir)]) == 0
+    assert f"\n  {line}\n" in capsys.readouterr().out
+    assert checkpoint.main(["prune", str(run_dir), "--keep", "1", "--yes"]) == 0
+    assert f"{line}; nothing is deleted there" in capsys.readouterr().out
+    assert is_whole(tmp_path / "mirror" / "global_step_2")
+    (run_dir / "run.json").write_text(json.dumps({"config": load_config([]).resolved}))
+    assert checkpoint.main(["mirror", str(run_dir)]) == 2
+    assert "has no mirror" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("bucket/path", "is no URL"),
+        ("s3://", "is no URL"),
+        ("nosuch://a/b", "nobody knows nosuch://"),
+        ("x3://b", "pip install"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_before_anything_is_connected(
+    url: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(known_implementations, "x3", {"class": "nopackage.X", "err": "Install nopackage"})
+    with pytest.raises(ConfigError, match=reason):
+        require_usable(url)

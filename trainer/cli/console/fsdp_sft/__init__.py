@@ -1,0 +1,18 @@
+"""What the script `fsdp-sft` calls. Outside of `trainer`, to name another package that is found in its place."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def main() -> int:
+    spec = find_spec("trainer")
+    places = spec.submodule_search_locations if spec else None
+    if not any(Path(place, "cli", "__main__.py").is_file() for place in places or ()):
+        found = "no package" if spec is None else spec.origin or places
+        fix = "take its directory out of PYTHONPATH, or uninstall it"
+        print(f"ERROR: Python finds {found} as 'trainer' in front of that of fsdp-sft: {fix}", file=sys.stderr)
+        return 2
+    from trainer.cli.__main__ import main as run_command
+
+    return run_command()

@@ -1,0 +1,50 @@
+"""torchrun's agent, which starts the ranks: a process of its own, below the launcher (floor 5).
+
+Every start waits for it: beside torch it imports next to nothing.
+"""
+
+import logging
+import os
+import signal
+import sys
+
+from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
+from trainer.launch.memory_kills import MemoryKills
+from trainer.runtime.environment import uncollected
+from trainer.runtime.log import keep_streams_safe
+from trainer.runtime.signals import AGENT_PID, heeded_signals, report_exit_code
+
+
+def run_agent(argv: list[str]) -> int:
+    """torchrun without its own words: the last thing a user reads is the error of the rank.
+
+    Schedulers signal every process of a job. The ranks then save and leave; an agent that reacted would kill them.
+    """
+    for number in heeded_signals():
+        signal.signal(number, lambda *_: None)
+    os.environ[AGENT_PID] = str(os.getpid())
+    logging.disable(logging.CRITICAL)
+    memory_kills = MemoryKills()
+    with uncollected():
+        from torch.distributed import DistError, run
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(argv))
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
+                killer = memory_kills.killer(-failure.exitcode)
+                print(f"ERROR: rank {rank} was killed by {killer}; continue with the same command", file=sys.stderr)
+        return EXIT_CRASH
+    except DistError as error:  # only the meeting of the machines raises it
+        report_exit_code(EXIT_RESUMABLE)
+        reason = str(error).partition("\n")[0]  # below it are torch's own frames
+        fix = "start the same command on each, with the NNODES, MASTER_ADDR and MASTER_PORT of all"
+        print(f"ERROR: the machines did not meet: {reason}; {fix}", file=sys.stderr)
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    keep_streams_safe(says_so=False)
+    sys.exit(run_agent(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The process that keeps the mirror of a run: started before its ranks, waited for after them (floor 5, no torch)."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainer.checkpoint.layout import STAGING_PREFIX, read_pointer
+from trainer.config import Config
+from trainer.errors import EXIT_CRASH, EXIT_RESUMABLE
+from trainer.launch.ranks import NodeLayout
+from trainer.mirror import STATE
+from trainer.runtime.environment import call
+from trainer.runtime.json_lines import read_object
+from trainer.runtime.signals import REPEAT_S, heeded_signals
+
+POLL_S, PEERS_POLL_S, SAID_AFTER_S = 0.2, 1.0, 3.0
+
+
+@contextmanager
+def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
+    """Where there is a mirror, keep it during the block, and wait for what was saved last at its end: on the first
+    machine. The others wait for it to have taken what the run continues from.
+
+    The block is given the exit code if the run must not begin: then it does nothing.
+    """
+    if config.trainer.checkpoint.mirror is None or layout.node_rank > 0:
+        yield None if config.trainer.checkpoint.mirror is None else _first_missing(config, layout)
+        return
+    ready, told = os.pipe()
+    command = [sys.executable, "-m", "trainer.mirror", str(os.getpid()), str(told)]
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, pass_fds=[told], start_new_session=True)
+    os.close(told)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(config.resolved).encode() + b"\n")
+        process.stdin.flush()
+        yield (code := _refusal(process, ready))
+        process.stdin.close()
+        if code is None and not _ends_within(process, config):
+            say_behind(config)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ready)
+
+
+def say_behind(config: Config) -> None:
+    command = call(f"checkpoint mirror {config.trainer.default_local_dir}")
+    said = f"{config.trainer.checkpoint.mirror} does not hold what was saved last: {command} brings it up"
+    print(f"WARNING: {said}, or a start that trains on", file=sys.stderr, flush=True)
+
+
+def is_up(config: Config) -> bool:
+    """Whether what the run ends with is in its mirror, as the last upload left it; so without one. Asks no network."""
+    run_dir, url = Path(config.trainer.default_local_dir), config.trainer.checkpoint.mirror
+    state = read_object(run_dir / STATE)
+    is_whole = state.get("url") == (url or "").rstrip("/") and not state.get("failed")
+    return url is None or (is_whole and read_pointer(run_dir).step in state.get("steps", []))
+
+
+def _first_missing(config: Config, layout: NodeLayout) -> int | None:
+    """Wait for the first machine, at most `dist_timeout_s` beyond what was last seen to arrive from the mirror in the
+    run directory, which all machines share; the exit code if it does not come.
+    """
+    arrived, seen_at, timeout_s = (0, 0), time.monotonic(), config.trainer.dist_timeout_s
+    while not _listens(layout):
+        if _is_signalled():
+            return EXIT_RESUMABLE
+        before, arrived = arrived, _arrived(Path(config.trainer.default_local_dir))
+        if arrived != before:
+            seen_at = time.monotonic()
+        elif time.monotonic() - seen_at > timeout_s:
+            where = f"{layout.master_addr}:{layout.master_port}"
+            print(
+                f"ERROR: the machines did not meet: for {timeout_s} s nobody listened at {where}, and nothing arrived "
+                f"from {config.trainer.checkpoint.mirror}; start the same command on each",
+                file=sys.stderr,
+            )
+            return EXIT_RESUMABLE
+        time.sleep(PEERS_POLL_S)
+    return None
+
+
+def _listens(layout: NodeLayout) -> bool:
+    with suppress(OSError), socket.create_connection((layout.master_addr, layout.master_port), timeout=PEERS_POLL_S):
+        return True
+    return False
+
+
+def _arrived(run_dir: Path) -> tuple[int, int]:
+    """Files and bytes of what is in the making."""
+    sizes = []
+    for path in run_dir.glob(f"{STAGING_PREFIX}*/**/*"):
+        with suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return len(sizes), sum(sizes)
+
+
+def _refusal(process: subprocess.Popen, ready: int) -> int | None:
+    """Wait until the run may begin; its exit code if it must not, or is not wanted any more."""
+    while not select.select([ready], [], [], POLL_S)[0]:
+        if _is_signalled():
+            return EXIT_RESUMABLE
+    if os.read(ready, 1):
+        return None
+    code = process.wait()
+    return code if code > 0 else EXIT_CRASH
+
+
+def _ends_within(process: subprocess.Popen, config: Config) -> bool:
+    """Whether all is up before a save would be given up, and before another signal."""
+    started, is_said, timeout_s = time.monotonic(), False, config.trainer.checkpoint.save_timeout_s
+    while process.poll() is None:
+        waited_s = time.monotonic() - started
+        if waited_s > SAID_AFTER_S and not is_said:
+            is_said = True
+            print(f"waiting for {config.trainer.checkpoint.mirror}; a signal leaves at once", flush=True)
+        if waited_s > timeout_s or (_is_signalled() and waited_s > REPEAT_S):
+            return False
+        time.sleep(POLL_S)
+    return process.returncode == 0
+
+
+def _is_signalled() -> bool:
+    """Whether somebody asked to stop; the launcher keeps its signals blocked."""
+    return signal.sigtimedwait(heeded_signals(), 0) is not None

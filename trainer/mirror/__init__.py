@@ -1,0 +1,4 @@
+"""Checkpoints beyond the machine: uploaded behind training, taken back where a disk was lost."""
+
+STATE = ".mirror.json"
+"""In the run directory, for those who look: `url`, `steps` whole there, `failed`: why the last try did."""
