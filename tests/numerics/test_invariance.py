@@ -160,10 +160,14 @@ def test_other_executions_give_the_same_run(tmp_path: Path) -> None:
         assert accuracies == right, name
         assert relative(losses, expected) < 1e-6, name
         assert relative(val_losses, val_expected) < 1e-6, name
-        worst = max(float((theirs[key] - value).abs().max()) for key, value in parameters.items())
-        # torch's fused kernel, one document at a time, rounds about twice as much as the grouped products (against
-        # float64: 3e-7 to 4e-7 in its gradients, 2e-7 in theirs), and Adam amplifies it; the others run the same kernel
-        assert worst < (4e-5 if name == "per document" else 1e-5), (name, worst)
+        apart = torch.cat([(theirs[key] - value).double().flatten() for key, value in parameters.items()]).abs()
+        # Where a gradient is almost 0 Adam makes a whole step of its rounding: single values stray up to 3e-5 after
+        # steps of 1e-2 together, which ones and how far depends on the CPU; all of them by 5e-8 on average. torch's
+        # fused kernel, one document at a time, rounds about twice as much as the grouped products of the others
+        # (against float64: 3e-7 to 4e-7 in its gradients, 2e-7 in theirs): 1.6e-7 on average.
+        mean = float(apart.square().mean().sqrt())
+        assert mean < (6e-7 if name == "per document" else 2e-7), (name, mean)
+        assert float(apart.max()) < 1e-4, (name, float(apart.max()))
 
 
 def test_same_run_twice_is_bit_equal(tmp_path: Path) -> None:
