@@ -20,7 +20,7 @@ from trainer.metrics.words import COMBINED
 from trainer.monitor.clock import PhaseClock, Span
 from trainer.monitor.memory import DEVICE_FIELDS, GIB, GpuSampler, Memory
 from trainer.monitor.packet import Totals, losses_by_source
-from trainer.monitor.throughput import Window, peak_tflops
+from trainer.monitor.throughput import PEAK_TFLOPS, Window, known_as
 from trainer.progress import Remembered
 from trainer.runtime.distributed import World
 
@@ -76,7 +76,7 @@ class Meter(Remembered):
         self.clock = PhaseClock(world.device, observe=observe)
         self._world, self._plan, self._cost, self._memory = world, plan, cost, memory
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-        self._peak_tflops = peak_tflops(name)
+        self._peak_tflops = PEAK_TFLOPS.get(known_as(name) or "")
         self._device_gib = memory.device_total_gib
         self._gpu = GpuSampler(world.device)
         self._started = time.monotonic()

@@ -11,7 +11,7 @@ _NAMES = {
     756.0: ("H100 PCIe", "H800 PCIe"),
     835.0: ("H100 NVL", "H200 NVL"),
     148.0: ("H20",),
-    312.0: ("A100", "A800"),
+    312.0: ("A100", "A100 PCIe", "A800"),
     149.7: ("A40",),
     165.0: ("A30", "RTX 4090"),
     125.0: ("A10",),
@@ -26,9 +26,10 @@ _NAMES = {
     1307.0: ("MI300X", "MI325X"),
 }
 PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
-"""Dense bfloat16 with sums in float32, by the words of the device's name. From the vendors' data sheets, which mostly
-give twice as much, for sparse matrices: NVIDIA's of each product (H100 and H800 without addition: SXM), AWS's of the
-A10G, AMD's of the Instinct series (an MI250X is two devices); GeForce: NVIDIA's white papers on Ampere, Ada, Blackwell.
+"""TFLOP/s by the words of the device's name, for MFU and the planner: dense bfloat16 with sums in float32. From the
+vendors' data sheets, which mostly give twice as much, for sparse matrices: NVIDIA's of each product (H100 and H800
+without addition: SXM), AWS's of the A10G, AMD's of the Instinct series (an MI250X is two devices); GeForce: NVIDIA's
+white papers on Ampere, Ada, Blackwell.
 """
 PARTIAL_DEVICES = {"mig", "laptop", "max", "d"}
 """Words that make it another device, of which the table says nothing: a slice of a card, or a slower variant."""
@@ -37,11 +38,11 @@ NUM_WARMUP_STEPS = 2
 """Of an attempt: the first steps load kernels and compile."""
 
 
-def peak_tflops(device_name: str) -> float | None:
-    """None for a device that is not in the table: a guess would look like a measurement."""
+def known_as(device_name: str) -> str | None:
+    """Its name in the table, None for one that is not there: a guess would look like a measurement."""
     words = _words(device_name)
     fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]
-    return PEAK_TFLOPS[max(fitting, key=len)] if fitting and not words & PARTIAL_DEVICES else None
+    return max(fitting, key=len) if fitting and not words & PARTIAL_DEVICES else None
 
 
 def _words(name: str) -> set[str]:

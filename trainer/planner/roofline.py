@@ -7,12 +7,12 @@ counts. Attention waits for the heads that ranks of one micro-batch exchange, an
 those of earlier micro-batches. At the start of a micro-batch and in the update nothing is hidden behind anything else.
 """
 
-import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from math import inf
 
 from trainer.config import ConfigError
+from trainer.monitor.throughput import PEAK_TFLOPS, known_as
 
 MATMUL, MATMUL_FP32, ATTENTION = "matrix products", "matrix products in float32", "attention"
 MEMORY, GATHER, REDUCE, ALL_REDUCE = "memory", "all-gather", "reduce-scatter", "all-reduce"
@@ -94,7 +94,6 @@ _MEMORY, _LINK = 0.9, 0.8
 
 def _card(
     name: str,
-    sheet: float,
     matmul: float,
     attention: float,
     fp32: float,
@@ -105,23 +104,23 @@ def _card(
     host_memory: float,
     gib: float,
 ) -> Card:
-    own = name, sheet, matmul, attention, fp32, _MEMORY * memory
+    own = name, PEAK_TFLOPS[name], matmul, attention, fp32, _MEMORY * memory
     return Card(*own, _LINK * link, _LINK * network, _LINK * host_link, _LINK * host_memory, gib)
 
 
 CARDS = {
     card.name: card
     for card in (
-        _card("A100", 312, 271.2, 195, 19.5, 2039, 300, 25, 32, 51.2, 80),
-        _card("H100", 989, 794.5, 346, 67, 3350, 450, 50, 64, 76.8, 79.11),
-        _card("H200", 989, 794.5, 346, 67, 4800, 450, 50, 64, 76.8, 141 * 1e9 / 2**30),
-        _card("B200", 2250, 1745, 787, 75, 7700, 900, 50, 64, 89.6, 180 * 1e9 / 2**30),
+        _card("A100", 271.2, 195, 19.5, 2039, 300, 25, 32, 51.2, 80),
+        _card("H100", 794.5, 346, 67, 3350, 450, 50, 64, 76.8, 79.11),
+        _card("H200", 794.5, 346, 67, 4800, 450, 50, 64, 76.8, 141 * 1e9 / 2**30),
+        _card("B200", 1745, 787, 75, 7700, 900, 50, 64, 89.6, 180 * 1e9 / 2**30),
     )
 }
-"""SXM cards on boards of eight. Data sheets: NVIDIA's of A100 80 GB, H100, H200 and DGX B200 (dense; links in one
-direction; one network adapter a card, of 200 Gb/s with an A100, else 400; PCIe 4 with an A100, else 5, of 16 lanes).
-Host memory is an eighth of that of two processors with eight channels each, as in NVIDIA's DGX: DDR4-3200 (A100),
-DDR5-4800 (H100, H200), DDR5-5600 (B200). Products: the largest rates that others
+"""SXM cards on boards of eight; what MFU is a share of stands in `PEAK_TFLOPS`. Data sheets: NVIDIA's of A100 80 GB,
+H100, H200 and DGX B200 (dense; links in one direction; one network adapter a card, of 200 Gb/s with an A100, else 400;
+PCIe 4 with an A100, else 5, of 16 lanes). Host memory is an eighth of that of two processors with eight channels each,
+as in NVIDIA's DGX: DDR4-3200 (A100), DDR5-4800 (H100, H200), DDR5-5600 (B200). Products: the largest rates that others
 measured (github.com/stas00/ml-engineering, compute/accelerator). Attention is FlashAttention 2's: 50 to 73 % of an A100
 (arXiv 2307.08691; here 62.5 %) and 35 % of an H100 (arXiv 2407.08608), taken for those after it too. An H100's
 memory is what torch finds of its 80 GB (github.com/vllm-project/vllm/issues/27508).
@@ -162,8 +161,7 @@ def local_card() -> Card | None:
 
 def card_called(device_name: str) -> Card | None:
     """By torch's name of the device; None for one that is not in the table."""
-    words = set(re.split(r"[\s-]", device_name.upper()))
-    return next((card for name, card in CARDS.items() if name in words and not words & {"PCIE", "NVL"}), None)
+    return CARDS.get(known_as(device_name) or "")
 
 
 @dataclass(frozen=True)
