@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from datetime import timedelta
+from numbers import Integral
 
 from trainer.report.result import Anomaly, Finding, Report
 
@@ -33,15 +34,27 @@ def written(found: object) -> str:
 
 def share(value: float | None) -> str:
     """A share of one as a percentage with one decimal."""
-    return MISSING if value is None or math.isnan(value) else percent(100 * value)
+    return percent(None if value is None else 100 * value)
 
 
-def percent(value: float) -> str:
-    return f"{value:.1f} %"
+def percent(value: float | None) -> str:
+    return MISSING if value is None or math.isnan(value) else f"{value:.1f} %"
 
 
 def step(value: int) -> str:
     return f"{value:,}" if abs(value) >= 10_000 else str(value)
+
+
+def shown(value: object) -> str:
+    """By its type: a whole number as steps are, another with four digits, what is not known as a dash."""
+    if isinstance(value, Integral):
+        return step(int(value))
+    return number(value) if value is None or isinstance(value, float) else str(value)
+
+
+def told(value: object, sentence: str) -> str:
+    """A sentence with a value; nothing where it is not known."""
+    return "" if (words := shown(value)) in ("", MISSING) else sentence.format(words)
 
 
 def interval(steps: tuple[int, int] | None) -> str:

@@ -1,21 +1,27 @@
 """The sections of a report, of which page and terminal show nothing else, and the rows around one step."""
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup, escape
 
 from trainer.detection.window import spread
-from trainer.report.formatting import ARROWS, MISSING, capitalised, companions, interval, number, percent, share, step
-from trainer.report.result import Anomaly, Finding, Report, Throughput
+from trainer.report import formatting
+from trainer.report.formatting import ARROWS, MISSING, clean_lines, number, shown, step
+from trainer.report.result import Anomaly, CheckItem, Finding, Generalisation, MetricSummary, Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.statistics import finite, within
 from trainer.report.vocabulary import role_order
 
-MAX_CHAINS = 3
 STATUSES = ("fail", "note", "unknown", "pass")
 
 Row = tuple[str, ...]
@@ -53,223 +59,136 @@ class Section:
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """In the order in which they are read; those that have nothing to say may still have plots."""
-    others = tuple(finding for finding in report.findings if finding not in report.top)
-    return (
-        Section("top", "What matters", findings=report.top),
-        Section("loss", "Loss"),
-        Section("findings", "Also found", findings=others),
-        _anomalies(report),
-        _validation(report),
-        _serving(report),
-        *_evaluations(report),
-        _learning_rate(report),
-        _throughput(report.throughput),
-        _checklist(report),
-        Section("curves", "All curves"),
-        _metrics(report),
-        _trends(report),
-        _limits(report),
-        Section("next", "What next", report.closing),
+    """Those of `sections.yaml`; the ones that have nothing to say may still have plots."""
+    return tuple(_section(spec, vars(report)) for spec in _specs())
+
+
+@cache
+def _specs() -> list[Mapping[str, Any]]:
+    text = files("trainer.report").joinpath("sections.yaml").read_text(encoding="utf-8")
+    return list(yaml.safe_load(text))
+
+
+def _section(spec: Mapping[str, Any], known: Mapping[str, Any]) -> Section:
+    part = known[spec["of"]] if "of" in spec else ()
+    if "of" in spec and not part:
+        return Section(spec["id"], spec["title"])
+    known = {**known, **_fields(part)}
+    findings = tuple(_value(spec.get("findings", "()"), known))
+    notes = filter(None, map(str.strip, _text(spec.get("notes", ""), known).splitlines()))
+    table = _table(spec, known, part) if "columns" in spec else None
+    return Section(spec["id"], spec["title"], _text(spec.get("lead", ""), known), table, tuple(notes), findings)
+
+
+def _table(spec: Mapping[str, Any], known: Mapping[str, Any], part: Any) -> Table | None:
+    items = list(_value(spec["rows"], known)) if "rows" in spec else part
+    names = [str(name) for name in _value(spec.get("beside", "()"), known)]
+
+    def cells(item: Any) -> Row:
+        inner = {**known, **_fields(item), "row": item}
+        further = (_value(spec["cell"], {**inner, "name": name}) for name in names)
+        return tuple(map(shown, (*_value(f"({', '.join(spec['columns'].values())},)", inner), *further)))
+
+    rows = tuple(map(cells, items))
+    main = tuple(map(cells, _value(spec.get("main", "()"), {**known, "rows": items})))
+    header = (*(_text(name, known) for name in spec["columns"]), *names)
+    words, details = (frozenset(spec.get(kind, ())) for kind in ("words", "details"))
+    return Table(header, rows, words, details, main) if rows else None
+
+
+def _fields(part: Any) -> Mapping[str, Any]:
+    return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+
+
+@cache
+def templates() -> Environment:
+    """All that a page shows is escaped; control characters that names may hold reach neither page nor terminal."""
+
+    def finalize(value: object) -> object:
+        return value if isinstance(value, Markup) else clean_lines(shown(value))
+
+    environment = Environment(
+        loader=PackageLoader("trainer.report", ""),
+        autoescape=select_autoescape(("html.jinja",), default_for_string=False),
+        trim_blocks=True,
+        finalize=finalize,
+        undefined=StrictUndefined,
     )
+    names = ("capitalised", "companions", "counted", "facts", "interval", "percent", "place", "share", "shown", "told")
+    environment.filters |= {name: getattr(formatting, name) for name in names} | FILTERS
+    return environment
 
 
-def table(header: str, rows: Sequence[Row], *, words: str, details: str = "", main: Sequence[Row] = ()) -> Table | None:
-    """Columns are named in lists with commas: short to write, easy to compare with the rows. None without rows."""
-    named, left_out = (frozenset(names.split(", ")) for names in (words, details))
-    return Table(tuple(header.split(", ")), tuple(rows), named, left_out, tuple(main)) if rows else None
+@cache
+def _compiled(source: str) -> Callable[..., Any]:
+    return templates().compile_expression(source, undefined_to_none=False)
 
 
-def _anomalies(report: Report) -> Section:
-    rows = [
-        (
-            interval(a.steps).split(" ", 1)[1],
-            percent(a.percent),
-            a.metric,
-            f"{number(a.peak_value)} @ {step(a.peak_step)}",
-            number(a.z),
-            number(a.ratio) if number(a.ratio) == MISSING else f"{number(a.ratio)}×",
-            "yes" if a.has_recovered else "no",
-            companions(a) or MISSING,
-        )
-        for a in report.anomalies
-    ]
-    header = "steps, place, metric, peak, z, to usual, recovered, together with"
-    shown = table(header, rows, words="metric, together with", details="z, together with", main=rows[:5])
-    count = len(rows)
-    lead = f"{count} interval{'s' * (count > 1)} in which metrics left their usual range." if rows else ""
-    chains = Counter(" → ".join(a.chain) for a in report.anomalies if len(a.chain) > 1)
-    together = _moved_with(report.anomalies)
-    notes = [f"Moved with them: {together}."] if together else []
-    notes += [f"Order of onset in {times} of {count}: {chain}." for chain, times in chains.most_common(MAX_CHAINS)]
-    notes += [f"{a} and {b} move together (rho {number(rho)})." for a, b, rho in report.correlations]
-    return Section("anomalies", "Anomalies", lead, shown, tuple(notes) if rows else ())
+def _value(expression: str, known: Mapping[str, Any]) -> Any:
+    return _compiled(expression)(known)
 
 
-def _moved_with(anomalies: Sequence[Anomaly]) -> str:
+@cache
+def _template(source: str) -> Any:
+    return templates().from_string(source)
+
+
+def _text(source: str, known: Mapping[str, Any]) -> str:
+    return str(_template(source).render(known)).strip()
+
+
+def _breakable(name: str) -> Markup:
+    return Markup(re.sub("([/_])", r"\1<wbr>", str(escape(clean_lines(name)))))
+
+
+def _moved_with(anomalies: Iterable[Anomaly]) -> str:
     others = (mover for anomaly in anomalies for mover in anomaly.movers if mover.metric != anomaly.metric)
     counts = Counter(f"{mover.metric} {ARROWS[mover.sign]}" for mover in others)
     return ", ".join(f"{name} in {count}" for name, count in counts.most_common())
 
 
-def _validation(report: Report) -> Section:
-    section = Section("validation", "Generalisation")
-    if (found := report.generalisation) is None:
-        return section
-    marked = {"best": found.best_step, "recommended": found.recommended_step, "overfits from here": found.overfit_step}
-    rows = [
-        (step(at), number(found.values[at]), verdict, ", ".join(mark for mark, place in marked.items() if place == at))
+def _onsets(anomalies: Iterable[Anomaly]) -> Counter[str]:
+    return Counter(" → ".join(anomaly.chain) for anomaly in anomalies if len(anomaly.chain) > 1)
+
+
+def _validations(found: Generalisation) -> list[dict[str, Any]]:
+    marks = {"best": found.best_step, "recommended": found.recommended_step, "overfits from here": found.overfit_step}
+    rows: list[dict[str, Any]] = [
+        {"at": at, "value": found.values[at], "verdict": verdict, "mark": ", ".join(m for m in marks if marks[m] == at)}
         for at, verdict in sorted(found.verdicts.items())
     ]
-    main = [row for row in rows if row[-1] or row is rows[-1]]
-    shown = table(f"step, {found.metric}, verdict, mark", rows, words="verdict, mark", main=main)
-    side = f"{number(abs(found.gap))} {'above' if found.gap >= 0 else 'below'}"
-    gap = "" if math.isnan(found.gap) else f"; validation is {side} training at the end"
-    best = f"{number(found.best_value)} at step {step(found.best_step)}"
-    lead = f"{found.metric}: best {best}, last {number(found.last_value)}{gap}."
-    notes: tuple[str, ...] = ()
-    if found.recommended_step is not None:
-        at = step(found.recommended_step)
-        use = f"Use the checkpoint of step {at} ({found.recommended_path})"
-        gain = f" It gains {number(found.expected_gain)} over the last." if found.expected_gain > 0 else ""
-        notes = (f"{use if found.recommended_path else f'Step {at} was best'}. {found.reason.rstrip('.')}.{gain}",)
-    return replace(section, lead=capitalised(lead), table=shown, notes=notes)
+    return [row | {"is_main": bool(row["mark"]) or row is rows[-1]} for row in rows]
 
 
-def _serving(report: Report) -> Section:
-    """As far as `prove` was asked."""
-    rows = [
-        (
-            step(proof.step),
-            number(proof.val_loss),
-            number(proof.served_loss),
-            number(proof.served_loss - proof.val_loss),
-            number(proof.tolerance),
-            "equal" if proof.is_equal else "REFUSED",
-            proof.engine,
-            "; ".join(proof.causes),
-        )
-        for proof in report.serving
-    ]
-    shown = table("step, val/loss, served, apart, tolerance, result, engine, why", rows, words="result, engine, why")
-    equal = sum(proof.is_equal for proof in report.serving)
-    lead = f"In {equal} of {len(rows)} proofs an export serves the loss its step was validated with." if rows else ""
-    return Section("serving", "Served loss", lead, shown)
-
-
-def _evaluations(report: Report) -> Iterator[Section]:
-    """What checkpoints achieve beside the loss they were validated with; only where something was evaluated."""
-    names, found = list(report.evaluations), report.generalisation
-    if not names:
-        return
-    losses = found.values if found is not None else {}
-    rows: list[Row] = []
-    for at in sorted({at for results in report.evaluations.values() for at in results}):
-        cells = (_result(report.evaluations[name].get(at)) for name in names)
-        rows.append((step(at), number(losses[at]) if at in losses else MISSING, *cells))
-    metric = "validation" if found is None else found.metric
-    lead = "Means, with 95 % intervals: checkpoints whose intervals overlap may be equally good."
-    yield Section("evaluations", "Evaluations", lead, table(f"step, {metric}, {', '.join(names)}", rows, words=""))
-
-
-def _result(row: Mapping[str, Any] | None) -> str:
-    if row is None:
+def _with_bounds(result: Mapping[str, Any] | None) -> str:
+    """An evaluation's mean, and its interval where that is known."""
+    if result is None:
         return MISSING
-    has_bounds = all(isinstance(row.get(side), int | float) for side in ("low", "high"))
-    return number(row["mean"]) + (f" [{number(row['low'])}, {number(row['high'])}]" if has_bounds else "")
+    has_bounds = all(isinstance(result.get(side), int | float) for side in ("low", "high"))
+    return number(result["mean"]) + (f" [{number(result['low'])}, {number(result['high'])}]" if has_bounds else "")
 
 
-def _learning_rate(report: Report) -> Section:
-    section = Section("learning-rate", "Learning rate")
-    if (found := report.learning_rate) is None:
-        return section
-    lead = (
-        f"{found.schedule} schedule, peak {number(found.peak)} after {step(found.warmup_steps)} warm-up steps, "
-        f"last {number(found.last)}; at 0.8 of the peak or more for {share(found.high_share)} of the run."
-    )
-    notes = [
-        f"Raised {number(raised.factor)} times, to {number(raised.peak)}, at {interval(raised.steps)}"
-        f"{'' if raised.is_over else ', to the end'}."
-        for raised in found.raised
-    ]
-    if found.anomalies_at_high_share is not None:
-        notes.append(f"{share(found.anomalies_at_high_share)} of the anomalies fell into that time.")
-    return replace(section, lead=capitalised(lead), notes=tuple(notes))
+def _worst_first(items: Iterable[CheckItem]) -> list[CheckItem]:
+    return sorted(items, key=lambda item: STATUSES.index(item.status))
 
 
-def _throughput(found: Throughput | None) -> Section:
-    section = Section("throughput", "Speed and memory")
-    if found is None:
-        return section
-    phases = sorted(found.shares.items(), key=lambda item: -item[1])
-    rows = [(phase, share(part), number(part * found.step_s)) for phase, part in phases]
-    facts = {
-        "tokens per second": number(found.tokens_per_s),
-        "MFU": share(found.mfu),
-        "step time grew by": MISSING if found.drift_percent is None else percent(found.drift_percent),
-        "memory grows by": f"{number(found.leak_gib_per_1000_steps)} GiB per 1000 steps",
-        "goodput": share(found.goodput),
-    }
-    known = "; ".join(f"{name} {value}" for name, value in facts.items() if MISSING not in value)
-    lead = f"A step takes {number(found.step_s)} s. {found.bottleneck}"
-    shown = table("phase, share, seconds", rows, words="phase", main=rows[:4])
-    return replace(section, lead=lead, table=shown, notes=(f"{capitalised(known)}.",) if known else ())
+def _by_role(metrics: Iterable[MetricSummary]) -> list[MetricSummary]:
+    return sorted(metrics, key=lambda metric: role_order(metric.key))
 
 
-def _checklist(report: Report) -> Section:
-    items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
-    rows = [(item.status, item.phase, item.text, item.detail) for item in items]
-    counts = Counter(item.status for item in items)
-    lead = ", ".join(f"{counts[status]} {status}" for status in reversed(STATUSES)) + "." if items else ""
-    columns = "status, phase, check, detail"
-    told = [row for row in rows if row[0] in ("fail", "note")]
-    return Section("checklist", "Checklist", lead, table(columns, rows, words=columns, details="phase", main=told))
-
-
-def _metrics(report: Report) -> Section:
-    rows = {
-        m.key: (
-            f"{m.key} [{m.unit}]" if m.unit else m.key,
-            m.group,
-            number(m.first),
-            number(m.last),
-            f"{number(m.minimum)} @ {step(m.minimum_step)}",
-            f"{number(m.maximum)} @ {step(m.maximum_step)}",
-            number(m.median),
-            m.trend,
-            m.direction,
-            " ".join(part for part in (m.meaning, m.observation) if part),
-        )
-        for m in report.metrics
-    }
-    shown = table(
-        "metric, group, first, last, min, max, median, trend, better, meaning",
-        tuple(rows.values()),
-        words="metric, group, trend, better, meaning",
-        details="group, min, median, better, meaning",
-        main=[rows[key] for key in sorted(rows, key=role_order)[:8]],
-    )
-    return Section("metrics", "Metrics", f"{len(rows)} were logged." if rows else "", shown)
-
-
-def _trends(report: Report) -> Section:
-    rows = [
-        (t.key, number(t.early), number(t.middle), number(t.late), number(t.slope_per_step), number(t.p_value))
-        for t in report.trends
-    ]
-    lead = "Means of the thirds of the run; slope by Theil-Sen, p by Mann-Kendall." if rows else ""
-    shown = table("metric, early, middle, late, slope per step, p", rows, words="metric")
-    lasts = {t.key: ", ".join(map(number, t.last_means)) for t in report.trends if t.last_means}
-    return Section("trends", "Trends", lead, shown, tuple(f"{key}, last means: {last}." for key, last in lasts.items()))
-
-
-def _limits(report: Report) -> Section:
-    if not report.thresholds and not report.insufficient:
-        return Section("limits", "Limits")
-    rows = [(key, number(value), "yes" if key in report.overridden else "") for key, value in report.thresholds.items()]
-    lead = f"{len(rows)} in use, {len(report.overridden)} overridden; {len(report.insufficient)} rules not judged."
-    notes = tuple(f"{rule} was not judged: {reason}." for rule, reason in report.insufficient)
-    return Section("limits", "Limits", lead, table("limit, value, overridden", rows, words="limit, overridden"), notes)
+FILTERS: dict[str, Callable[..., Any]] = {
+    "at": lambda value, at: f"{number(value)} @ {step(at)}",
+    "breakable": _breakable,
+    "by_role": _by_role,
+    "counts": Counter,
+    "moved_with": _moved_with,
+    "onsets": _onsets,
+    "pc": lambda place: f"{100 * place:.2f}%",
+    "validations": _validations,
+    "with_bounds": _with_bounds,
+    "worst_first": _worst_first,
+}
+"""Of templates and expressions, beside those of `formatting`."""
 
 
 ALWAYS = "train/loss"

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainer.report.curves import NOTHING, SMOOTHINGS, smooth
 from trainer.report.formatting import MISSING, capitalised, number, percent, share, step
 from trainer.report.result import Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import Section, Table
 from trainer.report.statistics import finite
-from trainer.report.svg import NOTHING, SMOOTHINGS, smooth
 from trainer.report.vocabulary import ROLES
 
 NUM_STEPS = 8
