@@ -55,7 +55,6 @@ def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[dict
 def test_a_workspace_has_every_metric_of_a_step_once_in_sections(
     saved: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("wandb_workspaces")
     assert main(["sft", "--entity", "team"]) == 0
     assert "workspace made: http" in capsys.readouterr().out
     (view,) = saved
