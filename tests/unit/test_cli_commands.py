@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +11,24 @@ from trainer.cli import __main__ as commands
 from trainer.cli import checkpoint
 from trainer.launch import __main__ as launch
 
-CLI = Path(commands.__file__).parent
 
-
-def test_all_commands_are_listed_and_call_themselves_as_they_are_called(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_are_listed_with_an_example_that_ends_the_help_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main([]) == 0
-    listed = set(re.findall(r"bash run_sft\.sh (\w+) \S", capsys.readouterr().out)) - {"train", "COMMAND"}
-    programs = {path.stem for path in CLI.glob("*.py") if re.search(rf"call\(.{path.stem}.\)", path.read_text())}
-    assert listed == programs and len(listed) > 6
+    listed = capsys.readouterr().out
+    examples = {name: line for line, name in re.findall(r"^ +(bash run_sft\.sh (\S+) \S.*)$", listed, re.M)}
+    assert examples.keys() == commands.COMMANDS.keys() and len(examples) > 6
+    for name, example in examples.items():
+        if name != commands.TRAIN:
+            with pytest.raises(SystemExit):
+                commands.main([name, "--help"])
+            said = capsys.readouterr().out
+            assert said.startswith(f"usage: bash run_sft.sh {name} ") and said.endswith(f"example:\n  {example}\n")
+
+
+def test_the_help_of_accept_has_its_lines_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(["accept", "--help"])
+    assert "\n  resume       killed and resumed against straight, bit by bit\n" in capsys.readouterr().out
 
 
 def test_a_word_that_is_no_command_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from trainer.progress import History
 from trainer.report.analyse import analyse
 from trainer.report.readers import read_run
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
+from trainer.serving.engines import vllm_rank
 from trainer.serving.generation import Sampling, Turns
 from trainer.tracking import Tracking, read_metrics
 
@@ -149,6 +150,12 @@ def test_what_is_missing_is_named_before_anything_is_written(
     assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()
 
 
+def test_vllm_is_given_the_next_rank_that_it_takes() -> None:
+    assert [vllm_rank(rank) for rank in (0, 16, 17, 24, 300, 512)] == [16, 16, 32, 32, 320, 512]
+    with pytest.raises(ConfigError, match="merge"):
+        vllm_rank(513)
+
+
 def test_rotation_spares_what_is_read_and_the_best_that_was_scored(tmp_path: Path) -> None:
     run_dir = run_with(tmp_path, 1, 2, 3, 4)
     for step, value in ((2, 0.9), (3, 0.2)):
@@ -206,26 +213,29 @@ if "lm_eval" in sys.argv:
 """
 
 
+@pytest.mark.parametrize(
+    ("engine", "served"), [("transformers", "peft={}"), ("vllm", "lora_local_path={},max_lora_rank=32")]
+)
 def test_results_of_lm_evaluation_harness_land_in_the_log_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, served: str
 ) -> None:
     """It is asked for this adapter with its own tokenizer, whatever options the user hands on to it."""
     run_dir, base, python = run_with(tmp_path / "run", 10), tmp_path / "base", tmp_path / "python"
     export = run_dir / "global_step_10" / "huggingface"
     (export / "config.json").unlink()
     base.mkdir()
-    (export / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 4}))
+    (export / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 24}))
     (export / "tokenizer_config.json").write_text("{}")
     (export / "chat_template.jinja").write_text("")
     (run_dir / "run.json").write_text(json.dumps({"config": {"trainer": {"logger": "console"}}}))
     python.write_text(HARNESS)
     python.chmod(0o755)
-    words = [str(run_dir), "--tasks", "mine", "--python", str(python), "--"]
+    words = [str(run_dir), "--tasks", "mine", "--engine", engine, "--python", str(python), "--"]
     assert command.main([*words, "--include_path", "tasks", "--model_args", "pretrained=other"]) == 0
     asked = json.loads((tmp_path / "asked.json").read_text())
     assert asked[:2] == ["--include_path", "tasks"]
     last = len(asked) - 1 - asked[::-1].index("--model_args")
-    assert asked[last + 1] == f"pretrained={base},dtype=auto,peft={export},tokenizer={export}"
+    assert asked[last + 1] == f"pretrained={base},dtype=auto,{served.format(export)},tokenizer={export}"
     assert "without the chat template; with it: --tasks" in capsys.readouterr().out
     rows = read_summaries(run_dir)
     assert rows["eval/mine_acc"][10]["mean"] == 0.5 and rows["eval/mine_exact_match_strict"][10]["mean"] == 1

@@ -40,7 +40,7 @@ def _parser() -> Parser:
     lines = "\n".join(f"  {name:{width}}  {about}" for name, (about, _) in LINES.items())
     usage = f"{call('accept')} [N] [--device cpu] [--only LINE] [--json FILE] [--keep DIR] [key=value ...]"
     text = "Judge this machine, and a recipe on it (default: the quickstart), in some minutes. The lines:\n" + lines
-    parser = Parser(usage=usage, description=text)
+    parser = Parser("accept", usage=usage, description=text)
     add_words(parser)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="short for trainer.device=...")
     about = "this line alone; may be given several times"

@@ -9,15 +9,37 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.cli.commands import COMMANDS
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_USAGE, CannotWriteError
+from trainer.runtime.environment import call
 from trainer.runtime.files import atomic_write
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
+class _Formatter(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wraps each line of its own, but for indented ones."""
+        fill = super()._fill_text
+        return "\n".join(line if line[:1] == " " else fill(line, width, indent) for line in text.splitlines())
+
+
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` with the usage where argparse would end the process, so that one place reports errors."""
+    """Of a command: named as it is called, with what it does and its example, unless `settings` have other words.
+
+    Raises `ConfigError` with the usage where argparse would end the process, so that one place reports errors.
+    """
+
+    def __init__(self, command: str | None = None, **settings: Any) -> None:
+        if command is not None:
+            about, example = COMMANDS[command]
+            texts = {
+                "description": f"{about[0].upper()}{about[1:]}.",
+                "epilog": f"example:\n  {call(f'{command} {example}')}",
+            }
+            settings = {"prog": call(command), **texts, "allow_abbrev": False, **settings}
+        super().__init__(formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")

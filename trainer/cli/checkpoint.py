@@ -24,7 +24,6 @@ from trainer.config import DTYPES, ConfigError, parse_config
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, ResumableError
 from trainer.mirror import STATE
 from trainer.model.source import find_model
-from trainer.runtime.environment import call
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import read_object
 from trainer.tracking.run_info import read_config
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Each command names its function: from the parsed arguments to the exit code."""
     about = "List, prove, delete and export checkpoints, and prove that they resume."
-    parser = Parser(prog=call("checkpoint"), description=about)
+    parser = Parser("checkpoint", description=about)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     about = "list checkpoints and leftovers, and which one a resume takes"

@@ -14,12 +14,11 @@ from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_section
-from trainer.runtime.environment import call
 
 
 @as_command(CODES)
 def main(argv: list[str]) -> int:
-    parser = Parser(prog=call("compare"), description="Runs side by side.")
+    parser = Parser("compare")
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="run directories or log files, two or more")
     add_options(parser)
     arguments = parser.parse_args(argv)

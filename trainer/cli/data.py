@@ -27,7 +27,7 @@ PROG = call("data")
 
 @as_command({DataError: EXIT_BAD_DATA})
 def main(argv: list[str]) -> int:
-    parser = Parser(prog=PROG, description="What is trained, shown.", epilog="each command has its own --help")
+    parser = Parser("data", description="What is trained, shown; each command has its own --help.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (about, _) in COMMANDS.items():
         commands.add_parser(name, help=about, add_help=False)

@@ -12,7 +12,6 @@ from trainer.cli.arguments import Parser, as_command
 from trainer.cli.report_options import CODES, add_options, load
 from trainer.config import ConfigError
 from trainer.report.result import as_json
-from trainer.runtime.environment import call
 
 EXIT_CODES = {"OK": 0, "INSUFFICIENT": 0, "ATTENTION": 1, "FAIL": 2}
 EXIT_WRONG_USAGE = 64
@@ -21,7 +20,7 @@ EXIT_WRONG_USAGE = 64
 
 @as_command(CODES | {ConfigError: EXIT_WRONG_USAGE})
 def main(argv: list[str]) -> int:
-    parser = Parser(prog=call("diagnose"), description="The report as JSON, its verdict as exit code.")
+    parser = Parser("diagnose")
     parser.add_argument("path", metavar="PATH", type=Path, help="a run directory or a log file")
     add_options(parser)
     arguments = parser.parse_args(argv)

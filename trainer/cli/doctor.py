@@ -11,7 +11,6 @@ from trainer.cli.arguments import Parser, add_words, as_command
 from trainer.doctor.recipe import examine, launch_of
 from trainer.launch.ranks import parse_arguments
 from trainer.run.compose import load_config
-from trainer.runtime.environment import call
 
 EXIT_WELL, EXIT_FAILS = 0, 1
 
@@ -19,10 +18,9 @@ EXIT_WELL, EXIT_FAILS = 0, 1
 @as_command()
 def main(argv: list[str]) -> int:
     parser = Parser(
-        prog=call("doctor"),
+        "doctor",
         usage="%(prog)s [N] [key=value ...] [--python PYTHON] [--json]",
         description="Everything that can be known before a run is started: each line ok, warn or fail, with the fix.",
-        allow_abbrev=False,
     )
     add_words(parser)
     parser.add_argument("--json", action="store_true", help="the list as JSON, at the end")

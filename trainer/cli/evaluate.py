@@ -21,7 +21,6 @@ from trainer.checkpoint_tools.listing import require_dir, require_run
 from trainer.cli.arguments import Parser, as_command, at_least
 from trainer.config import ConfigError
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
-from trainer.runtime.environment import call
 from trainer.runtime.evaluations import PREFIX, read_evaluations, read_summaries
 from trainer.runtime.heartbeat import is_live
 
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
     about = "Score checkpoints by what they write, beside the training. Without --step: all that are there."
-    parser = Parser(prog=call("evaluate"), description=about)
+    parser = Parser("evaluate", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory, or one of its checkpoints")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step")

@@ -20,7 +20,7 @@ SHOWN = 60  # characters of a value
 @as_command()
 def main(argv: list[str]) -> int:
     about = "Make a recipe of another trainer's configuration, and say line by line what became of it."
-    parser = Parser(prog=call("import"), description=about, allow_abbrev=False)
+    parser = Parser("import", description=about)
     about = "a YAML file, or a script that launches verl, trl or llamafactory-cli with its settings as words"
     parser.add_argument("file", metavar="FILE", type=Path, help=about)
     about = "ranks it was started on, on all machines together: the batch of these trainers is that of one rank"

@@ -15,7 +15,6 @@ from trainer.metrics import METRICS
 from trainer.metrics.table import ALIASES
 from trainer.metrics.words import BETTER, EVERY, GROUPS, OVER_RANKS, PLACEHOLDERS, REDUCERS, Metric, split_reducer
 from trainer.report.vocabulary import FOREIGN, Foreign, lookup
-from trainer.runtime.environment import call
 
 INTRODUCTION = """\
 # Metrics
@@ -40,7 +39,7 @@ them through `Tracking` and for the report on their logs. `eval/` is read as `va
 
 @as_command()
 def main(argv: list[str]) -> int:
-    parser = Parser(prog=call("metrics"), description="What the metrics mean.", allow_abbrev=False)
+    parser = Parser("metrics")
     parser.add_argument("keys", nargs="*", metavar="KEY", help="a key as it is logged (default: all)")
     parser.add_argument("--write", type=Path, metavar="F", help="write the page of all metrics (Markdown) to this file")
     arguments = parser.parse_args(argv)

@@ -25,7 +25,6 @@ from trainer.planner.forecast import (
 )
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, find_card, local_card, predict
 from trainer.run.compose import load_config, with_words
-from trainer.runtime.environment import call
 
 if TYPE_CHECKING:
     from trainer.planner.disk import DiskPlan
@@ -76,10 +75,9 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> Namespace:
     """N and overrides as `words`, and the options. Raises `ConfigError`."""
     parser = Parser(
-        prog=call("plan"),
+        "plan",
         usage="%(prog)s [N] [key=value ...] [--memory-gib X] [--card NAME] [--price-per-gpu-hour X]",
         description="Predict memory, disk and time of a run, and name the smallest change that fits.",
-        allow_abbrev=False,
     )
     add_words(parser, ranks="ranks on all machines together")
     about = f"memory of one GPU in GiB (default: that of the local GPU, else {DEFAULT_GPU_GIB:.0f}); with "

@@ -9,7 +9,6 @@ from pathlib import Path
 from trainer.checkpoint_tools.listing import checkpoint_to_export
 from trainer.cli.arguments import Parser, as_command
 from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DONE, DataError
-from trainer.runtime.environment import call
 
 ENGINES = ("transformers", "vllm")
 
@@ -17,7 +16,7 @@ ENGINES = ("transformers", "vllm")
 @as_command({DataError: EXIT_BAD_DATA})
 def main(argv: list[str]) -> int:
     about = "Prove that an export serves the loss that its step was validated with: the tokens of the validation go to "
-    parser = Parser(prog=call("prove"), description=f"{about}the engine, val/loss must come out.")
+    parser = Parser("prove", description=f"{about}the engine, val/loss must come out.")
     help_text = "a global_step_<step>, or a run directory: its newest checkpoint"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=help_text)
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what serves it (default: %(default)s)")

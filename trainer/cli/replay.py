@@ -10,13 +10,12 @@ from pathlib import Path
 
 from trainer.cli.arguments import Parser, as_command, at_least
 from trainer.resume_proof.proof import in_work_directory, interruptible
-from trainer.runtime.environment import call
 
 
 @as_command(interrupted="interrupted: no verdict")
 def main(argv: list[str]) -> int:
     about = "Train steps of a run again, as they were and without some of their rows, and say what differs."
-    parser = Parser(prog=call("replay"), description=about)
+    parser = Parser("replay", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<project_name>/<experiment_name>")
     begins = "the steps after it; begins at the newest whole checkpoint until then, without one at the start of the run"
     parser.add_argument("--from", dest="step", metavar="STEP", type=at_least(0), required=True, help=begins)

@@ -21,7 +21,6 @@ from trainer.report.result import as_json
 from trainer.report.run_log import RunLog
 from trainer.report.sections import around
 from trainer.report.terminal import print_report, print_section
-from trainer.runtime.environment import call
 
 OURS = "fsdp-sft"
 
@@ -66,7 +65,7 @@ def _may_grow(log: RunLog) -> bool:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog=call("report"), description="What happened in training runs, from their logs.")
+    parser = Parser("report", description="What happened in training runs, from their logs.")
     where = "a run directory or a log file, ours or another framework's"
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help=where)
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")

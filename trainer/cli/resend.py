@@ -9,7 +9,6 @@ from pathlib import Path
 
 from trainer.cli.arguments import Parser, as_command, told_as
 from trainer.errors import EXIT_DONE, CannotWriteError
-from trainer.runtime.environment import call
 from trainer.tracking.resend import TARGETS, resend
 
 
@@ -21,7 +20,7 @@ def set_up(argv: list[str]) -> None:
 @as_command()
 def main(argv: list[str]) -> int:
     about = "Make one clean tracker run from metrics.jsonl, each step once, whatever kills and rollbacks there were."
-    parser = Parser(prog=call("resend"), description=about)
+    parser = Parser("resend", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--to", choices=TARGETS, required=True, help="the tracker; wandb obeys WANDB_MODE")
     where = "a new directory for its files (default: RUN_DIR/resent/TRACKER)"

@@ -17,7 +17,6 @@ from trainer.cli.arguments import Parser, as_command
 from trainer.cli.report_options import CODES
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
-from trainer.runtime.environment import call
 from trainer.watch.screen import NUM_ROWS, RunStatus, lines
 
 REFRESH_S = 3.0
@@ -25,7 +24,7 @@ REFRESH_S = 3.0
 
 @as_command(CODES)
 def main(argv: list[str]) -> int:
-    parser = Parser(prog=call("watch"), description="How a run stands, while it trains or after it.")
+    parser = Parser("watch")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--once", action="store_true", help="print once, also on a terminal")
     parser.add_argument("--rows", action="store_true", help=f"also print the last {NUM_ROWS} rows")

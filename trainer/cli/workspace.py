@@ -8,14 +8,13 @@ import sys
 
 from trainer.cli.arguments import Parser, as_command, told_as
 from trainer.errors import EXIT_DONE
-from trainer.runtime.environment import call
 from trainer.tracking.wandb_workspace import make_workspace
 
 
 @as_command()
 def main(argv: list[str]) -> int:
     about = "Make a W&B workspace: loss, gradient, validation, speed, memory, evaluation, each in a section."
-    parser = Parser(prog=call("workspace"), description=about)
+    parser = Parser("workspace", description=about)
     parser.add_argument("project", metavar="PROJECT", help="as trainer.project_name, or WANDB_PROJECT of the runs")
     whose = "the user or team (default: WANDB_ENTITY, else that of the login)"
     parser.add_argument("--entity", metavar="NAME", default=os.environ.get("WANDB_ENTITY"), help=whose)

@@ -34,7 +34,7 @@ from trainer.runtime.evaluations import (
 )
 from trainer.runtime.json_lines import AppendFile, strict
 from trainer.runtime.processes import run_in
-from trainer.serving.engines import PEFT_CONFIG, VLLM, adapter_of, require_module
+from trainer.serving.engines import PEFT_CONFIG, VLLM, adapter_of, require_module, vllm_rank
 from trainer.serving.generation import BATCH, Engine, Sampling
 from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
 
@@ -57,10 +57,11 @@ def run_tasks(
 ) -> list[Result]:
     """Every result; `words` are more options of lm_eval. Raises `ConfigError` where it fails or measures nothing."""
     require_module("lm_eval", python, INSTALL)
-    model, adapter, _ = adapter_of(export)
+    model, adapter, rank = adapter_of(export)
     arguments = [f"pretrained={model}", "dtype=auto"]
     if adapter is not None:
-        arguments.append(f"{'lora_local_path' if engine == VLLM else 'peft'}={adapter}")
+        in_vllm = [f"lora_local_path={adapter}", f"max_lora_rank={vllm_rank(rank)}"]
+        arguments += in_vllm if engine == VLLM else [f"peft={adapter}"]
         if (adapter / "tokenizer_config.json").exists():
             arguments.append(f"tokenizer={adapter}")
     with tempfile.TemporaryDirectory(prefix="sft-harness-") as work:

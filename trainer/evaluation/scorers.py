@@ -19,7 +19,7 @@ from trainer.evaluation.sandbox import SandboxLimits, require_sandbox, run_tests
 from trainer.run.inputs import prepare_data_alone
 from trainer.runtime.evaluations import EXEC
 from trainer.serving.generation import Turns
-from trainer.tracking.run_info import FILE_NAME, read_run_file
+from trainer.tracking.run_info import read_config
 
 MESSAGES, PROMPT, ANSWER = "messages", "prompt", "answer"
 
@@ -47,10 +47,7 @@ def read_questions(path: Path, *, answer_key: str) -> list[Question]:
 
 def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
     """The rows that the run keeps for validation. Raises `ConfigError` where it keeps none."""
-    tree = read_run_file(run_dir / FILE_NAME).get("config")
-    if not isinstance(tree, dict):
-        raise ConfigError(f"'{run_dir / FILE_NAME}' does not hold the configuration of the run: name --prompts FILE")
-    validation = prepare_data_alone(parse_config(tree)).validation
+    validation = prepare_data_alone(parse_config(read_config(run_dir))).validation
     if validation is None:
         raise ConfigError("the run keeps no rows for validation: name --prompts FILE")
     places = dict.fromkeys(validation.location(index) for index in range(len(validation)))

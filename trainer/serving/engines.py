@@ -19,6 +19,8 @@ from trainer.weights import whole_model
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 PEFT_CONFIG = "adapter_config.json"
+VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as `max_lora_rank`."""
 NUM_LINES = 12  # of an engine's last words
 
 
@@ -54,6 +56,17 @@ def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
             f"'{export}' is an adapter for '{base}', which is no directory here: put the base model there"
         )
     return base, export, int(settings["r"])
+
+
+def vllm_rank(rank: int) -> int:
+    """The `max_lora_rank` for an adapter. Raises `ConfigError` for one that vLLM does not take."""
+    for limit in VLLM_RANKS:
+        if rank <= limit:
+            return limit
+    raise ConfigError(
+        f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, this one has {rank}: use --engine transformers, or "
+        f"merge it with bash run_sft.sh checkpoint export CHECKPOINT DIRECTORY"
+    )
 
 
 def in_transformers(
@@ -96,7 +109,7 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
     model, adapter, rank = adapter_of(export)
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
         job_file, answer_file = Path(work, "job.json"), Path(work, "answer.json")
-        about = {"model": str(model), "adapter": None if adapter is None else str(adapter), "rank": rank}
+        about = {"model": str(model), "adapter": adapter and str(adapter), "max_lora_rank": vllm_rank(rank)}
         job_file.write_text(json.dumps({**about, **asked, "answer": str(answer_file)}))
         ended = run_in(python, str(vllm_engine.__file__), str(job_file))
         if ended.returncode != 0:

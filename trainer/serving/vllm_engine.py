@@ -1,7 +1,7 @@
 """Run by an interpreter that has vLLM: `python vllm_engine.py JOB` (floor 2, imports nothing of this package).
 
-JOB is a JSON file of {"model", "adapter", "rank", "ids": [[...], ...], "answer"} and what is wanted. With "masks"
-[[...], ...] `answer` gets {"sums": log-probability of the supervised tokens of each sample, "version"}; with
+JOB is a JSON file of {"model", "adapter", "max_lora_rank", "ids": [[...], ...], "answer"} and what is wanted. With
+"masks" [[...], ...] `answer` gets {"sums": log-probability of the supervised tokens of each sample, "version"}; with
 "sampling" {"max_new_tokens", "temperature", "seed", "stop_ids"} {"ids": tokens generated behind each, "version"}.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an engine of its own process imports vLLM again
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-LARGEST_DEFAULT_RANK = 16
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     request = None
     if job["adapter"]:
         request = LoRARequest("trained", 1, job["adapter"])
-        settings |= {"enable_lora": True, "max_lora_rank": max(LARGEST_DEFAULT_RANK, job["rank"])}
+        settings |= {"enable_lora": True, "max_lora_rank": job["max_lora_rank"]}
     llm = vllm.LLM(job["model"], **settings)
     if wanted:
         parameters = vllm.SamplingParams(

@@ -1,0 +1,47 @@
+"""Every command: what it does, and words to call it with (floor 5, no torch)."""
+
+from trainer.runtime.environment import call
+
+TRAIN = "train"
+GROUPS = {
+    "before a run": {
+        "import": ("a recipe from verl's, TRL's, axolotl's or LLaMA-Factory's file", "theirs.yaml 8 -o mine.yaml"),
+        "doctor": ("machine, disk, data, model and resume, each line with its fix", "8 experiment=mine"),
+        "plan": ("what a run needs and takes, and which override makes it fit", "8 experiment=mine"),
+        "data": ("what is trained: samples with masks, statistics, a comparison", "preview experiment=mine"),
+    },
+    "a machine": {
+        "accept": ("a verdict for each line: kernels, ranks, resume, memory, speed", "8 experiment=mine"),
+    },
+    "a run": {
+        TRAIN: ("train, or go on where a run ended", "8 experiment=mine optim.lr=1e-5"),
+        "watch": ("how a run stands, while it trains or after it", "checkpoints/mine/first"),
+        "report": ("what happened in runs, from their logs; --html writes the page", "checkpoints/mine/first"),
+        "diagnose": ("the report as JSON, its verdict as exit code", "checkpoints/mine/first"),
+        "compare": ("runs side by side", "checkpoints/mine/first checkpoints/mine/second"),
+        "metrics": ("what the metrics mean", "train/loss"),
+        "resend": ("one clean tracker run from a run directory", "checkpoints/mine/first --to wandb"),
+        "workspace": ("panels in W&B for a project, in sections by what they show", "mine --entity team"),
+        "replay": (
+            "steps trained again without some of their rows: what changes",
+            "checkpoints/mine/first --from 100 --steps 20 --without train.jsonl:7",
+        ),
+    },
+    "checkpoints": {
+        "checkpoint": ("list, prove, delete and export them; verify-resume proves a recipe", "ls checkpoints"),
+        "prove": ("whether an export serves the loss its step was validated with", "checkpoints/mine/first"),
+        "evaluate": ("score what they write: text, numbers, programs", "checkpoints/mine/first --score exec --watch"),
+    },
+}
+"""By group and name: what a command does, and words to call it with."""
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+
+
+def listing() -> str:
+    """Every command, with an example."""
+    lines = []
+    for group, commands in GROUPS.items():
+        lines.append(f"{group}:")
+        for name, (about, example) in commands.items():
+            lines += [f"  {name:10}  {about}", f"  {'':10}    {call(f'{name} {example}')}"]
+    return "\n".join(lines)
