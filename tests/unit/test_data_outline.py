@@ -116,6 +116,13 @@ def test_blank_texts_and_further_keys_are_left_to_jinja() -> None:
         assert chat.render([{"role": "user", "content": content, **more}], None)[0] == f"user{end}"
 
 
+@pytest.mark.parametrize(
+    "source", ["{% later %}x", "{% generation %}x", "{{ messages[0] ", "{% call f() %}x{% endcall %}"]
+)
+def test_what_another_transformers_may_know_is_left_to_it(source: str) -> None:
+    assert not is_blind(source)
+
+
 def test_an_outline_is_checked_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the conversations 1, 2, 4, 8 and so on that it is filled with; what differs ends the preparation."""
     chat, render, seen = ChatTemplate(fixtures.CHATML, TOKENIZER, {}), ChatTemplate._rendered, []

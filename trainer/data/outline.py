@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from markupsafe import soft_str
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from trainer.data.conversation import Message
 from trainer.data.rows import UnusableError
@@ -26,7 +27,7 @@ MARK = "\U0010ffff"  # it will never be a character
 PLACE = re.compile(f"{MARK}([0-9]+){MARK}")
 NODES: tuple[type[nodes.Node], ...] = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Break, nodes.Continue, nodes.Assign),
-    *(nodes.NSRef, nodes.CallBlock, nodes.ExtensionAttribute, nodes.Const, nodes.Getattr, nodes.Slice, nodes.Keyword),
+    *(nodes.NSRef, nodes.Const, nodes.Getattr, nodes.Slice, nodes.Keyword),
     *(nodes.Add, nodes.Sub, nodes.Neg, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.CondExpr),
     *(nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair),
 )
@@ -37,9 +38,25 @@ TRIMS, QUESTIONS = ("strip", "lstrip", "rstrip"), ("startswith", "endswith")
 METHODS = (*TRIMS, *QUESTIONS, "split", "get", "items")
 
 
+class _GenerationTags(Extension):
+    """`{% generation %} … {% endgeneration %}`, of which only what stands between is looked at."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+SYNTAX = Environment(extensions=[_GenerationTags, "jinja2.ext.loopcontrols"])
+
+
 def is_blind(source: str) -> bool:
     """Whether a template has only what a stand-in can tell apart from looking into the text it stands for."""
-    tree = _compile_jinja_template(source).environment.parse(source)
+    try:
+        tree = SYNTAX.parse(source)
+    except TemplateSyntaxError:  # broken, or of more than was known here
+        return False
     probe: Any = _Text("")  # which markupsafe's C code once made a text of
     return MARK not in source and soft_str(probe) is probe and all(map(_is_blind, tree.find_all(nodes.Node)))
 
@@ -56,8 +73,6 @@ def _is_blind(node: nodes.Node) -> bool:
             return name in FUNCTIONS
         case nodes.Call(node=nodes.Getattr(attr=name)):
             return name in METHODS
-        case nodes.Call(node=called):
-            return isinstance(called, nodes.ExtensionAttribute)  # of the generation tags
         case (
             nodes.Getitem(arg=nodes.BinExpr(right=nodes.Const(value=value))) | nodes.Mod(right=nodes.Const(value=value))
         ):
