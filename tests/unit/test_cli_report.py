@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,6 +103,32 @@ def test_the_page_of_a_running_training_follows_it_to_its_end(
     assert call(report, "sft", "--html", page, "--every", "30s")[0] == 0
     assert waited == [30, 30] and all('http-equiv="refresh" content="30"' in text for text in pages)
     assert "refresh" not in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("is_full_to_the_end", [False, True])
+def test_a_full_disk_leaves_the_page_there_and_does_not_end_the_command(
+    call: Call, analysis: Analysis, monkeypatch: Patch, tmp_path: Path, is_full_to_the_end: bool
+) -> None:
+    """A limit of this process on the size of files stands for the disk: both end a write in its middle."""
+    page, pages = tmp_path / "a.html", []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def sleep(seconds: float) -> None:
+        pages.append(page.read_text(encoding="utf-8"))
+        assert os.listdir(tmp_path) == ["a.html"]
+        analysis.is_running = len(pages) < 3
+        is_full = len(pages) < 3 or is_full_to_the_end
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if is_full else limits[0], limits[1]))
+
+    analysis.is_running = True
+    monkeypatch.setattr("trainer.cli.report.time.sleep", sleep)
+    try:
+        code, _, err = call(report, "sft", "--html", page, "--every", "30s")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(pages) == 3 and set(pages) == {pages[0]} and "</html>" in pages[0]
+    assert err.count("WARNING: cannot write") == 1 and "the old one stays" in err
+    assert (code, "refresh" in page.read_text(encoding="utf-8")) == ((73, True) if is_full_to_the_end else (0, False))
 
 
 def test_report_judges_by_the_limits_profile_and_results_it_is_given(

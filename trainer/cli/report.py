@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,9 +16,9 @@ from rich.console import Console
 from trainer.cli.arguments import Parser, as_command, write_file
 from trainer.cli.report_options import CODES, add_options, load, load_log
 from trainer.config import ConfigError
-from trainer.errors import EXIT_DONE
+from trainer.errors import EXIT_DONE, CannotWriteError
 from trainer.report.page import as_page
-from trainer.report.result import as_json
+from trainer.report.result import Report, as_json
 from trainer.report.run_log import RunLog
 from trainer.report.sections import around
 from trainer.report.terminal import print_report, print_section
@@ -36,27 +37,41 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     if arguments.every and not arguments.html:
         raise ConfigError("--every says how often the page is written anew: add --html FILE")
-    while _report(arguments):
-        time.sleep(arguments.every)
+    _follow(arguments)
     return EXIT_DONE
 
 
-def _report(arguments: argparse.Namespace) -> bool:
-    """Whether to do it again: it was asked for, and a log may have grown by then."""
-    console = Console()
-    runs = [load(path, arguments) for path in arguments.paths]
-    refresh_s = arguments.every if any(map(_may_grow, (log for _, log in runs))) else 0
-    if refresh_s:
-        console.clear()
-    for report, _ in runs:
-        print_report(console, report)
-        console.print()
+def _follow(arguments: argparse.Namespace) -> None:
+    """Once, or until no log grows any more. While a page cannot be written the old one stays, which is said once."""
+    console, has_written, has_warned = Console(), False, False
+    while True:
+        runs = [load(path, arguments) for path in arguments.paths]
+        refresh_s = arguments.every if any(map(_may_grow, (log for _, log in runs))) else 0
+        if refresh_s:
+            console.clear()
+        for report, _ in runs:
+            print_report(console, report)
+            console.print()
+        try:
+            _write(arguments, runs, refresh_s)
+            has_written, has_warned = True, False
+        except CannotWriteError as error:
+            if not refresh_s or not has_written:
+                raise
+            if not has_warned:
+                print(f"WARNING: {error}, or make room: the old one stays, and it is tried again", file=sys.stderr)
+            has_warned = True
+        if not refresh_s:
+            return
+        time.sleep(refresh_s)
+
+
+def _write(arguments: argparse.Namespace, runs: Sequence[tuple[Report, RunLog]], refresh_s: int) -> None:
     if arguments.html:
         write_file(arguments.html, as_page(runs, refresh_s=refresh_s))
     if arguments.json:
         trees = [as_json(report) for report, _ in runs]
         write_file(arguments.json, json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False) + "\n")
-    return bool(refresh_s)
 
 
 def _may_grow(log: RunLog) -> bool:

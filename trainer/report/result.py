@@ -1,4 +1,4 @@
-"""The result of an analysis: what text, page and JSON show alike; docs/report.schema.json says what each field means."""
+"""The result of an analysis: what text, page and JSON show; docs/report.schema.json says what its fields mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,9 +108,8 @@ class Generalisation:
     @property
     def checkpoint(self) -> dict[str, object] | None:
         """The best to use; None where no step is recommended."""
-        told = {"step": self.recommended_step, "path": self.recommended_path}
-        told |= {"reason": self.reason, "expected_gain": self.expected_gain}
-        return told if self.recommended_step is not None else None
+        told = (self.recommended_step, self.recommended_path, self.reason, self.expected_gain)
+        return None if told[0] is None else dict(zip(("step", "path", "reason", "expected_gain"), told, strict=True))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -13,14 +13,19 @@ def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Replace `path` by `text`: a reader sees the old or the new content, never a part.
 
     Durable, the same holds for the machine after a power loss. A file has one writer: what a kill leaves in
-    `<path>.tmp` the next write takes. Raises `OSError`.
+    `<path>.tmp` the next write takes; one that fails leaves nothing. Raises `OSError`.
     """
     partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        if is_durable:
-            os.fsync(file.fileno())
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
     os.replace(partial, path)
     if is_durable:
         sync(path.parent)
