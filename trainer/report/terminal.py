@@ -19,27 +19,19 @@ MATTERS = (
 )
 """Sections besides the three main findings, by what they tell; page and JSON have all of all of them."""
 REST = "The rest: --html FILE, or --json FILE."
-STYLES = {
-    "FAIL": "bold red",
-    "ATTENTION": "bold yellow",
-    "OK": "bold green",
-    "INSUFFICIENT": "bold",
-    "fail": "bold red",
-    "warn": "bold yellow",
-    "note": "bold cyan",
-    "info": "bold",
-}
+STYLES = {"fail": "bold red", "warn": "bold yellow", "note": "bold cyan", "info": "bold"}
+STYLES |= {"FAIL": "bold red", "ATTENTION": "bold yellow", "OK": "bold green", "INSUFFICIENT": "bold"}
 
 
 def print_report(console: Console, report: Report) -> None:
     """At most `MAX_LINES`, unless the three main findings alone take more."""
     by_id = {section.id: section for section in sections(report)}
-    first = Group(*_head(report), *(line for finding in by_id["top"].findings for line in _main(finding)), "")
+    first = Group(*_head(report), *(line for finding in report.top for line in _main(finding)), "")
     room = MAX_LINES - 1 - _height(console, first)
     chosen: dict[str, RenderableType] = {}
     for section in (by_id[id_] for id_ in MATTERS if not by_id[id_].is_empty):
-        fitting = (form for form in _forms(section) if _height(console, form) <= room)
-        if (form := next(fitting, None)) is not None:
+        form = next((form for form in _forms(section) if _height(console, form) <= room), None)
+        if form is not None:
             chosen[section.id] = form
             room -= _height(console, form)
     _print(console, first, *(chosen[id_] for id_ in by_id if id_ in chosen), Text(REST, style="dim"))
@@ -47,7 +39,9 @@ def print_report(console: Console, report: Report) -> None:
 
 def print_section(console: Console, section: Section) -> None:
     """One section whole, with all its rows and columns."""
-    _print(console, _text(f"\n{section.title}", "bold"), *_body(section))
+    lead = [_text(section.lead)] if section.lead else []
+    table = [_table(section.table, section.table.rows)] if section.table else []
+    _print(console, _text(f"\n{section.title}", "bold"), *lead, *table, *_notes(section))
 
 
 def _print(console: Console, *parts: RenderableType) -> None:
@@ -88,32 +82,22 @@ def _line(finding: Finding) -> RenderableType:
 
 def _forms(section: Section) -> Iterator[RenderableType]:
     """What a screen may show of a section, the fullest first."""
-    title = _text(section.title, "bold")
-    head = Text.assemble(title, ": ", _text(section.lead)) if section.lead else title
+    head = Text.assemble(_text(section.title, "bold"), ": " if section.lead else "", _text(section.lead))
     for num_findings in range(min(MAX_OTHERS, len(section.findings)), 0, -1):
         left = len(section.findings) - num_findings
         more = [Text(f"… {left} more", style="dim")] if left else []
         yield Group(head, *map(_line, section.findings[:num_findings]), *more)
-    if section.table is not None and section.table.main:
-        main, few = section.table.main, section.table.main[:FEW]
-        yield Group(head, _table(section.table, main, section.table.details), *_notes(section))
-        yield from (Group(head, _table(section.table, rows, section.table.details)) for rows in (main, few))
+    if (table := section.table) is not None and table.main:
+        main, few = (_table(table, rows, table.details) for rows in (table.main, table.main[:FEW]))
+        yield from (Group(head, main, *_notes(section)), Group(head, main), Group(head, few))
     yield head
-
-
-def _body(section: Section) -> Iterator[RenderableType]:
-    if section.lead:
-        yield _text(section.lead)
-    if section.table is not None:
-        yield _table(section.table, section.table.rows, frozenset())
-    yield from _notes(section)
 
 
 def _notes(section: Section) -> Iterator[RenderableType]:
     return (Padding(_text(note), (0, 0, 0, 2)) for note in section.notes)
 
 
-def _table(table: Table, rows: tuple[tuple[str, ...], ...], left_out: frozenset[str]) -> RichTable:
+def _table(table: Table, rows: tuple[tuple[str, ...], ...], left_out: frozenset[str] = frozenset()) -> RichTable:
     """Words and headings wrap where they must, numbers never."""
     shown = [index for index, name in enumerate(table.header) if name not in left_out]
     rich = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
