@@ -60,40 +60,44 @@ class Section:
 
 def sections(report: Report) -> tuple[Section, ...]:
     """Those of `sections.yaml`; the ones that have nothing to say may still have plots."""
-    return tuple(_section(spec, vars(report)) for spec in _specs())
+    return tuple(build(spec, vars(report)) for spec in specs()["report"])
 
 
 @cache
-def _specs() -> list[Mapping[str, Any]]:
-    text = files("trainer.report").joinpath("sections.yaml").read_text(encoding="utf-8")
-    return list(yaml.safe_load(text))
+def specs() -> Mapping[str, Any]:
+    """What `sections.yaml` says."""
+    content: Mapping[str, Any] = yaml.safe_load(files("trainer.report").joinpath("sections.yaml").read_text("utf-8"))
+    return content
 
 
-def _section(spec: Mapping[str, Any], known: Mapping[str, Any]) -> Section:
+def build(spec: Mapping[str, Any], known: Mapping[str, Any]) -> Section:
+    """One section as `spec` describes it, of what is known by name."""
+    id_, title = (_text(spec[name], known) for name in ("id", "title"))
     part = known[spec["of"]] if "of" in spec else ()
     if "of" in spec and not part:
-        return Section(spec["id"], spec["title"])
+        return Section(id_, title)
     known = {**known, **_fields(part)}
-    findings = tuple(_value(spec.get("findings", "()"), known))
+    findings = tuple(evaluate(spec.get("findings", "()"), known))
     notes = filter(None, map(str.strip, _text(spec.get("notes", ""), known).splitlines()))
     table = _table(spec, known, part) if "columns" in spec else None
-    return Section(spec["id"], spec["title"], _text(spec.get("lead", ""), known), table, tuple(notes), findings)
+    return Section(id_, title, _text(spec.get("lead", ""), known), table, tuple(notes), findings)
 
 
 def _table(spec: Mapping[str, Any], known: Mapping[str, Any], part: Any) -> Table | None:
-    items = list(_value(spec["rows"], known)) if "rows" in spec else part
-    names = [str(name) for name in _value(spec.get("beside", "()"), known)]
+    items = list(evaluate(spec["rows"], known)) if "rows" in spec else part
+    names = tuple(evaluate(spec.get("beside", "()"), known))
+    columns = f"({', '.join(spec['columns'].values())},)"
 
     def cells(item: Any) -> Row:
         inner = {**known, **_fields(item), "row": item}
-        further = (_value(spec["cell"], {**inner, "name": name}) for name in names)
-        return tuple(map(shown, (*_value(f"({', '.join(spec['columns'].values())},)", inner), *further)))
+        further = (evaluate(spec["cell"], {**inner, "name": name}) for name in names)
+        return tuple(map(shown, (*evaluate(columns, inner), *further)))
 
     rows = tuple(map(cells, items))
-    main = tuple(map(cells, _value(spec.get("main", "()"), {**known, "rows": items})))
-    header = (*(_text(name, known) for name in spec["columns"]), *names)
+    main = tuple(map(cells, evaluate(spec.get("main", "()"), {**known, "rows": items})))
     words, details = (frozenset(spec.get(kind, ())) for kind in ("words", "details"))
-    return Table(header, rows, words, details, main) if rows else None
+    header = (*(_text(name, known) for name in spec["columns"]), *names)
+    return Table(header, rows, words.union(names if "beside" in words else ()), details, main) if rows else None
 
 
 def _fields(part: Any) -> Mapping[str, Any]:
@@ -124,7 +128,8 @@ def _compiled(source: str) -> Callable[..., Any]:
     return templates().compile_expression(source, undefined_to_none=False)
 
 
-def _value(expression: str, known: Mapping[str, Any]) -> Any:
+def evaluate(expression: str, known: Mapping[str, Any]) -> Any:
+    """What an expression of the table gives, of what is known by name."""
     return _compiled(expression)(known)
 
 
