@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
 def _run(config: Config) -> int:
     from trainer.runtime import log, signals
     from trainer.runtime.environment import (
+        call,
         grow_cuda_segments,
         let_waiting_threads_sleep,
         rank_and_size,
@@ -57,7 +58,7 @@ def _run(config: Config) -> int:
     try:
         if config.trainer.checkpoint.mirror is not None and not signals.has_launcher():
             raise ConfigError(
-                "trainer.checkpoint.mirror is kept by the launcher: start with `bash run_sft.sh 1 …`, or set it to null"
+                f"trainer.checkpoint.mirror is kept by the launcher: start with {call('train 1 …')}, or set it to null"
             )
         with uncollected():
             from trainer.run.main import run

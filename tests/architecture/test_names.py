@@ -1,4 +1,4 @@
-"""A name means one thing: no two public classes of the tree are called alike."""
+"""A name means one thing: no two public classes are called alike, a message names a command as it is called here."""
 
 import ast
 from collections import defaultdict
@@ -28,3 +28,26 @@ def test_a_doubled_class_name_is_caught() -> None:
         "c.py": "class _Own: ...",
     }
     assert doubled_classes(sources) == ["Run: a.py, b.py"]
+
+
+SCRIPT = "run_sft.sh"
+PAGES = {"trainer/cli/metrics.py"}
+"""Write pages of the checkout."""
+
+
+def lines_with_the_script(source: str) -> list[int]:
+    """Of texts that are no docstring: an installed package has no script."""
+    tree = ast.parse(source)
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and SCRIPT in str(node.value) and id(node) not in texts
+    ]
+
+
+def test_messages_name_commands_by_call() -> None:
+    own = "trainer/runtime/environment.py"  # has `call`, by which the others say it
+    found = {path: lines_with_the_script(source) for path, source in python_files("trainer").items()}
+    assert {path: lines for path, lines in found.items() if lines and path not in PAGES} == {own: found[own]}
+    assert lines_with_the_script('"""run_sft.sh"""\nprint(f"bash run_sft.sh {1}")') == [2]

@@ -202,7 +202,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: Forecast) ->
         return with_words(BASE, words)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "load_config", composed)
+    monkeypatch.setattr("trainer.run.compose.load_config", composed)
     monkeypatch.setattr(forecast, "forecaster", forecaster)
     return Scene(monkeypatch)
 

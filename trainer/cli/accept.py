@@ -6,17 +6,14 @@ Exit codes: 0 nothing failed, 1 a line failed, 2 wrong usage, 73 cannot write, 1
 import json
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 
 from trainer.acceptance.accept import accept, shareable, summary
 from trainer.acceptance.lines import FAIL, LINES
-from trainer.cli.arguments import Parser, add_words, as_command, write_file
+from trainer.cli.arguments import Parser, add_words, as_command, read_words, write_file
 from trainer.cli.verify_resume import trial_of
 from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.launch.ranks import parse_arguments
-from trainer.resume_proof.proof import Trial, interruptible
-from trainer.run.compose import load_config
+from trainer.resume_proof.proof import interruptible
 from trainer.runtime.environment import call
 
 NUM_STEPS = 8
@@ -24,8 +21,10 @@ NUM_STEPS = 8
 
 @as_command(interrupted="interrupted: no verdict")
 def main(argv: list[str]) -> int:
-    options = _parser().parse_intermixed_args(argv)
-    trial, started = _trial(options), time.monotonic()
+    parser = _parser()
+    options = parser.parse_intermixed_args(argv)
+    device = [f"trainer.device={options.device}"] if options.device else []
+    trial, started = trial_of(*read_words(parser, [*options.words, *device]), steps=NUM_STEPS), time.monotonic()
     with interruptible():
         found = accept(trial, only=options.only, keep=options.keep)
     wall_s = time.monotonic() - started
@@ -49,13 +48,6 @@ def _parser() -> Parser:
     about = "runs and logs go into this new directory and stay (default: among the temporary files, removed)"
     parser.add_argument("--keep", metavar="DIR", type=Path, help=about)
     return parser
-
-
-def _trial(options: Namespace) -> Trial:
-    """Raises `ConfigError` for what the user got wrong, before anything starts."""
-    device = [f"trainer.device={options.device}"] if options.device else []
-    asked = parse_arguments([*options.words, *device])
-    return trial_of(asked, load_config(asked.overrides), steps=NUM_STEPS)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.cli.commands import COMMANDS
 from trainer.config import ConfigError
 from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_USAGE, CannotWriteError
 from trainer.runtime.environment import call
 from trainer.runtime.files import atomic_write
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.launch.ranks import Arguments
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -59,6 +63,21 @@ def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
     """What a run is started with, as `words` for `parse_arguments`. `ranks`: what N counts."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
     parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
+
+
+def read_words(parser: Parser, words: list[str]) -> tuple["Arguments", "Config"]:
+    """What `add_words` collected. Raises `ConfigError`, with this command's usage where it would be that of `train`."""
+    from trainer.launch.ranks import parse_arguments
+    from trainer.run.compose import load_config
+
+    try:
+        asked = parse_arguments(words)
+        return asked, load_config(asked.overrides)
+    except ConfigError as error:
+        message, *usage_of_train = str(error).split("\nusage: ")
+        if usage_of_train:
+            parser.error(message)
+        raise
 
 
 class LibraryError(Exception):

@@ -7,17 +7,15 @@ those of a run: 0 done, 2 wrong usage or configuration, 65 bad data, 73 cannot w
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, as_command, write_file
+from trainer.cli.arguments import Parser, as_command, read_words, write_file
 from trainer.config import Config, ConfigError
 from trainer.data_tools.frameworks import FRAMEWORKS
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
-from trainer.run.compose import load_config, with_recipe
 from trainer.runtime.environment import call
 
 EXIT_DIFFERENT = 1
@@ -41,7 +39,10 @@ def _with_overrides(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace
     """The options, and the configuration that the rest of the words makes."""
     parser.add_argument("words", nargs="*", metavar="key=value", help="the overrides of the run")
     arguments = parser.parse_intermixed_args(argv)
-    return arguments, load_config(with_recipe(arguments.words, os.environ))
+    asked, config = read_words(parser, arguments.words)
+    if asked.num_ranks is not None:
+        parser.error(f"what is trained does not depend on the number of ranks: leave out {asked.num_ranks}")
+    return arguments, config
 
 
 def _preview(parser: Parser, argv: list[str]) -> int:

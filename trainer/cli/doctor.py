@@ -7,10 +7,8 @@ import json
 import sys
 from dataclasses import asdict, replace
 
-from trainer.cli.arguments import Parser, add_words, as_command
+from trainer.cli.arguments import Parser, add_words, as_command, read_words
 from trainer.doctor.recipe import examine, launch_of
-from trainer.launch.ranks import parse_arguments
-from trainer.run.compose import load_config
 
 EXIT_WELL, EXIT_FAILS = 0, 1
 
@@ -27,9 +25,9 @@ def main(argv: list[str]) -> int:
     about = "an interpreter with vLLM, whose list of architectures is read (default: this one)"
     parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
     options = parser.parse_intermixed_args(argv)
-    asked = parse_arguments(options.words)
+    asked, config = read_words(parser, options.words)
     said, waiting = [], []
-    launch = replace(launch_of(load_config(asked.overrides), asked.num_ranks), vllm_python=options.python)
+    launch = replace(launch_of(config, asked.num_ranks), vllm_python=options.python)
     for name, found in examine(launch):
         if found is None:
             waiting.append(name)

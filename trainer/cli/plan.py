@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.retention import KEEP_LESS, SPARE, readable
-from trainer.cli.arguments import Parser, add_words, as_command
+from trainer.cli.arguments import Parser, add_words, as_command, read_words
 from trainer.config import MAX_TOKENS, QUICKSTART, Config, ConfigError
-from trainer.launch.ranks import choose_num_ranks, count_gpus, parse_arguments
+from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus
 from trainer.model.source import find_architecture
 from trainer.planner.forecast import (
     DEFAULT_GPU_GIB,
@@ -24,7 +24,7 @@ from trainer.planner.forecast import (
     smallest_change,
 )
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, find_card, local_card, predict
-from trainer.run.compose import load_config, with_words
+from trainer.run.compose import with_words
 
 if TYPE_CHECKING:
     from trainer.planner.disk import DiskPlan
@@ -36,9 +36,7 @@ NAME_WIDTH = 44
 
 @as_command()
 def main(argv: list[str]) -> int:
-    options = _parse(argv)
-    asked = parse_arguments(options.words)
-    config = load_config(asked.overrides)
+    options, asked, config = _parse(argv)
     if config.model.partial_pretrain != QUICKSTART:
         find_architecture(config.model.partial_pretrain)
     num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
@@ -72,8 +70,8 @@ def main(argv: list[str]) -> int:
     return EXIT_DOES_NOT_FIT
 
 
-def _parse(argv: list[str]) -> Namespace:
-    """N and overrides as `words`, and the options. Raises `ConfigError`."""
+def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:
+    """The options, what is to be started, its configuration. Raises `ConfigError`."""
     parser = Parser(
         "plan",
         usage="%(prog)s [N] [key=value ...] [--memory-gib X] [--card NAME] [--price-per-gpu-hour X]",
@@ -93,7 +91,7 @@ def _parse(argv: list[str]) -> Namespace:
     for name in ("memory_gib", "price_per_gpu_hour"):
         if (value := getattr(known, name)) is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {value}")
-    return known
+    return known, *read_words(parser, known.words)
 
 
 def table(forecast: Forecast, config: Config) -> Iterator[str]:

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.arguments import Parser, add_words, as_command, at_least
+from trainer.cli.arguments import Parser, add_words, as_command, at_least, read_words
 from trainer.config import Config, ConfigError
-from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus, node_layout, parse_arguments
+from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus, node_layout
 from trainer.resume_proof.proof import MIN_STEPS, Trial, interruptible, verify
-from trainer.run.compose import load_config
 from trainer.runtime.environment import call
 
 
@@ -39,14 +38,7 @@ def parse_trial(argv: Sequence[str]) -> Trial:
     """Raises `ConfigError` for what the user got wrong, before anything starts."""
     parser = _parser()
     arguments = parser.parse_intermixed_args(argv)
-    try:
-        asked = parse_arguments(arguments.words)
-        config = load_config(asked.overrides)
-    except ConfigError as error:
-        message, *usage_of_others = str(error).split("\nusage: ")
-        if not usage_of_others:
-            raise
-        parser.error(message)
+    asked, config = read_words(parser, arguments.words)
     if any(word.lstrip("+").startswith("trainer.total_training_steps=") for word in asked.overrides):
         raise ConfigError("trainer.total_training_steps is set by this command: give --steps K instead")
     if (mode := config.trainer.resume_mode) != "auto":

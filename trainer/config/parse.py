@@ -143,7 +143,7 @@ def _unknown_key(dotted: str, value: str | None, *, known: Sequence[str] = ()) -
         return ConfigError(f"unknown configuration key '{named}' (of {foreign.origin}); here: {instead}")
     nearest = _nearest_key(dotted, [*known_keys(), *known])
     names = ", ".join(name.rpartition(".")[2] for name in known)
-    listed = f"an entry has {names}" if "[" in dotted else "bash run_sft.sh --help lists all"
+    listed = f"an entry has {names}" if "[" in dotted else "`train --help` lists all"
     hint = f"did you mean '{nearest}'?" if nearest else f"there is no key like it; {listed}"
     return ConfigError(f"unknown configuration key '{dotted}': {hint}")
 

@@ -22,6 +22,7 @@ from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.evaluation.sandbox import SandboxLimits
 from trainer.evaluation.scorers import Question, Score, Scorer, digest_of_questions
+from trainer.runtime.environment import call
 from trainer.runtime.evaluations import (
     EXEC,
     FILE_NAME,
@@ -114,9 +115,8 @@ class Publisher:
                 continue
             if any(later > step for later in sent):
                 logger.warning(
-                    "step %d comes after later ones, which trackers do not draw: a clean run of all is made by "
-                    "bash run_sft.sh resend %s --to wandb",
-                    *(step, self._directory),
+                    "step %d comes after later ones, which trackers do not draw: a clean run of all is made by %s",
+                    *(step, call(f"resend {self._directory} --to wandb")),
                 )
             tracking = self._opened()
             values = {metric: row["mean"]} | ({SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {})
@@ -242,7 +242,7 @@ def require_export(info: CheckpointInfo) -> None:
     if not (export / "config.json").exists() and not (export / PEFT_CONFIG).exists():
         raise ConfigError(
             f"'{export}' holds no model, because trainer.checkpoint.save_contents had no hf_model: make it with "
-            f"bash run_sft.sh checkpoint export {info.path} DIRECTORY"
+            f"{call(f'checkpoint export {info.path} DIRECTORY')}"
         )
 
 

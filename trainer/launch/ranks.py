@@ -18,15 +18,8 @@ from socket import AF_INET, AF_INET6
 import psutil
 
 from trainer.config import ConfigError, own_words
-from trainer.run.compose import with_recipe
+from trainer.run.compose import USAGE, with_recipe
 
-USAGE = """usage: bash run_sft.sh [N] [key=value ...]
-  N                      ranks on this machine; default: the number of GPUs, else 2
-  key=value              any key of conf/sft.yaml; experiment=NAME loads conf/experiment/NAME.yaml, experiment=FILE.yaml
-                         that file; without it SFT_EXPERIMENT, or sft.local.yaml of the working directory
-  COMMAND …              plan, data, report, checkpoint, …: --help lists them
-  --cfg job | --help     print the resolved configuration | all keys with their defaults
-several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per node under srun"""
 DEFAULT_NUM_CPU_RANKS = 2
 DEFAULT_MASTER_PORT = 29500
 SLURM_PORTS = range(20000, 30000)

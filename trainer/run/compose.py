@@ -19,6 +19,7 @@ from trainer.config import Config, ConfigError, find_foreign, own_words, parse_c
 from trainer.losses import LOSSES
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import DECAYS
+from trainer.runtime.environment import call
 from trainer.tracking.facade import BACKENDS
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
@@ -31,12 +32,15 @@ PARTS: dict[str, Mapping[str, object]] = {
     "trainer.logger": BACKENDS,
 }
 """Keys whose values are names of parts: an entry in a dictionary is a value."""
-USAGE = """usage: python -m trainer [key=value ...]          (several ranks: bash run_sft.sh N [key=value ...])
+USAGE = f"""usage: {call("train [N] [key=value ...]")}
+  N                      ranks on this machine; default: the number of GPUs, else 2
+  key=value              any key of conf/sft.yaml
   experiment=NAME        load conf/experiment/NAME.yaml, of the working directory or ours, over the defaults
   experiment=FILE.yaml   load that file over the defaults; without the word what SFT_EXPERIMENT names, else
                          sft.local.yaml of the working directory, if there is one
   --cfg job              print the resolved configuration and exit
-  --help                 print this, the tools, and all keys with their defaults and meaning"""
+  --help                 print this, the commands, and all keys with their defaults and meaning
+several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or one task per node under srun"""
 
 
 def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 
 from trainer.config import ConfigError
+from trainer.runtime.environment import call
 from trainer.runtime.processes import run_in
 from trainer.serving import vllm_engine
 from trainer.weights import whole_model
@@ -65,7 +66,7 @@ def vllm_rank(rank: int) -> int:
             return limit
     raise ConfigError(
         f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, this one has {rank}: use --engine transformers, or "
-        f"merge it with bash run_sft.sh checkpoint export CHECKPOINT DIRECTORY"
+        f"merge it with {call('checkpoint export CHECKPOINT DIRECTORY')}"
     )
 
 
