@@ -19,9 +19,10 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -152,7 +153,7 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
     if text is config:
         return None
     kind = f"is a '{config.model_type}' of several parts, and"
-    mapping: Any = AutoModelForCausalLM._model_mapping
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(text) not in mapping:
         with suppress(KeyError, ValueError):  # a class for the whole that takes the text part alone
             AutoModelForCausalLM.register(type(text), mapping[type(config)])
@@ -160,9 +161,9 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:
         raise ConfigError(f"{kind} transformers has no language model alone for its text part ('{text.model_type}')")
     known = [*(config.architectures or ())]
     found: Any = getattr(transformers, known[0], None) if known else None
-    for auto in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM):
-        if not known and type(config) in auto._model_mapping:
-            found = found or auto._model_mapping[type(config)]
+    for classes in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+        if not known and type(config) in classes:
+            found = found or classes[type(config)]
     if found is None:
         raise ConfigError(f"{kind} its class ({', '.join(known) or 'none is named'}) is none of transformers' own")
     try:

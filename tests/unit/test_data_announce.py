@@ -21,7 +21,7 @@ ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content"
 
 def told(tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, *rows: Any, **options: Any) -> list[str]:
     """What is announced of these rows, the plan line first."""
-    path = write_rows(tmp_path / "rows.jsonl", *({"messages": row} for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", *({"messages": row, "context": 1, "id": 2} for row in rows))
     prepared = run(path, PrepareOptions(RowKeys(), max_length=64, **options), cache=tmp_path, template=template)
     caplog.clear()
     caplog.set_level(logging.INFO)
@@ -46,6 +46,7 @@ def test_left_out_reasoning_and_unread_keys_are_named(
     plan, *others = told(tmp_path, caplog, fixtures.CHATML, row, row)
     assert ("; the template leaves out the reasoning of 2 assistant turns; " in plan) == reasoning
     assert ("nothing reads these keys of messages: 'rating' 2" in others) == reasoning
+    assert sum("; nothing reads these columns: 'context' 2, 'id' 2" in line for line in others) == 1
 
 
 def test_the_plan_says_what_became_of_turns_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

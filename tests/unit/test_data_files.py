@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.files import resolve_files
@@ -27,7 +29,10 @@ def test_resolve_files(tmp_path: Path) -> None:
     [
         ("missing.jsonl", "no such file: '.*missing.jsonl'"),
         ("*.parquet", r"no file matches '.*\*.parquet'"),
-        (".", "is a directory"),
+        (".", r"is a directory: name its files: '.*/\*.jsonl'$"),
+        ("empty", r"is a directory: name its files, for example '.*/empty/\*.jsonl'$"),
+        ("rows.ndjson", r"rename it: mv '.*/rows.ndjson' '.*/rows.jsonl'$"),
+        ("rows.JSON", r"rename it: mv '.*/rows.JSON' '.*/rows.json'$"),
         (
             "notes.txt",
             r"unsupported format '.txt': .* make a row of each line, to be read with data.text_key=text",
@@ -42,7 +47,8 @@ def test_resolve_files(tmp_path: Path) -> None:
     ],
 )
 def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -> None:
-    for file in ("notes.txt", "notes.log", "rows.csv", "rows.json.gz"):
+    (tmp_path / "empty").mkdir()
+    for file in ("notes.txt", "notes.log", "rows.csv", "rows.json.gz", "rows.ndjson", "rows.JSON"):
         (tmp_path / file).write_text("hi")
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "link.jsonl").symlink_to("/dev/zero")
@@ -59,14 +65,30 @@ def test_no_files_at_all(spec: str | list[str]) -> None:
         resolve_files(spec)
 
 
-def test_the_command_that_a_csv_file_is_answered_with_works(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("q,a\n1,2\n")
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "saved", "dict"])
+def test_the_command_that_other_formats_are_answered_with_works(tmp_path: Path, name: str) -> None:
+    """`saved` and `dict` lie as `save_to_disk` of datasets leaves a data set, and one with splits."""
+    path, table = tmp_path / name, pa.table({"q": ["1"], "a": ["2"]})
+    if path.suffix:
+        path.write_text("q,a\n1,2\n".replace(",", "\t" if name == "rows.tsv" else ","))
+        made = Path(f"{path}.parquet")
+    else:
+        folder = path / "train" if name == "dict" else path
+        folder.mkdir(parents=True)
+        for file in (path / "dataset_dict.json", folder / "dataset_info.json", folder / "state.json"):
+            file.write_text("{}")
+        for number in range(2):
+            with pa.ipc.new_stream(folder / f"data-0000{number}-of-00002.arrow", table.schema) as stream:
+                stream.write_table(table)
+        made = folder.with_name(f"{folder.name}.parquet")
     with pytest.raises(DataError) as error:
         resolve_files(str(path))
-    command = str(error.value).split("convert it: ")[1].replace("python", sys.executable, 1)
-    subprocess.run(command, shell=True, check=True, timeout=60)
-    assert resolve_files(f"{path}.parquet") == [tmp_path / "rows.csv.parquet"]
+    command = str(error.value).partition("python -c ")[2]
+    subprocess.run(f"{sys.executable} -c {command}", shell=True, check=True, timeout=60)
+    assert resolve_files(str(made)) == [made]
+    columns = pq.read_table(made).to_pydict()
+    assert {key: {*map(str, values)} for key, values in columns.items()} == {"q": {"1"}, "a": {"2"}}
+    assert len(columns["q"]) == (1 if path.suffix else 2)
 
 
 def test_a_hub_id_is_answered_with_its_address() -> None:

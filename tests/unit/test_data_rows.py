@@ -47,9 +47,15 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ("{", "broken JSON: Expecting property name enclosed in double quotes at column 2; a row is one line"),
     (b'{"messages": "\xff"}', "bad UTF-8: byte 0xff at position 15"),
     ("[" * 100_000, "broken JSON: maximum recursion depth exceeded"),
-    ("[1, 2]", "not an object: the row is a list"),
+    ("[1, 2]", "not an object: the row is a list, expected columns with names; a row is one line, or an element of an"),
+    (b"\xff\xfe{\x00", "bad UTF-8: byte 0xff at position 1: invalid start byte; the file is UTF-16: iconv -f UTF-16"),
     ('{"question": "a", "answer": "b"}', "unrecognised columns: found 'question', 'answer'; tried 'messages'"),
     ('{"messages": "hi"}', "messages not a list: 'messages' is str"),
+    ('{"messages": "[{"}', "messages not a list: 'messages' is str"),
+    (
+        row(USER, {"role": "assistant", "function_call": {"name": "f"}}),
+        "broken tool_calls: message 2 has 'function_call'",
+    ),
     ('{"messages": null}', "messages not a list: 'messages' is null"),
     ('{"messages": []}', "no messages: 'messages' is an empty list"),
     (row("hi", ASSISTANT), "message not an object: message 1 is str"),
@@ -112,7 +118,8 @@ def test_json_array(tmp_path: Path) -> None:
     [
         (b'{"a": 1}\n{"a": 2}\n', "Extra data in line 2 column 1; one object per line belongs into a .jsonl file"),
         (b'[\n{"a": 1},\n{"a" 2}]', "Expecting ':' delimiter in line 3"),
-        (b'{"a": 1}', "holds a dict: a .json file must be an array"),
+        (b'{"a": 1, "b": [2]}', "holds a dict: a .json file must be an array of objects"),
+        (b'{"a": 1, "b": [{}]}', "; those in 'b': python -c \"import json; json.dump(json.load(open('"),
         (b'[\n"\xff"]', "is not UTF-8: invalid start byte in line 2"),
     ],
 )
@@ -143,6 +150,10 @@ def test_prompt_and_response_keys_nested() -> None:
         ({"question": "a", "answer": "b"}, KEYS, "data.prompt_key=question data.response_key=answer"),
         ({"id": 1, "prompt": ["a"], "completion": "b"}, KEYS, "data.prompt_key=prompt data.response_key=completion"),
         ({"x": {"Query": "a", "response": "b"}}, KEYS, "data.prompt_key=x.Query data.response_key=x.response"),
+        ({"dialog": GOOD["messages"]}, KEYS, "a column of messages is read with data.messages_key=dialog"),
+        ({"x": {"chosen": GOOD["messages"]}, "prompt": "a"}, KEYS, "is read with data.messages_key=x.chosen"),
+        ({"prompt": [USER], "x": {"answer": "b"}}, KEYS, "data.prompt_key=prompt data.response_key=x.answer"),
+        ({"prompt": [{"role": []}], "chosen": "b"}, KEYS, "data.prompt_key=prompt data.response_key=chosen"),
         ({"text": 3}, KEYS, "for single-turn columns set data.prompt_key and data.response_key"),
         ({"x": {"Text": "a"}, "id": 1}, KEYS, "a column of plain text is read with data.text_key=x.Text"),
         ({"x": {"question": "a", "y": {"z": 1}}}, RowKeys(prompt_key="x.qestion", response_key="a"),
@@ -174,6 +185,12 @@ def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls() -> None:
     assert conversation == Conversation(
         [{"role": "user", "content": "a b"}, {**ASSISTANT, "reasoning_content": "hm"}], [{"type": "function"}]
     )
+
+
+def test_messages_may_be_json_text() -> None:
+    assert messages_of({"messages": json.dumps(GOOD["messages"])}) == GOOD["messages"]
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    assert messages_of({"conversations": json.dumps(turns)}) == GOOD["messages"]
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])

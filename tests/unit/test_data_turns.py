@@ -222,3 +222,15 @@ def test_a_flag_of_no_meaning_is_refused_with_its_place(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", {"messages": [ASK, ONE]}, {"messages": [ASK, {**ONE, "weight": 0.5}]})
     with pytest.raises(DataError, match=r"rows.jsonl:2: bad flag: 'weight' of message 2 \(assistant\) is 0.5"):
         run(path, PrepareOptions(RowKeys(), max_length=64), cache=tmp_path / "cache")
+
+
+def test_a_conversation_that_the_assistant_begins_is_refused_with_the_reason() -> None:
+    """A server has no prompt for it where the template looks at the first message."""
+    begun = [
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    asks = "{% if messages[0].role == 'system' %}{% endif %}" + fixtures.CHATML
+    (found,) = ChatEncoder(fixtures.make_tokenizer(asks), template_kwargs={}).encode([Conversation(begun, None)])
+    assert str(found).startswith("no prompt: message 1 is the assistant's")

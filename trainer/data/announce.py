@@ -53,7 +53,9 @@ def announce(
     for dataset in dict.fromkeys(source.dataset for source in sources):
         shapes = (f"{count} of {shape}" for shape, count in dataset.summary.rows_by_shape.items())
         ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(dataset.summary.end_token_ids)))
-        logger.info("rows taken for: %s; what is trained ends with %s", "; ".join(shapes), ends)
+        unread = ", ".join(f"'{name}' {count}" for name, count in dataset.summary.unread_columns.items())
+        text = f"; nothing reads these columns: {unread}" if unread else ""
+        logger.info("rows taken for: %s; what is trained ends with %s%s", "; ".join(shapes), ends, text)
         for note in dataset.notes:
             logger.warning("%s", note)
     sample = int(first[0])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,10 @@ FLAGS = frozenset(("weight", "train", "trainable", "loss_mask"))
 SHAREGPT_KEY, ALPACA_KEYS, SYSTEM_KEY = "conversations", ("instruction", "input", "output", "history"), "system"
 TRL_KEYS = PROMPT, COMPLETION = "prompt", "completion"
 TOKEN_KEYS = IDS_KEY, MASK_KEY, LABELS_KEY, DIGEST_KEY = "input_ids", "loss_mask", "labels", "vocabulary_digest"
-PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user")
-RESPONSE_NAMES = ("completion", "response", "answer", "output", "solution", "assistant")
+PROMPT_NAMES = ("prompt", "question", "query", "instruction", "problem", "input", "user", "source")
+RESPONSE_NAMES = ("completion", "response", "answer", "output", "solution", "assistant", "target", "chosen")
+TEXT_NAMES = ("text", "content")
+CHAT_NAMES = ("messages", "conversation", "conversations", "dialog", "dialogue", "chat")
 NUM_NAMED = 30  # columns listed in a message
 Message = dict[str, Any]
 
@@ -127,18 +130,34 @@ def _found(row: Row) -> str:
 
 
 def _proposal(row: Row) -> str:
-    """The override for two columns that look like a prompt and its response."""
-    by_name = {name.rpartition(".")[2].lower(): name for name in reversed(_column_names(row))}
-    prompt = next((by_name[name] for name in PROMPT_NAMES if name in by_name), None)
-    response = next((by_name[name] for name in RESPONSE_NAMES if name in by_name), None)
+    """The override for columns that look like messages, like a prompt and its response, or like a text."""
+    columns = _column_names(row)
+    by_name = {name.rpartition(".")[2].lower(): name for name in reversed(columns)}
+
+    def first(names: tuple[str, ...]) -> str | None:
+        return next((by_name[name] for name in names if name in by_name), None)
+
+    chats = (name for name in columns if _is_chat(_lookup(row.record, name)))
+    if chat := next(chats, None) or first(CHAT_NAMES):
+        return f"a column of messages is read with data.messages_key={chat}"
+    prompt, response, text = first(PROMPT_NAMES), first(RESPONSE_NAMES), first(TEXT_NAMES)
     if prompt is not None and response is not None:
         return f"single-turn columns are read with data.prompt_key={prompt} data.response_key={response}"
-    if (text := by_name.get("text")) is not None and isinstance(_lookup(row.record, text), str | None):
+    if text is not None and isinstance(_lookup(row.record, text), str | None):
         return f"a column of plain text is read with data.text_key={text}"
     return "for single-turn columns set data.prompt_key and data.response_key"
 
 
+def _is_chat(value: Any) -> bool:
+    turns = value if isinstance(value, list) else []
+    speakers = (str(turn.get("role", turn.get("from"))) for turn in turns if isinstance(turn, dict))
+    return any(SHAREGPT_ROLES.get(speaker) == "assistant" for speaker in speakers)
+
+
 def _from_turns(record: dict[str, Any], key: str, turns: Any) -> list[Any]:
+    if isinstance(turns, str):
+        with suppress(ValueError, RecursionError):
+            turns = json.loads(turns)
     if not isinstance(turns, list):
         raise UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
     if not turns:
@@ -205,6 +224,8 @@ def _checked_message(message: Any, index: int) -> Message:
     content = message.get("content")
     if content is None and role == "assistant" and calls:
         content = ""
+    if content is None and message.get("function_call"):
+        raise UnusableError(f"broken tool_calls: {where} has 'function_call', an older form: write it as 'tool_calls'")
     if not isinstance(content, str):
         content = _content_text(content, f"content of {where} ({role})")
     if role == "assistant" and not content.strip() and not calls:

@@ -5,6 +5,7 @@ It imports neither torch nor pyarrow, so that a wrong path fails before anything
 
 import fnmatch
 import glob
+import itertools
 import logging
 import re
 import shlex
@@ -14,23 +15,35 @@ from pathlib import Path
 from trainer.data.rows import SUFFIXES
 from trainer.errors import DataError
 
+_OURS = {suffix: suffix for suffix in (".jsonl", ".json", ".parquet")}  # in capitals
+_OURS |= {".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".pq": ".parquet"}
+_TABLE = (
+    'convert it: python -c "from pyarrow import csv, parquet; '
+    "parquet.write_table(csv.read_csv('{path}'%s), '{path}.parquet')\""
+)
 FIXES = {
-    ".csv": 'convert it: python -c "from pyarrow import csv, parquet; '
-    "parquet.write_table(csv.read_csv('{path}'), '{path}.parquet')\"",
+    **{other: f"rename it: mv '{{path}}' '{{stem}}{suffix}'" for other, suffix in _OURS.items()},
+    ".csv": _TABLE % "",
+    ".tsv": _TABLE % ", parse_options=csv.ParseOptions(delimiter='\\t')",
     ".txt": "make a row of each line, to be read with data.text_key=text: python -c "
     "\"import json; open('{path}.jsonl', 'w').writelines("
     "json.dumps({{'text': line.strip()}}) + '\\n' for line in open('{path}') if line.strip())\"",
     ".gz": "unpack it: gunzip '{path}'",
     ".zst": "unpack it: unzstd '{path}'",
-    ".arrow": "load it with datasets and save it with to_parquet",
+    ".bz2": "unpack it: bunzip2 '{path}'",
+    ".xz": "unpack it: unxz '{path}'",
+    ".arrow": 'make one file of those beside it: python -c "import glob, pyarrow as pa, pyarrow.parquet as pq; '
+    "pq.write_table(pa.concat_tables(pa.ipc.open_stream(pa.memory_map(part)).read_all() "
+    "for part in sorted(glob.glob('{folder}/*.arrow'))), '{folder}.parquet')\"",
 }
+"""By the suffix in small letters. What datasets saves with `save_to_disk` is `.arrow`."""
 KINDS = (
-    (stat.S_ISDIR, "a directory: name its files, for example '{path}/*.jsonl'"),
     (stat.S_ISFIFO, "a pipe, but data is read more than once: write it to a file first"),
     (stat.S_ISSOCK, "a socket: name a file"),
     (stat.S_ISCHR, "a device: name a file"),
     (stat.S_ISBLK, "a device: name a file"),
 )
+NUM_LOOKED_AT = 1000  # files in a directory
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -71,13 +84,28 @@ def _check_file(path: Path) -> None:
         mode = path.stat().st_mode
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
+    if stat.S_ISDIR(mode):
+        raise DataError(f"'{path}' is a directory: {_inside(path)}")
     for is_kind, what in KINDS:
         if is_kind(mode):
-            raise DataError(f"'{path}' is {what.format(path=path)}")
+            raise DataError(f"'{path}' is {what}")
     if not path.name.endswith(SUFFIXES):
-        fix = FIXES.get(path.suffix, "").format(path=path)
+        fix = _fix(path)
         supported = f"supported are {', '.join(SUFFIXES)}"
         raise DataError(f"'{path}' has an unsupported format '{path.suffix}': {supported}{fix and '; ' + fix}")
+
+
+def _fix(path: Path) -> str:
+    return FIXES.get(path.suffix.lower(), "").format(path=path, stem=path.with_suffix(""), folder=path.parent)
+
+
+def _inside(directory: Path) -> str:
+    """How the first data files in a directory, or in one of its own, are named."""
+    files = [*itertools.islice(itertools.chain(directory.glob("*"), directory.glob("*/*")), NUM_LOOKED_AT)]
+    for suffix in (".arrow", *SUFFIXES):  # beside .arrow stand .json files that hold no rows
+        if file := next((file for file in sorted(files) if file.name.endswith(suffix)), None):
+            return _fix(file) if suffix == ".arrow" else f"name its files: '{file.parent}/*{suffix}'"
+    return f"name its files, for example '{directory}/*.jsonl'"
 
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """Files to rows, streamed: those that cannot be read with the reason."""
 
+import codecs
 import io
 import json
 import marshal
@@ -18,6 +19,7 @@ from trainer.errors import DataError
 BLOCK_ROWS, BLOCK_BYTES = 500, 1 << 20  # a block ends with the first of them that is reached
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 20
+ARRAYS = "; a row is one line, or an element of an array in a file that is named .json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +103,21 @@ def _parse_line(path: Path, number: int, line: bytes) -> Row:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         reason = f"bad UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}: {error.reason}"
+        if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            reason += f"; the file is UTF-16: iconv -f UTF-16 -t UTF-8 '{path}' > '{path}.utf8.jsonl'"
         return Row(path, number, line, problem=UnusableError(reason))
     except json.JSONDecodeError as error:
-        reason = f"broken JSON: {error.msg} at column {error.colno}"
-        if line.strip() in (b"{", b"["):
-            reason += "; a row is one line, or an element of an array in a file that is named .json"
+        hint = ARRAYS if line in (b"{", b"[") else ""
+        reason = f"broken JSON: {error.msg} at column {error.colno}{hint}"
         return Row(path, number, line, problem=UnusableError(reason))
     except (ValueError, RecursionError) as error:
         return Row(path, number, line, problem=UnusableError(f"broken JSON: {error}"))
-    return _as_row(path, number, record)
+    return _as_row(path, number, record, ARRAYS if isinstance(record, list) else "")
 
 
-def _as_row(path: Path, number: int, record: object) -> Row:
+def _as_row(path: Path, number: int, record: object, hint: str = "") -> Row:
     if not isinstance(record, dict):
-        reason = f"not an object: the row is a {type(record).__name__}, expected columns with names"
+        reason = f"not an object: the row is a {type(record).__name__}, expected columns with names{hint}"
         return Row(path, number, record, problem=UnusableError(reason))
     return Row(path, number, record)
 
@@ -135,8 +138,21 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"'{path}' is not JSON: {error}") from error
     if not isinstance(records, list):
-        raise DataError(f"'{path}' holds a {type(records).__name__}: a .json file must be an array of objects")
+        kind, fix = type(records).__name__, _unwrapping(path, records)
+        raise DataError(f"'{path}' holds a {kind}: a .json file must be an array of objects{fix}")
     yield from enumerate(records, start=1)
+
+
+def _unwrapping(path: Path, record: object) -> str:
+    """The command that takes the rows out of an object around them."""
+    items = record.items() if isinstance(record, dict) else ()
+    key = next((key for key, value in items if isinstance(value, list) and value and isinstance(value[0], dict)), None)
+    if key is None:
+        return ""
+    return (
+        f'; those in {key!r}: python -c "import json; '
+        f"json.dump(json.load(open('{path}'))[{key!r}], open('{path}.rows.json', 'w'))\""
+    )
 
 
 def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:

@@ -157,7 +157,7 @@ class RowEncoder:
             seen=self._seen,
         )
         self._keys = options.keys, tokenizer, options.new_tokens
-        self._parser = RowParser(*self._keys, self._seen.rows_by_shape)
+        self._parser = RowParser(*self._keys, self._seen)
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
         """In order: the samples of each row, or the reason why it has none."""

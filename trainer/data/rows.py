@@ -11,6 +11,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
 """What `line` counts in files without lines, or whose lines are not known."""
 EXCERPT_CHARS = 200
+NUM_COLUMNS = 30
 
 
 class UnusableError(Exception):
@@ -41,6 +42,8 @@ class Seen:
     """By what rows were taken for."""
     unread_keys: Counter[str] = field(default_factory=Counter)
     """Keys of messages that neither the template nor this package reads, with the number of messages."""
+    unread_columns: Counter[str] = field(default_factory=Counter)
+    """Columns that no shape of row has, with the number of rows; only the first `NUM_COLUMNS` names."""
     end_token_ids: set[int] = field(default_factory=set)
     """That close an assistant turn or a text: what generation must stop at."""
 
@@ -48,12 +51,13 @@ class Seen:
         self.counts.update(other.counts)
         self.rows_by_shape.update(other.rows_by_shape)
         self.unread_keys.update(other.unread_keys)
+        self.unread_columns.update(other.unread_columns)
         self.end_token_ids.update(other.end_token_ids)
 
     def take(self) -> "Seen":
         """All that was met since this was called last."""
         found = copy.deepcopy(self)
-        for part in (self.counts, self.rows_by_shape, self.unread_keys, self.end_token_ids):
+        for part in vars(self).values():
             part.clear()
         return found
 

@@ -53,6 +53,8 @@ class Summary:
     """What rows were taken for, those included that turned out bad later."""
     unread_keys: dict[str, int]
     """Keys of messages that nothing reads, with the number of messages."""
+    unread_columns: dict[str, int]
+    """Columns that no shape of row has, with the number of rows."""
     end_token_ids: list[int]
     fingerprint: str
 
@@ -171,6 +173,7 @@ class SampleWriter:
             bad_rows_by_kind=dict(self.bad_rows.by_kind.most_common()),
             rows_by_shape=dict(seen.rows_by_shape),
             unread_keys=dict(seen.unread_keys.most_common()),
+            unread_columns=dict(seen.unread_columns.most_common()),
             end_token_ids=sorted(seen.end_token_ids),
             fingerprint=self._digest.hexdigest(),
         )

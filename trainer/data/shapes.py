@@ -1,6 +1,5 @@
 """Which of the known shapes a row has, and what stands in it to be encoded."""
 
-from collections import Counter
 from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase
@@ -12,12 +11,13 @@ from trainer.data.conversation import (
     PROMPT,
     Conversation,
     column,
+    columns_of,
     has_conversation,
     require_text,
     to_conversation,
 )
 from trainer.data.plain_text import Continuation
-from trainer.data.rows import Row, UnusableError
+from trainer.data.rows import NUM_COLUMNS, Row, Seen, UnusableError
 from trainer.data.token_rows import TokenRows
 from trainer.data.tokens import Encoded
 
@@ -37,13 +37,12 @@ class RowParser:
         keys: RowKeys,
         tokenizer: PreTrainedTokenizerBase,
         new_tokens: Mapping[str, int] | None = None,
-        num_by_shape: Counter[str] | None = None,
+        seen: Seen | None = None,
     ) -> None:
-        """`new_tokens`: what the vocabulary got since rows of tokens may have been made. `num_by_shape`: what rows are
-        counted in, by what they are taken for.
-        """
+        """`new_tokens`: what the vocabulary got since rows of tokens may have been made. `seen`: what is added to."""
         self._keys, self._token_rows = keys, TokenRows(tokenizer, keys.vocabulary_digest, new_tokens or {})
-        self._num_by_shape = Counter[str]() if num_by_shape is None else num_by_shape
+        self._seen = Seen() if seen is None else seen
+        self._columns = frozenset(name.partition(".")[0] for name in columns_of(keys)) | set(columns_of(keys))
 
     def parse(self, row: Row) -> Item:
         if row.problem is not None:
@@ -52,8 +51,15 @@ class RowParser:
             shape, item = self._recognised(row)
         except UnusableError as error:
             return error
-        self._num_by_shape[shape] += 1
+        self._seen.rows_by_shape[shape] += 1
+        self._count_unread([*row.record.keys() - self._columns, *row.unread])
         return item
+
+    def _count_unread(self, columns: list[str]) -> None:
+        counted = self._seen.unread_columns
+        for name in columns:
+            if name in counted or len(counted) < NUM_COLUMNS:
+                counted[name] += 1
 
     def _recognised(self, row: Row) -> tuple[str, Item]:
         record, keys = row.record, self._keys

@@ -38,7 +38,15 @@ class Renderings:
         if index == len(self.messages) and not prompt:
             return self.text
         if (index, prompt) not in self._made:
-            text, _ = self.template.render(self.messages[:index], self.tools, prompt=prompt)
+            try:
+                text, _ = self.template.render(self.messages[:index], self.tools, prompt=prompt)
+            except UnusableError as error:
+                if index:
+                    raise
+                raise UnusableError(
+                    "no prompt: message 1 is the assistant's, and the chat template renders none without a message "
+                    "before it; begin the conversation with a user's message, or leave out its first one"
+                ) from error
             self._made[index, prompt] = text if prompt else text + self._open_end(index)
         return self._made[index, prompt]
 

@@ -59,6 +59,11 @@ COUNTS = {
     "num_cut_tokens": "tokens cut off",
     "num_without_reasoning": "turns without their reasoning",
 }
+UNREAD = {
+    "bad_rows_by_kind": "bad rows",
+    "unread_keys": "keys of messages that nothing reads",
+    "unread_columns": "columns that nothing reads",
+}
 
 
 def as_tree(data: PreparedData) -> Tree:
@@ -67,7 +72,7 @@ def as_tree(data: PreparedData) -> Tree:
     tree: Tree = {name: _side(samples) if samples else None for name, samples in sides.items()}
     sources = [(name, source) for name, samples in sides.items() if samples for source in samples.sources]
     datasets = {source.dataset: f"{name} {source.name}" for name, source in reversed(sources)}
-    keys = (*COUNTS, "bad_rows_by_kind", "unread_keys")
+    keys = (*COUNTS, *UNREAD)
     tree["read"] = {
         name: {key: getattr(dataset.summary, key) for key in keys} for dataset, name in reversed(datasets.items())
     }
@@ -125,7 +130,7 @@ def as_lines(tree: Tree) -> Iterator[str]:
     for name, summary in tree["read"].items():
         counts = (f"{summary[key]:,} {words}" for key, words in COUNTS.items() if summary[key] or key == "num_rows")
         yield f"read for {visible(name)}: {', '.join(counts)}"
-        for key, text in (("bad_rows_by_kind", "bad rows"), ("unread_keys", "keys of messages that nothing reads")):
+        for key, text in UNREAD.items():
             if summary[key]:
                 yield f"  {text}: " + ", ".join(f"{visible(kind)} {count}" for kind, count in summary[key].items())
     for key, text in (("train", "inside train"), ("validation_in_train", "of validation in train")):

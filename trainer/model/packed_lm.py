@@ -14,7 +14,13 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from trainer import weights
 from trainer.batch import LossOutput, PackedBatch
@@ -91,7 +97,7 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
             f"its rotary positions of a document follow the longest beside it above {limit} tokens (packed with "
             f"data.max_length={limit} or less)"
         )
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "its code comes with the model"
     return None
 
