@@ -12,6 +12,7 @@ from checkpoint_fakes import commit
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.rollback import worth_keeping
 from trainer.cli import evaluate as command
+from trainer.cli import report
 from trainer.config import ConfigError
 from trainer.evaluation.evaluate import Evaluation, append_result, evaluate, interval
 from trainer.evaluation.sandbox import SandboxLimits
@@ -197,6 +198,7 @@ def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
     found = analyse(read_run(run_dir)).generalisation
     assert found is not None and found.recommended_step == 20, "equal results: the validation loss decides"
     capsys.readouterr()
+    assert report.main([str(run_dir)]) == 0 and "eval/code" in capsys.readouterr().out, "by step, two of them"
     assert command.main([str(run_dir), "--attach", "10", "code", "nan"]) == 2
     assert "--attach takes STEP NAME VALUE" in capsys.readouterr().err
 
