@@ -4,7 +4,6 @@ What a rank leaves behind in its process the next run would meet; so after a run
 or a refusal all ranks are made anew.
 """
 
-import multiprocessing
 import os
 import shutil
 from dataclasses import dataclass
@@ -13,13 +12,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rank_server import CONTEXT
+
 from trainer.errors import EXIT_DONE, EXIT_USAGE
 from trainer.runtime.distributed import free_port
 
-# the server imports before it is told the parent's sys.path
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["toy_runs", "trainer.run.main", "transformers.models.qwen2.modeling_qwen2"])
 TIMEOUT_S = 120.0
 
 
@@ -66,8 +63,8 @@ class CommandRanks:
         self, num_ranks: int, *words: str, run_dir: Path, killed_in: int = 0, image: Path | None = None
     ) -> CommandEnd:
         while len(self._ranks) < num_ranks:
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(len(self._ranks), theirs), daemon=False)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(len(self._ranks), theirs), daemon=False)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

@@ -1,6 +1,5 @@
 """Run a function on several gloo ranks, each a process forked from a server that has imported torch once."""
 
-import multiprocessing
 import os
 import pickle
 import sys
@@ -10,15 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-from trainer.runtime.distributed import free_port
+from rank_server import CONTEXT
 
-# the server imports before it is told the parent's sys.path
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["toy", "toy_runs", "transformers.models.qwen2.modeling_qwen2"])
+from trainer.runtime.distributed import free_port
 
 
 @contextmanager
@@ -32,8 +27,8 @@ def started_ranks(
     port = free_port()
     ranks = []
     for rank in range(world_size):
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(
             target=_main, args=(function, rank, world_size, port, sender, args, kwargs), daemon=True
         )
         process.start()

@@ -5,7 +5,6 @@ leaves with another code than 0 ends the others.
 """
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -17,22 +16,12 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from rank_server import CONTEXT
+
 from trainer.launch.supervise import run_exit_code
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.distributed import free_port
 
-# the server imports before it is told the parent's sys.path
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "toy_runs",
-        "trainer.run.main",
-        "trainer.report.page",
-        "trainer.report.readers",
-        "transformers.models.qwen2.modeling_qwen2",
-    ]
-)
 AGENT_PATIENCE_S = 30.0
 POLL_S = 0.002
 
@@ -126,7 +115,7 @@ def started(num_ranks: int, *words: str, log: Path, before: Callable[[], None] |
     log.write_text("")
     with tempfile.TemporaryDirectory(prefix="sft-", ignore_cleanup_errors=True) as status_dir:
         arguments = (num_ranks, free_port(), status_dir, words, log, before)
-        ranks = [_context.Process(target=_rank, args=(rank, *arguments)) for rank in range(num_ranks)]
+        ranks = [CONTEXT.Process(target=_rank, args=(rank, *arguments)) for rank in range(num_ranks)]
         for process in ranks:
             process.start()
         try:

@@ -1,0 +1,29 @@
+"""What the server of `rank_server.py` imports, so that no rank does: that took it more than half a second."""
+
+import gc
+import importlib
+
+for _name in (
+    "pytest",  # by the file whose function is called
+    "toy_runs",
+    "whole_runs",
+    "trainer.__main__",
+    "trainer.cli.__main__",
+    "trainer.optim.adamw",
+    "trainer.report.page",
+    "trainer.report.readers",
+    "trainer.run.compose",
+    "trainer.run.main",
+    "logging.config",
+    "multiprocessing.synchronize",
+    "peft",
+    "torch.profiler",
+    "torch.utils.serialization",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+):
+    importlib.import_module(_name)
+
+# the collector of a rank would otherwise write to, and so copy, all that it shares with the server
+gc.collect()
+gc.freeze()
