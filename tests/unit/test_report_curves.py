@@ -2,7 +2,6 @@
 
 import math
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +21,8 @@ def series(*values: float, stride: int = 1) -> Series:
 
 
 def drawn(one: Series) -> str:
-    x, y = scale_of(one.steps.tolist(), has_margin=False), scale_of(one.values.tolist())
-    figure = Figure("loss", "train/loss", "", x, y, (Curve(one, "s1", "loss"),))
-    run = {"report": {"profile": "sft"}}
-    page: Any = templates().get_template("page.html.jinja").make_module({"runs": [], "refresh_s": ""})
-    return str(page.panel(figure, run, is_small=False))
+    figure = Figure("loss", "train/loss", scale_of(one.steps.tolist(), has_margin=False), (Curve(one, "s1", "loss"),))
+    return templates().get_template("plot.svg.jinja").render(figure=figure, report={"profile": "sft"}, log=None)
 
 
 def test_a_million_points_become_few_and_every_spike_keeps_its_height() -> None:

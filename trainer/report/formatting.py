@@ -93,7 +93,7 @@ def clean(text: str) -> str:
 
     Whatever prints or draws text calls this; sections hold it as it was read.
     """
-    return "".join(c if c.isprintable() else "�" for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
 
 
 def clean_lines(text: str) -> str:

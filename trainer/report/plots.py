@@ -5,10 +5,13 @@ Places are shares of a plot's width and height, 0 to 1, from the left and from a
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from trainer.report.curves import (
     NOTHING,
@@ -25,6 +28,7 @@ from trainer.report.curves import (
 from trainer.report.formatting import interval, number, percent, step
 from trainer.report.result import Anomaly, Report
 from trainer.report.run_log import RunLog, Series
+from trainer.report.sections import templates
 from trainer.report.statistics import finite, within
 
 UNITS = 1000
@@ -35,6 +39,9 @@ NUM_HOVER_COLUMNS = 60
 MIN_LABEL_GAP_PX = 15
 MIN_BAND = 0.002
 """A rectangle without width is not drawn at all."""
+
+
+SMALL_PX = 120
 
 
 @dataclass(frozen=True)
@@ -49,21 +56,32 @@ class Curve:
     dots: Series = NOTHING
     """Its points that are drawn as such."""
 
+    @cached_property
+    def known(self) -> Series:
+        return finite(self.series)
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot with its heading: curves over stretches of steps in which something happened."""
+    """What is drawn in one plot: curves over stretches of steps in which something happened."""
 
     title: str
     metric: str
-    unit: str
     x: Scale
-    y: Scale
     curves: tuple[Curve, ...]
     anomalies: tuple[Anomaly, ...] = ()
+    is_log: bool = False
     height_px: int = 190
-    last: float | None = None
-    """Told above it."""
+
+    @cached_property
+    def y(self) -> Scale:
+        parts = [curve.known.values for curve in self.curves if len(curve.known)]
+        ends = [float(end) for values in parts for end in (values.min(), values.max())]
+        return scale_of(ends + [0.0] * any("area" in curve.css for curve in self.curves), is_log=self.is_log)
+
+    @property
+    def is_small(self) -> bool:
+        return self.height_px == SMALL_PX
 
     def band(self, steps: tuple[int, int], least: float = MIN_BAND) -> tuple[float, float]:
         """Left edge and width of a stretch of steps."""
@@ -73,7 +91,7 @@ class Figure:
 
     def path(self, curve: Curve) -> str:
         """Decimated, in `UNITS`. A point after a gap starts a new stretch; one that stands alone shows as a dot."""
-        kept = decimate(finite(curve.series), NUM_COLUMNS)
+        kept = decimate(curve.known, NUM_COLUMNS)
         xs = np.rint(UNITS * self.x.place(kept.steps.astype(np.float64))).astype(int)
         ys = np.rint(UNITS * (1 - self.y.place(kept.values))).astype(int)
         starts = [True, *gaps(curve.series, kept)[1:].tolist(), True]
@@ -83,8 +101,8 @@ class Figure:
 
     def dots(self, curve: Curve) -> Iterator[tuple[float, float, str]]:
         """(x, y, title)."""
-        known = finite(curve.series)
-        for at, value in decimate(known if len(known) == 1 else finite(curve.dots), NUM_COLUMNS).by_step().items():
+        shown = curve.known if len(curve.known) == 1 else finite(curve.dots)
+        for at, value in decimate(shown, NUM_COLUMNS).by_step().items():
             yield self.x.share(at), 1 - self.y.share(value), f"{curve.label}, step {step(at)}: {number(value)}"
 
     def bad(self, curve: Curve) -> Iterator[tuple[float, str]]:
@@ -101,7 +119,7 @@ class Figure:
 
     def hovers(self) -> Iterator[tuple[tuple[int, int], str]]:
         """Columns of steps with the values that the pointer is told there."""
-        lines = [(curve.label, finite(curve.series)) for curve in self.curves if "area" not in curve.css]
+        lines = [(curve.label, curve.known) for curve in self.curves if "area" not in curve.css and not self.is_small]
         longest = max((series for _, series in lines), key=len, default=NOTHING)
         for first, last in column_bounds(longest, NUM_HOVER_COLUMNS):
             steps = longest[first:last].ends
@@ -118,11 +136,19 @@ class Figure:
         return [(place, css, words) for place, (_, css, words) in zip(places.tolist(), sorted(wanted), strict=True)]
 
 
-@dataclass(frozen=True)
-class FigureRow:
-    """Figures side by side; small ones are many and have equal widths."""
+class Drawing(NamedTuple):
+    """A figure as an SVG element, with its heading; `last`: a value told above it."""
 
-    figures: tuple[Figure, ...]
+    title: str
+    unit: str
+    svg: Markup
+    last: float | None = None
+
+
+class Drawings(NamedTuple):
+    """Side by side; small ones are many and have equal widths."""
+
+    drawings: tuple[Drawing, ...]
     title: str = ""
     is_small: bool = False
 
@@ -134,7 +160,7 @@ LOG_RATIO = 20.0
 MAX_ZOOMS, MAX_MOVERS = 12, 4
 ZOOM_POINTS = 20
 """Points shown on each side of an anomaly."""
-MAX_SMALL, SMALL_PX = 30, 120
+MAX_SMALL = 30
 SHOWN = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "train/lr(1e-3)")
 """Have plots of their own."""
 GROUP_TITLES = {"reward": "Rewards", "length": "Lengths", "timing": "Time", "other": "Other metrics"}
@@ -142,26 +168,27 @@ GROUP_TITLES = {"reward": "Rewards", "length": "Lengths", "timing": "Time", "oth
 
 
 class Plots:
-    """Of one run; all but the zooms share the x axis."""
+    """Of one run; all but the zooms share the x axis. What a plot is made of goes as soon as it is drawn."""
 
     def __init__(self, report: Report, log: RunLog) -> None:
         self._report, self._log = report, log
         ends = [end for series in log.series.values() if len(series) for end in series.ends]
         self._x = scale_of(ends, has_margin=False)
         self._units = {metric.key: metric.unit for metric in report.metrics}
+        self._template = templates().get_template("plot.svg.jinja")
 
-    def by_section(self) -> Mapping[str, tuple[FigureRow, ...]]:
+    def by_section(self) -> Mapping[str, tuple[Drawings, ...]]:
         """Section -> its rows of plots; `loss` and `curves` are sections of plots alone."""
         found = {
-            "loss": [FigureRow(tuple(self._loss()))],
+            "loss": [Drawings(tuple(self._loss()))],
             "anomalies": list(self._zooms()),
-            "learning-rate": [FigureRow(tuple(self._optimisation()))],
-            "throughput": [FigureRow(tuple(self._phases()))],
+            "learning-rate": [Drawings(tuple(self._optimisation()))],
+            "throughput": [Drawings(tuple(self._phases()))],
             "curves": list(self._curves()),
         }
-        return {section: tuple(row for row in rows if row.figures) for section, rows in found.items()}
+        return {section: tuple(row for row in rows if row.drawings) for section, rows in found.items()}
 
-    def _loss(self) -> Iterator[Figure]:
+    def _loss(self) -> Iterator[Drawing]:
         """Training raw, smoothed by 0.6 and 0.9, and validation."""
         train, val = self._series("train/loss"), self._series("val/loss")
         middle, bold = (smooth(train, weight) for weight in SMOOTHINGS)
@@ -172,59 +199,54 @@ class Plots:
             Curve(val, "s2 bold", "val", _named("val", val), dots=val),
         )
         if len(train) or len(val):
-            yield self._figure("", "train/loss", curves, height_px=300)
+            yield self._drawn("", "train/loss", *curves, height_px=300)
 
-    def _optimisation(self) -> Iterator[Figure]:
+    def _optimisation(self) -> Iterator[Drawing]:
         """Learning rate, and gradient norm on a log axis."""
         for key, title, css in (("train/lr", "Learning rate", "s4"), ("train/grad_norm", "Gradient norm", "s3")):
-            if len(known := finite(series := self._series(key)).values):
+            curve = Curve(self._series(key), f"{css} thin", title)
+            if len(known := curve.known.values):
                 is_log = key == "train/grad_norm" and bool((known > 0).all())
-                yield self._figure(title + " (log)" * is_log, key, [Curve(series, f"{css} thin", title)], is_log=is_log)
+                yield self._drawn(title + " (log)" * is_log, key, curve, is_log=is_log)
 
-    def _phases(self) -> Iterator[Figure]:
+    def _phases(self) -> Iterator[Drawing]:
         """Seconds a step, stacked by phase: the largest ones, and the rest as one."""
         named = {match[1]: self._series(key) for key in self._log.series if (match := PHASE.fullmatch(key))}
-        found = {name: series for name, series in named.items() if len(finite(series))}
+        found = {name: known for name, series in named.items() if len(known := finite(series))}
         if not found:
             return
         edges = np.linspace(self._x.low, self._x.high, min(NUM_TIME_BINS, max(map(len, found.values()))) + 1)
-        means = {name: np.nan_to_num(bin_means(series, edges)) for name, series in found.items()}
+        means = {name: np.nan_to_num(bin_means(known, edges)) for name, known in found.items()}
         largest = sorted(means, key=lambda name: -means[name].sum())
         parts = {name: means[name] for name in largest[:MAX_PHASES]}
         if rest := largest[MAX_PHASES:]:
             parts["rest"] = np.sum([means[name] for name in rest], axis=0)
-        tops = np.cumsum(list(parts.values()), axis=0)
-        areas = [
-            Curve(
-                Series(np.rint((edges[:-1] + edges[1:]) / 2).astype(np.int64), top),
-                f"s{place} area",
-                name,
-                (float(top[-1] - parts[name][-1] / 2), name),
-            )
-            for place, (name, top) in enumerate(zip(parts, tops, strict=True), 1)
-        ]
-        y = scale_of([0.0, float(tops.max())])
-        yield Figure("Time of a step by phase", "", "s", self._x, y, tuple(areas[::-1]), height_px=220)
+        steps, top = np.rint((edges[:-1] + edges[1:]) / 2).astype(np.int64), np.zeros(len(edges) - 1)
+        areas = []
+        for place, (name, seconds) in enumerate(parts.items(), 1):
+            top = top + seconds
+            areas.append(Curve(Series(steps, top), f"s{place} area", name, (float(top[-1] - seconds[-1] / 2), name)))
+        yield self._drawn("Time of a step by phase", "", *areas[::-1], anomalies=(), height_px=220)
 
-    def _zooms(self) -> Iterator[FigureRow]:
+    def _zooms(self) -> Iterator[Drawings]:
         """Each anomaly from near, with the metrics that moved with it."""
         strongest = sorted(self._report.anomalies, key=lambda anomaly: -abs(anomaly.z))[:MAX_ZOOMS]
         for anomaly in sorted(strongest, key=lambda anomaly: anomaly.steps):
             keys = dict.fromkeys((anomaly.metric, *(mover.metric for mover in anomaly.movers)))
             drawn = tuple(self._zoom(key, anomaly) for key in list(keys)[: 1 + MAX_MOVERS] if len(self._series(key)))
             title = f"{interval(anomaly.steps).capitalize()}, {percent(anomaly.percent)} of the run"
-            yield FigureRow(drawn, title, is_small=True)
+            yield Drawings(drawn, title, is_small=True)
 
-    def _zoom(self, key: str, anomaly: Anomaly) -> Figure:
+    def _zoom(self, key: str, anomaly: Anomaly) -> Drawing:
         series = self._series(key)
         first, last = np.searchsorted(series.steps, [anomaly.steps[0], anomaly.steps[1] + 1])
         near = series[max(0, int(first) - ZOOM_POINTS) : int(last) + ZOOM_POINTS]
         dots = within(near, *anomaly.steps) if len(near) <= 4 * ZOOM_POINTS else NOTHING
-        x, y = scale_of(near.steps.tolist(), has_margin=False), _y_scale(near, is_log=_is_wide(series))
+        x = scale_of(near.steps.tolist(), has_margin=False)
         curve = Curve(near, "s5 mid", key, dots=dots)
-        return Figure(key, key, self._units.get(key, ""), x, y, (curve,), (anomaly,), SMALL_PX)
+        return self._drawn(key, key, curve, x=x, anomalies=(anomaly,), is_log=_is_wide(series), height_px=SMALL_PX)
 
-    def _curves(self) -> Iterator[FigureRow]:
+    def _curves(self) -> Iterator[Drawings]:
         """All other metrics, small, by group."""
         by_group: dict[str, list[str]] = {}
         for metric in self._report.metrics:
@@ -234,22 +256,19 @@ class Plots:
         for group, keys in by_group.items():
             title = GROUP_TITLES.get(group, group.capitalize())
             more = f" (the first {MAX_SMALL} of {len(keys)})" if len(keys) > MAX_SMALL else ""
-            yield FigureRow(tuple(map(self._small, keys[:MAX_SMALL])), title + more, is_small=True)
+            yield Drawings(tuple(map(self._small, keys[:MAX_SMALL])), title + more, is_small=True)
 
-    def _small(self, key: str) -> Figure:
-        series = self._series(key)
-        smoothed = Curve(smooth(series, SMOOTHINGS[-1]), "s1 mid", key)
-        curves = [Curve(series, "s1 thin raw", key), smoothed]
-        last = next(iter(finite(series).values[::-1].tolist()), math.nan)
-        return replace(self._figure(key, key, curves, is_log=_is_wide(series), height_px=SMALL_PX), last=last)
+    def _small(self, key: str) -> Drawing:
+        raw = Curve(self._series(key), "s1 thin raw", key)
+        smoothed = Curve(smooth(raw.known, SMOOTHINGS[-1]), "s1 mid", key)
+        drawn = self._drawn(key, key, raw, smoothed, is_log=_is_wide(raw.known), height_px=SMALL_PX)
+        return drawn._replace(last=float(raw.known.values[-1]) if len(raw.known) else math.nan)
 
-    def _figure(
-        self, title: str, metric: str, curves: Iterable[Curve], *, is_log: bool = False, height_px: int = 190
-    ) -> Figure:
-        """Over the whole run, with its anomalies."""
-        y = _y_scale(*(curve.series for curve in curves), is_log=is_log)
-        unit, anomalies = self._units.get(metric, ""), self._report.anomalies
-        return Figure(title, metric, unit, self._x, y, tuple(curves), anomalies, height_px)
+    def _drawn(self, title: str, metric: str, *curves: Curve, **options: Any) -> Drawing:
+        """Over the whole run, with its anomalies, unless the options say otherwise."""
+        figure = Figure(title, metric, **{"x": self._x, "anomalies": self._report.anomalies, **options}, curves=curves)
+        svg = self._template.render(figure=figure, report=self._report, log=self._log)
+        return Drawing(title, self._units.get(metric, "" if metric else "s"), Markup(svg))
 
     def _series(self, key: str) -> Series:
         return self._log.series.get(key, NOTHING)
@@ -258,11 +277,6 @@ class Plots:
 def _named(label: str, series: Series) -> tuple[float, str] | None:
     last = finite(series).values[-1:].tolist()
     return (last[0], f"{label} {number(last[0])}") if last else None
-
-
-def _y_scale(*series: Series, is_log: bool = False) -> Scale:
-    known = [values for one in series if len(values := finite(one).values)]
-    return scale_of([float(end) for values in known for end in (values.min(), values.max())], is_log=is_log)
 
 
 def _is_wide(series: Series) -> bool:

@@ -113,7 +113,7 @@ def templates() -> Environment:
 
     environment = Environment(
         loader=PackageLoader("trainer.report", ""),
-        autoescape=select_autoescape(("html.jinja",), default_for_string=False),
+        autoescape=select_autoescape(("html.jinja", "svg.jinja"), default_for_string=False),
         trim_blocks=True,
         finalize=finalize,
         undefined=StrictUndefined,

@@ -46,7 +46,7 @@ def _side(name: str, report: Report, log: RunLog) -> Known:
         "name": name,
         "config": log.config,
         "curves": curves,
-        "last": {role: next(iter(curve.values[::-1].tolist()), None) for role, curve in curves.items()},
+        "last": {role: float(curve.values[-1]) if len(curve) else None for role, curve in curves.items()},
         "last_step": max((series.ends[1] for series in log.series.values() if len(series)), default=0),
         "speed": report.throughput and report.throughput.tokens_per_s,
         "peak_gib": next((float(peak.max()) for peak in peaks if len(peak)), None),
