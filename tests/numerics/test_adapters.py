@@ -1,6 +1,7 @@
 """LoRA against peft's own forward pass and autograd in a plain loop, in every way of running; refusals; costs."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from toy import build_toy_model, model_config, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import ConfigError
-from trainer.model import adapters, assemble, flops, packed_lm, source
+from trainer.model import adapters, assemble, flops, new_tokens, packed_lm, source
 from trainer.planner.live_storage import FROZEN
 from trainer.planner.memory_plan import plan_memory
+from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -96,6 +98,17 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, changes: dict[str, An
         write_adapter(plain_model(model.path), tmp_path / path, use_dora=path == "dora")
     with pytest.raises(ConfigError, match=message):
         assemble.require_parts(model_config(**changes), model)
+
+
+def test_of_several_parts_neither_adapters_nor_new_tokens_are_trained(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    shutil.copy(MODEL_DIR / "tokenizer.json", tmp_path)
+    parts = packed_lm.ModelSource(str(tmp_path), random_weights=False, trust_remote_code=False)
+    with pytest.raises(ConfigError, match=r"is a model of several parts, .* full fine-tuning, or model.freeze, trains"):
+        assemble.require_parts(model_config(lora_rank=4), parts)
+    with pytest.raises(ConfigError, match="of several parts, whose vocabulary cannot grow"):
+        new_tokens.extended(str(tmp_path), ["<|new|>"], tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_an_adapter_that_names_no_experts_is_a_plain_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from ranks import each, run_ranks
 from sweeps import short_or_full
+from test_adapters import plain_model, write_adapter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import ToySamples, build_toy_model, full_parameters, model_config, optim_config, write_model_config
@@ -31,7 +32,7 @@ SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18
 def loss_and_gradients(model: Any, members: list[int]) -> tuple[float, list[torch.Tensor]]:
     loss = model(pack(SAMPLES, members)).loss_sum
     loss.backward()
-    grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    grads = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.requires_grad]
     model.zero_grad()
     return loss.item(), grads
 
@@ -77,6 +78,9 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
     found["loop"] = compiled_like_plain(world, looped, "eager", short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []]))
     torch.compiler.reset()
     one_layer = write_model_config(root / "plain", num_hidden_layers=1)
+    path = write_adapter(plain_model(one_layer.path), root / "adapter")
+    found["adapters"] = compiled_like_plain(world, one_layer, "eager", SHAPES[:3], lora_adapter_path=path, loss="dft")
+    torch.compiler.reset()
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         try:
             assemble.build_model(SELECTIVE_COMPILED, one_layer, world=world, seed=1, max_length=64)
@@ -129,6 +133,12 @@ def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled: dict[s
 
 def test_a_compiled_layer_leaves_out_the_loop_over_documents(compiled: dict[str, Any]) -> None:
     difference, total, ok, _ = compiled["loop"]
+    assert difference < 1e-6
+    assert 0 < total == ok
+
+
+def test_compiled_adapters_and_another_loss_are_the_same(compiled: dict[str, Any]) -> None:
+    difference, total, ok, _ = compiled["adapters"]
     assert difference < 1e-6
     assert 0 < total == ok
 
