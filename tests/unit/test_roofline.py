@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from test_memory_plan import HSDP, RECOMPUTE, RESHARD, planned, run, tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 from toy import write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import ConfigError
 from trainer.planner import memory_plan, roofline
 from trainer.planner.fake_step import measure
+from trainer.planner.fused_norm import FusedNorm
 from trainer.planner.live_storage import LiveStorages
 from trainer.planner.memory_plan import MemoryPlan
 from trainer.planner.operations import FUSED, Operations
@@ -69,6 +71,17 @@ def counted(work: Any, **settings: Any) -> Counter[DeviceOperation]:
         kept = work()
     del kept
     return operations.counts
+
+
+def test_a_norm_asks_for_its_kernels_alone() -> None:
+    """Zeros were filled in for the gradient of a result that has none: four kernels a layer that no card runs."""
+    with FakeTensorMode():
+        hidden, weight = (torch.ones(*shape, requires_grad=True) for shape in ((4, 8), (8,)))
+        found = counted(lambda: torch.autograd.grad(FusedNorm.apply(hidden, weight), (hidden, weight), hidden.detach()))
+    assert {(op.name, op.size_bytes): n for op, n in found.items()} == {
+        ("rms_norm", 4 * (32 + 8 + 32 + 4)): 1,
+        ("rms_norm_backward", 4 * (2 * 32 + 8 + 4 + 32 + 8)): 1,
+    }
 
 
 @pytest.mark.parametrize(
