@@ -18,6 +18,8 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -142,6 +144,15 @@ def stored_in(file: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(file, tuple(found.get_shape()), found.get_dtype(), reading(name))
         for name, found in slices.items()
     }
+
+
+def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """(this rank's memory of a parameter, where that lies in the whole tensor)."""
+    if not isinstance(parameter, DTensor):
+        return parameter.data, tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    local = parameter.to_local().detach()
+    return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel | None:

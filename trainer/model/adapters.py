@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainer.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
 from trainer.config import ConfigError, ModelConfig, did_you_mean
-from trainer.model.load import local_slices
+from trainer.model import load
 from trainer.runtime import seeding
+from trainer.weights import TensorGroup, local_slices, stored_in
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -144,20 +144,11 @@ def _where(name: str) -> str:
 
 
 def _load(adapters: dict[str, nn.Parameter], file: Path) -> None:
-    names = {peft_name(name): parameter for name, parameter in adapters.items()}
-    try:
-        with safe_open(file, framework="pt") as reader:
-            if odd := sorted(set(reader.keys()) ^ set(names)):
-                raise ConfigError(f"{file} is an adapter of other layers: {odd[0]} ({len(odd)} names differ)")
-            for name, parameter in names.items():
-                stored = reader.get_slice(name)
-                if tuple(stored.get_shape()) != tuple(parameter.shape):
-                    shapes = f"{tuple(stored.get_shape())}, the model asks for {tuple(parameter.shape)}"
-                    raise ConfigError(f"{file}: tensor {name} has shape {shapes}")
-                local, where = local_slices(parameter)
-                local.copy_(stored[where])
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    stored, own = stored_in(file), {peft_name(name): parameter for name, parameter in adapters.items()}
+    if odd := sorted(stored.keys() ^ own.keys()):
+        raise ConfigError(f"{file} is an adapter of other layers: {odd[0]} ({len(odd)} names differ)")
+    for name in own:
+        load.fill(TensorGroup((name,), (name,)), own, stored)
 
 
 def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:

@@ -6,7 +6,6 @@ Shape suffixes: N query heads, T packed tokens, K head size; transformers passes
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,10 +119,6 @@ def register(device_type: str | None = None) -> None:
     AttentionInterface.register(PACKED, attend)
 
 
-Bounds = tuple[DocumentLengths, Tensor, int]
-"""Documents, their cumulative lengths on the device, the longest."""
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -156,17 +151,24 @@ def packed_attention(
     else:
         documents, cu_seqlens_D1, max_seqlen = lengths, cu_seq_lens_q, max_length_q
 
-    bounds = documents, cu_seqlens_D1, max_seqlen
+    attend = partial(_attend, module, documents, cu_seqlens_D1, max_seqlen, device_type)
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, dropout)
     if documents.exchange is not None:
-        return _exchanged(module, query, key, value, bounds, scoring, device_type), None
-    return _attend(module, query, key, value, bounds, scoring, device_type), None
+        return documents.exchange.attend(attend, query, key, value, scoring), None
+    return attend(query, key, value, scoring), None
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, device_type: str
+    module: nn.Module,
+    documents: DocumentLengths,
+    cu_seqlens_D1: Tensor,
+    max_seqlen: int,
+    device_type: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
 ) -> Tensor:
-    documents, cu_seqlens_D1, max_seqlen = bounds
     obstacle = _obstacle(query, value, scoring, device_type)
     if obstacle is not None:
         return _per_document(module, query, key, value, documents, scoring, obstacle)
@@ -176,22 +178,12 @@ def _attend(
 
 
 @torch.compiler.disable
-def _exchanged(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, device_type: str
-) -> Tensor:
-    """All positions of this rank's share of heads, the output of this rank's share of positions."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        return _attend(module, query, key, value, bounds, replace(scoring, sinks=sinks), device_type)
-
-    exchange = bounds[0].exchange
-    assert exchange is not None
-    return exchange.attend(attend, query, key, value, scoring.sinks)
-
-
-@torch.compiler.disable
-def _bounds(lengths: DocumentLengths | None, chunk_size: int | None, device: torch.device) -> Bounds:
-    """For layers that are not handed any, and for chunks, which are documents by themselves."""
+def _bounds(
+    lengths: DocumentLengths | None, chunk_size: int | None, device: torch.device
+) -> tuple[DocumentLengths, Tensor, int]:
+    """Documents, their cumulative lengths on the device, the longest: for layers that are not handed any, and for
+    chunks, which are documents by themselves.
+    """
     if lengths is None and (lengths := _running) is None:
         raise ConfigError("packed attention needs document bounds; use model.attention=per_document")
     if chunk_size is not None:

@@ -7,6 +7,7 @@ Shape suffixes: N heads, T positions, K head size; the ranks' shares of either d
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import gcd
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from trainer.batch import share_lengths
 from trainer.config import ConfigError
+from trainer.model.cpu_attention import Scoring
 
 
 def require_divisible(num_query_heads: int, size: int) -> None:
@@ -38,18 +40,20 @@ class HeadExchange:
     @torch.compiler.disable
     def attend(
         self,
-        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        attention: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        sinks: Tensor | None,
+        scoring: Scoring,
     ) -> Tensor:
-        """`attention` of q, k, v [1, heads, T, K] and sinks [N], over all positions; its [1, T, N, K] of this share."""
+        """`attention` of q, k, v [1, heads, T, K] over all positions, for this share of the heads; its [1, T, N, K] of
+        this share of the positions.
+        """
         require_divisible(query.shape[1], self._size)
-        if sinks is not None:
-            sinks = sinks.chunk(self._size)[self._rank]
+        if scoring.sinks is not None:
+            scoring = replace(scoring, sinks=scoring.sinks.chunk(self._size)[self._rank])
         key, value = self._to_heads(self._repeated(key)), self._to_heads(self._repeated(value))
-        return self._to_positions(attention(self._to_heads(query), key, value, sinks))
+        return self._to_positions(attention(self._to_heads(query), key, value, scoring))
 
     def _repeated(self, key: Tensor) -> Tensor:
         """As often as every rank needs one of its own: its queries' neighbours have the same."""

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 from transformers.utils.loading_report import LoadStateDictInfo
@@ -25,7 +23,7 @@ from trainer.model import new_tokens, packed_lm
 from trainer.model.packed_lm import ModelSource
 from trainer.runtime import seeding
 from trainer.weight_files import INDEX, SINGLE_FILE, weight_files
-from trainer.weights import StoredTensor, TensorGroup, WholeCheckpoint
+from trainer.weights import StoredTensor, TensorGroup, WholeCheckpoint, local_slices
 
 logger = logging.getLogger(__name__)
 _ROWS = 4096
@@ -57,7 +55,7 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
     grown = [embeddings, *model.get_output_embeddings().parameters()] if source.new_tokens else []
     try:
         for group in found.groups:
-            _fill(group, tensors, found.files, may_grow=any(tensors[group.own[0]] is tensor for tensor in grown))
+            fill(group, tensors, found.files, may_grow=any(tensors[group.own[0]] is tensor for tensor in grown))
     except ConfigError:
         raise
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
@@ -142,15 +140,6 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
     return WholeCheckpoint(found.whole, text_names, {name: found.files[name] for name in sorted(found.others)})
 
 
-def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """(this rank's memory of a parameter, where that lies in the whole tensor)."""
-    if not isinstance(parameter, DTensor):
-        return parameter.data, tuple(slice(0, size) for size in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    local = parameter.to_local().detach()
-    return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
 def _is_tied(model: PreTrainedModel) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
@@ -194,8 +183,8 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return one.shape == other.shape and all(torch.equal(one.read(part), other.read(part)) for part in parts)
 
 
-def _fill(
-    group: TensorGroup, tensors: dict[str, Tensor], files: dict[str, StoredTensor], *, may_grow: bool = False
+def fill(
+    group: TensorGroup, tensors: Mapping[str, Tensor], files: Mapping[str, StoredTensor], *, may_grow: bool = False
 ) -> None:
     """This rank's slices of the model's tensors from those of the files, which `may_grow`: have fewer rows."""
     stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tokenizers import AddedToken, Tokenizer
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime import seeding
 from trainer.runtime.files import publish
+from trainer.weights import local_slices
 
 logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64
@@ -110,7 +108,8 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
     texts |= {number: token for token, number in ids.items()}
     parameters = {id(p): p for p in (model.get_input_embeddings().weight, *head.parameters())}
     for which, parameter in enumerate(parameters.values()):
-        local, begin = _rows(parameter)
+        local, (rows, *_) = local_slices(parameter)
+        begin = rows.start
         trained = local[: max(0, first - begin)].double()
         sums = torch.stack([trained.sum(0), trained.square().sum(0)])
         count = torch.tensor(float(len(trained)), dtype=torch.float64, device=local.device)
@@ -125,11 +124,3 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
                 generator = torch.Generator().manual_seed(seeding.key("new token", seed, text, which))
                 noise = torch.randn(mean.shape, generator=generator).to(local.device)
                 local[number - begin] = (mean + NOISE * spread * noise).to(local.dtype)
-
-
-def _rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """(this rank's rows, the number of the first)."""
-    if not isinstance(parameter, DTensor):
-        return parameter.data, 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local().detach(), int(offset[0])

@@ -24,6 +24,12 @@ SHARDED_GRADIENTS, GRADIENTS = "sharded gradients", "gradients being reduced"
 ACTIVATIONS, HEAD, HOST_INPUTS = "activations", "head: logits and loss", "inputs of the layers, put away"
 LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
 """What a rank holds of the whole state: in host memory with CPU offload."""
+_HANDED_OVER = {
+    "fsdp.all_gather_copy_in.default": GATHERED,
+    "fsdp.chunk_cat.default": GRADIENTS,
+    "c10d._reduce_scatter_base_.default": GRADIENTS,
+}
+"""What all tensors are for that these operations are given."""
 FLASH_BLOCK_TOKENS = 128
 
 Phase = tuple[int | str, ...]
@@ -82,16 +88,17 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # an operation on DTensors is seen from outside: inside it works out shapes on whole tensors that nobody has
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
-        if (read := _READERS.get(str(func))) is not None:
-            read(self, *args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self._see(tensor)
+        if (category := _HANDED_OVER.get(str(func))) is not None:
+            self.mark(tensors_in((args, kwargs)), category)
+        elif str(func) == "torch_attn._varlen_attn_backward.default":
+            self._flash_backward(*args)
         return result
 
     def _see(self, tensor: Tensor) -> int:
         """Number of a tensor's storage, written down if it is new."""
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         key = storage._cdata
         if key not in self._living:
             self._living[key] = len(self._categories), 0, weakref.ref(storage, lambda _: self._resized(key, 0))
@@ -118,28 +125,21 @@ class LiveStorages(TorchDispatchMode):
 
         return resize_and_note
 
-    def _gather_begins(self, shards: list[Tensor], whole: Tensor, *_: Any) -> None:
-        self.mark([*shards, whole], GATHERED)
-
-    def _reduction_begins(self, whole: list[Tensor], *_: Any, out: Tensor) -> None:
-        self.mark([*whole, out], GRADIENTS)
-
-    def _reduced(self, shard: Tensor, whole: Tensor, *_: Any) -> None:
-        self.mark([shard, whole], GRADIENTS)
-
-    def _varlen_backward(self, *tensors: Any) -> None:
+    def _flash_backward(self, *tensors: Any) -> None:
         _, query_TNK, key_TMK, _, _, _, cu_seqlens_D1 = tensors[:7]
         size_bytes = flash_backward_bytes(query_TNK, key_TMK, num_documents=len(cu_seqlens_D1) - 1)
         self._events += [(len(self._categories), change, self.phase) for change in (size_bytes, -size_bytes)]
         self._categories.append(self._default)
 
 
-_READERS: dict[str, Callable[..., None]] = {
-    "fsdp.all_gather_copy_in.default": LiveStorages._gather_begins,
-    "fsdp.chunk_cat.default": LiveStorages._reduction_begins,
-    "c10d._reduce_scatter_base_.default": LiveStorages._reduced,
-    "torch_attn._varlen_attn_backward.default": LiveStorages._varlen_backward,
-}
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """This rank's parts of them."""
+    return [local_part(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def flash_backward_bytes(query_TNK: Tensor, key_TMK: Tensor, *, num_documents: int) -> int:

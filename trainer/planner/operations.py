@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.planner.live_storage import LiveStorages, Phase
+from trainer.planner.live_storage import LiveStorages, Phase, local_part, tensors_in
 from trainer.planner.roofline import (
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -79,7 +78,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, phase, kind = kwargs or {}, self._live.phase, _kind(func)
-        held = [tensor for tensor in _tensors((args, kwargs)) if tensor.untyped_storage() in self._on_host]
+        held = [tensor for tensor in tensors_in((args, kwargs)) if tensor.untyped_storage() in self._on_host]
         if kind == MEMORY and held:
             if _name(func) in _FETCHES and phase[1] != "update":
                 self.count_copy(self._on_host[held[0].untyped_storage()], *held)
@@ -90,7 +89,7 @@ class Operations(TorchDispatchMode):
             self._close()  # the next layer too is another phase, though it may be called the same
         result = func(*args, **kwargs)
         if kind == ON_HOST:
-            self.hold(_tensors(result))
+            self.hold(tensors_in(result))
         if kind in COLLECTIVES:
             self.counts[_collective(kind, phase, args)] += 1
         elif kind is not None:
@@ -104,7 +103,7 @@ class Operations(TorchDispatchMode):
     def hold(self, tensors: Iterable[Tensor], *, fetch: str = FROM_HOST) -> None:
         """From here on these are in host memory; `fetch` is the kind of a copy from there."""
         for tensor in tensors:
-            self._on_host[_local(tensor).untyped_storage()] = fetch
+            self._on_host[local_part(tensor).untyped_storage()] = fetch
 
     def count_copy(self, kind: str, *tensors: Tensor, phase: Phase | None = None) -> None:
         """In the phase that the step is in, or another."""
@@ -113,12 +112,12 @@ class Operations(TorchDispatchMode):
 
     def _operation(self, func: Any, kind: str, phase: Phase, args: Any, kwargs: Any, result: Any) -> DeviceOperation:
         name, flops = _name(func), 0
-        read_bytes = sum(map(_num_bytes, _tensors((args, kwargs))))
-        read_bytes -= sum(map(_num_bytes, _tensors([kwargs.get("out"), args[0] if name in _OVERWRITES else None])))
+        read_bytes = sum(map(_num_bytes, tensors_in((args, kwargs))))
+        read_bytes -= sum(map(_num_bytes, tensors_in([kwargs.get("out"), args[0] if name in _OVERWRITES else None])))
         if name == "all_gather_copy_in":  # gives the room of what is gathered too
-            read_bytes = sum(map(_num_bytes, _tensors(args[0])))
+            read_bytes = sum(map(_num_bytes, tensors_in(args[0])))
             return DeviceOperation(phase, name, MEMORY, 0, 2 * read_bytes)
-        written = [*_tensors(result)] or _changed(func, args, kwargs)  # what changes lists in place returns nothing
+        written = [*tensors_in(result)] or _changed(func, args, kwargs)  # what changes lists in place returns nothing
         written_bytes = sum(map(_num_bytes, written))
         size_bytes = 2 * written_bytes if name in _LOOKUPS else read_bytes + written_bytes
         if func.namespace == "torch_attn":
@@ -144,12 +143,12 @@ class Operations(TorchDispatchMode):
         if self._region is None:
             self._region, self._read_bytes = replace(found, name=FUSED, size_bytes=0), 0
             self._read, self._made = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             storage, before_bytes = tensor.untyped_storage(), self._read.get(tensor.untyped_storage(), 0)
             if storage not in self._made and (more_bytes := _num_bytes(tensor) - before_bytes) > 0:
                 self._read_bytes += more_bytes
                 self._read[storage] = before_bytes + more_bytes
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._made[tensor.untyped_storage()] = _num_bytes(tensor)
 
     def _close(self) -> None:
@@ -184,9 +183,9 @@ def _collective(kind: str, phase: Phase, args: Any) -> DeviceOperation:
         objects = (leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject))
         group = ProcessGroup.unbox(next(leaf for leaf in objects if "ProcessGroup" in str(leaf._type())))
     ranks = dist.get_process_group_ranks(group)
-    whole_bytes = max(map(_num_bytes, _tensors(args)))
+    whole_bytes = max(map(_num_bytes, tensors_in(args)))
     if kind == ALL_REDUCE:
-        whole_bytes = 2 * sum(map(_num_bytes, _tensors(args)))
+        whole_bytes = 2 * sum(map(_num_bytes, tensors_in(args)))
     num_machines = len({rank // RANKS_PER_MACHINE for rank in ranks})
     size_bytes = whole_bytes * (len(ranks) - 1) // len(ranks)
     return DeviceOperation(phase, kind, kind, 0, size_bytes, len(ranks) // num_machines if num_machines > 1 else 0)
@@ -197,19 +196,10 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     written = (
         argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
     )
-    return _tensors([given.get(name) for name in written])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [_local(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return tensors_in([given.get(name) for name in written])
 
 
 def _num_bytes(tensor: Tensor) -> int:
     """What there is to read of it: an expanded tensor has less than it shows."""
-    local = _local(tensor)
-    return prod(size for size, stride in zip(local.shape, local.stride(), strict=True) if stride) * local.itemsize
+    own = local_part(tensor)
+    return prod(size for size, stride in zip(own.shape, own.stride(), strict=True) if stride) * own.itemsize
