@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "compiled": {"model_type": "llama", "compile": True},
     "compiled, selective": {"model_type": "llama", "compile": True, "recompute": "selective"},
     "two share": {"sequence_size": 2},
+    "two share, compiled": {"model_type": "llama", "compile": True, "sequence_size": 2},
     "four share": {"sequence_size": 4, "recompute": True},
     "reads": {"reads_the_loss": True},
 }
@@ -165,7 +166,9 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps: Steps, name: st
     assert reduced == step["num_micro_batches"] * step["num_trained"]
 
 
-@pytest.mark.parametrize(("name", "size", "num_forward"), [("two share", 2, 1), ("four share", 4, 2)])
+@pytest.mark.parametrize(
+    ("name", "size", "num_forward"), [("two share", 2, 1), ("two share, compiled", 2, 1), ("four share", 4, 2)]
+)
 def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
     steps: Steps, name: str, size: int, num_forward: int
 ) -> None:
