@@ -203,6 +203,15 @@ def test_each_line_of_the_checklists_can_fail(line: str, build: Callable[[], Run
     assert (report.verdict == "OK") == (line in unusual)
 
 
+def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed() -> None:
+    """Nor are those that a run had before it went on from its mirror on another machine."""
+    log = replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000]))
+    assert item(analyse(log), "all_checkpoints").status == "fail"
+    saved = [LogEvent(step, "checkpoint", f"saved global_step_{step}") for step in range(100, 1701, 100)]
+    report = analyse(replace(log, events=(*log.events, *saved)))
+    assert item(report, "all_checkpoints").status == "ok" and report.verdict == "OK"
+
+
 @pytest.mark.parametrize("build", [build for _, _, build in FAULTS], ids=[rule for rule, *_ in FAULTS])
 def test_no_line_of_the_checklists_fails_beside_a_verdict_of_ok(build: Callable[[], RunLog]) -> None:
     report = analyse(build())

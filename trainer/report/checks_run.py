@@ -40,7 +40,10 @@ def checkpoints(run: AnalysedRun) -> Iterator[Measure]:
 
 
 def _missing_checkpoints(run: AnalysedRun) -> list[int]:
-    """Steps at which the configuration foretells a checkpoint that does not exist, rotation considered."""
+    """Steps at which the configuration foretells a checkpoint that does not exist, rotation considered.
+
+    One that the log says was saved was removed later: by `prune`, or the run went on from a mirror, which keeps few.
+    """
     every = run.config("trainer.save_freq", "save_steps", "save_freq")
     if not isinstance(every, int | float) or every < 1:
         return []
@@ -54,7 +57,8 @@ def _missing_checkpoints(run: AnalysedRun) -> list[int]:
     oldest_kept = existing[-int(keep)] if is_rotated else 0  # saves at a stop count too, and move others out
     if not any(key.rpartition(".")[2] in limits for key in run.log.config):
         oldest_kept = existing[0]  # how many are kept is not told: older ones may have been rotated away
-    return [step for step in expected if step > oldest_kept and step not in existing and run.was_trained(step)]
+    there = {*existing, *(event.step for event in run.log.events if event.kind == "checkpoint")}
+    return [step for step in expected if step > oldest_kept and step not in there and run.was_trained(step)]
 
 
 def completeness(run: AnalysedRun) -> Iterator[Measure]:
