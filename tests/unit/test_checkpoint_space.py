@@ -8,6 +8,7 @@ from checkpoint_fakes import save
 
 from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.retention import Retention
+from trainer.runtime.text import readable
 
 GIB = 2**30
 
@@ -61,4 +62,4 @@ def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_are_readable(size_bytes: int, text: str) -> None:
-    assert retention.readable(size_bytes) == text
+    assert readable(size_bytes) == text

@@ -16,9 +16,9 @@ from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.retention import readable
 from trainer.checkpoint_tools.listing import tree_bytes
 from trainer.cli import checkpoint as cli
+from trainer.runtime.text import readable
 
 Patch = pytest.MonkeyPatch
 

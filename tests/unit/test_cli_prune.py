@@ -13,10 +13,10 @@ from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.retention import readable
 from trainer.checkpoint_tools import listing
 from trainer.checkpoint_tools.listing import tree_bytes
 from trainer.cli import checkpoint as cli
+from trainer.runtime.text import readable
 
 Patch = pytest.MonkeyPatch
 Logs = pytest.LogCaptureFixture

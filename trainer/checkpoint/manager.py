@@ -19,6 +19,7 @@ from trainer.checkpoint.state import State, load_state, rank_state
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.progress import History, Position, Rollbacks
 from trainer.runtime.distributed import on_main
+from trainer.runtime.text import readable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -150,10 +151,10 @@ class CheckpointManager:
             self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
         self._tell("checkpoint", step, f"saved {path}", "info")
         if total_s is None:
-            logger.info("saved %s (%s, %.1f s)", path, retention.readable(outcome), stall_s)
+            logger.info("saved %s (%s, %.1f s)", path, readable(outcome), stall_s)
         else:
             self._metrics["time/train/checkpoint_bg_s"] = total_s
-            logger.info("saved %s (%s, %.1f s behind training)", path, retention.readable(outcome), total_s)
+            logger.info("saved %s (%s, %.1f s behind training)", path, readable(outcome), total_s)
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(self._retry_after_s) and not is_required:

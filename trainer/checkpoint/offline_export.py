@@ -16,10 +16,10 @@ from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource, Plans, num_bytes, plan_export, plan_lora, write_export
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
-from trainer.checkpoint.retention import readable
 from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
+from trainer.runtime.text import readable
 from trainer.weights import WholeCheckpoint, stored_in
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")

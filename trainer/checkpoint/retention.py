@@ -18,6 +18,7 @@ from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.layout import PUBLISHED, THINNED, TRASH_PREFIX
 from trainer.progress import History
 from trainer.runtime.files import NO_FLOCK, try_lock
+from trainer.runtime.text import readable
 
 logger = logging.getLogger(__name__)
 
@@ -173,15 +174,6 @@ def existing_parent(directory: Path) -> Path:
     """Itself, or where it would be made."""
     directory = directory.absolute()
     return next(path for path in (directory, *directory.parents) if path.exists())
-
-
-def readable(size_bytes: float) -> str:
-    """`512 B`, `54.2 MiB`, `16.1 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 999.5:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.3g} TiB"
 
 
 def _lease_file(checkpoint: Path) -> Path:

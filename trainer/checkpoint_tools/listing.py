@@ -20,11 +20,11 @@ from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.layout import CORRUPT_PREFIX, STAGING_PREFIX, TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
-from trainer.checkpoint.retention import readable
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.mirror import STATE
 from trainer.runtime.json_lines import read_object
+from trainer.runtime.text import readable
 
 RUNS_ROOT = Path("checkpoints")
 NUM_LOOKS = 5

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio
-from trainer.checkpoint.retention import optimizer_files, readable
+from trainer.checkpoint.retention import optimizer_files
 from trainer.checkpoint_tools import listing
 from trainer.checkpoint_tools.listing import plan_pruning, prune
 from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
@@ -26,6 +26,7 @@ from trainer.mirror import STATE
 from trainer.model.source import find_model
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import read_object
+from trainer.runtime.text import readable
 from trainer.tracking.run_info import read_config
 
 VERIFY_RESUME = "verify-resume"

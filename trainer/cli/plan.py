@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.retention import KEEP_LESS, SPARE, readable
+from trainer.checkpoint.retention import KEEP_LESS, SPARE
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
 from trainer.config import MAX_TOKENS, QUICKSTART, Config, ConfigError
 from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus
@@ -25,6 +25,7 @@ from trainer.planner.forecast import (
 )
 from trainer.planner.roofline import CARDS, DEFAULT_CARD, Card, find_card, local_card, predict
 from trainer.run.compose import with_words
+from trainer.runtime.text import readable
 
 if TYPE_CHECKING:
     from trainer.planner.disk import DiskPlan

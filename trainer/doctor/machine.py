@@ -13,10 +13,10 @@ from typing import Literal
 import psutil
 
 from trainer.checkpoint import fsio
-from trainer.checkpoint.retention import readable
 from trainer.config import Config, ConfigError
 from trainer.launch.ranks import NodeLayout, gloo_interface
 from trainer.launch.requirements import unmet_requirements
+from trainer.runtime.text import readable
 
 
 @dataclass(frozen=True)

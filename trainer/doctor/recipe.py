@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.retention import KEEP_LESS, SPARE, existing_parent, readable
+from trainer.checkpoint.retention import KEEP_LESS, SPARE, existing_parent
 from trainer.config import Config, ConfigError
 from trainer.data.rows import UnusableError, location
 from trainer.doctor import machine
@@ -25,6 +25,7 @@ from trainer.run.preflight import already_said
 from trainer.runtime.files import try_lock
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.processes import run_in
+from trainer.runtime.text import readable
 from trainer.tracking import wandb_backend
 from trainer.tracking.facade import with_environment
 

@@ -15,12 +15,12 @@ from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST, Manifest
-from trainer.checkpoint.retention import readable
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.mirror.contents import HF_MODEL, RUN_FILES, MirrorState, look
 from trainer.mirror.storage import KEY, Storage, StorageError, is_repository
 from trainer.mirror.upload import NUM_STREAMS
+from trainer.runtime.text import readable
 from trainer.tracking import run_info
 
 RETRY_AFTER_S = (2.0, 10.0)

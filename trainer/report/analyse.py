@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.checkpoint.retention import readable
 from trainer.report.analysed_run import PROFILES, AnalysedRun, recognise_profile
 from trainer.report.anomalies import correlations, find_anomalies, observe
 from trainer.report.checks_run import too_little
@@ -23,6 +22,7 @@ from trainer.report.run_log import RunLog
 from trainer.report.statistics import Slope, slope
 from trainer.report.words import how_common, story
 from trainer.runtime.evaluations import deciding
+from trainer.runtime.text import readable
 
 NUM_TOP = 3
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")

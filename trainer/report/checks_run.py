@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.checkpoint.retention import readable
 from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged
 from trainer.report.formatting import listed
+from trainer.runtime.text import readable
 
 
 def checkpoints(run: AnalysedRun) -> Iterator[Measure]:

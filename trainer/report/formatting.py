@@ -88,18 +88,6 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def clean(text: str) -> str:
-    """Names come from files anyone may have written: no control characters reach a terminal or a page.
-
-    Whatever prints or draws text calls this; sections hold it as it was read.
-    """
-    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
-
-
-def clean_lines(text: str) -> str:
-    return "\n".join(map(clean, text.splitlines()))
-
-
 def capitalised(text: str) -> str:
     return text[:1].upper() + text[1:]
 

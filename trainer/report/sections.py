@@ -16,11 +16,12 @@ from markupsafe import Markup, escape
 
 from trainer.detection.window import spread
 from trainer.report import formatting
-from trainer.report.formatting import ARROWS, MISSING, clean_lines, number, shown, step
+from trainer.report.formatting import ARROWS, MISSING, number, shown, step
 from trainer.report.result import Anomaly, CheckItem, Finding, Generalisation, MetricSummary, Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.statistics import finite, within
 from trainer.report.vocabulary import role_order
+from trainer.runtime.text import clean_lines
 
 STATUSES = ("fail", "note", "unknown", "pass")
 

@@ -7,9 +7,10 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from trainer.report.formatting import clean_lines, facts, place
+from trainer.report.formatting import facts, place
 from trainer.report.result import Finding, Report
 from trainer.report.sections import Section, Table, sections
+from trainer.runtime.text import clean_lines
 
 MAX_WIDTH, MAX_LINES = 120, 40
 MAX_OTHERS, FEW = 6, 3

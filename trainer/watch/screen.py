@@ -15,9 +15,10 @@ from rich.text import Text
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint_tools.listing import Listing, is_run, read_run
-from trainer.report.formatting import MISSING, clean, duration, number, percent, step
+from trainer.report.formatting import MISSING, duration, number, percent, step
 from trainer.runtime.heartbeat import REPORT_DIRECTORY, SILENT_S
 from trainer.runtime.json_lines import JsonLines, read_object
+from trainer.runtime.text import clean
 from trainer.tracking import events_file, histories, metrics_file
 
 NUM_ROWS = 20

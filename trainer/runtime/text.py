@@ -1,0 +1,22 @@
+"""Words for people: sizes, and names that anyone may have written (floor 1, no torch)."""
+
+
+def readable(size_bytes: float) -> str:
+    """`512 B`, `54.2 MiB`, `16.1 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 999.5:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} TiB"
+
+
+def clean(text: str) -> str:
+    """Names come from files anyone may have written: no control characters reach a terminal or a page.
+
+    Whatever prints or draws text calls this; what holds it keeps it as it was read.
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
+
+
+def clean_lines(text: str) -> str:
+    return "\n".join(map(clean, text.splitlines()))
