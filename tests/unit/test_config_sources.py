@@ -45,6 +45,7 @@ def test_a_list_of_sources_on_the_command_line() -> None:
         expected("quickstart", "quickstart"),
         expected("b", "b.jsonl", repeat=2.0),
     ]
+    assert sources("data.train_files={files:b.jsonl,repeat:2}") == [expected("b", "b.jsonl", repeat=2.0)]
     assert sources("data.val_files=[{files:b.jsonl}]", "data.val_max_samples=3", key="val_files") == [
         expected("b", "b.jsonl", max_samples=3)
     ]
@@ -63,6 +64,7 @@ def test_what_a_source_leaves_open_is_as_in_data() -> None:
 
 
 MISTAKES = {
+    "null": r"'data\.train_files' must be str \| list\[str \| SourceConfig\], got None",
     "[{files:a.jsonl},{files:b.jsonl,repeats:2}]": r"key 'data\.train_files\[1\]\.repeats': did you mean '.*repeat'",
     "[{files:a.jsonl,weight:2}]": r"key 'data\.train_files\[0\]\.weight': there is no key like it; an entry has files",
     "[{files:a.jsonl,repeat:0}]": r"'data\.train_files\[0\]\.repeat' must be in \(0, 1000\], got 0",

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.preview import preview
-from trainer.data.rows import Row, UnusableError
+from trainer.data.rows import NUM_COLUMNS, Row, Seen, UnusableError
 from trainer.data.shapes import RowParser
 from trainer.data.token_rows import vocabulary_digest
 
@@ -107,6 +107,15 @@ def test_chats_come_before_other_columns(tmp_path: Path) -> None:
     dataset = run(write_rows(tmp_path / "rows.jsonl", both, other), replace(OPTIONS, keys=RowKeys()), cache=tmp_path)
     (chat, texts), counts = dataset.summary.rows_by_shape, [*dataset.summary.rows_by_shape.values()]
     assert chat == "messages in 'messages'" and texts.startswith("plain text in 'prompt'") and counts == [1, 1]
+
+
+def test_of_columns_that_nothing_reads_only_some_are_kept() -> None:
+    """However many names a file makes up."""
+    seen = Seen()
+    parser = RowParser(TEXT, TOKENIZER, seen=seen)
+    for number in range(3):
+        parser.parse(Row(Path("a"), 1, {"text": "a", "id": 1, **{f"{number} {i}": i for i in range(40)}}, ("far",)))
+    assert len(seen.unread_columns) == NUM_COLUMNS and seen.unread_columns["id"] == 3
 
 
 IDS = [*TOKENIZER.encode("hello"), TOKENIZER.eos_token_id]

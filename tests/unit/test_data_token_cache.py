@@ -167,7 +167,9 @@ def test_no_usable_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 1 rows cannot be trained on \(0 can\)"):
         run(write_rows(tmp_path / "bad.jsonl", "{"), options, cache=tmp_path / "cache")
     options = replace(OPTIONS, truncation="drop", max_length=2)
-    with pytest.raises(DataError, match=r"2 rows read, 2 dropped by data.truncation"):
+    with pytest.raises(
+        DataError, match=r"2 rows read, 2 dropped by data.truncation as longer than data.max_length=\d+: raise it"
+    ):
         run(write_rows(tmp_path / "long.jsonl", *good_rows(2)), options, cache=tmp_path / "cache")
 
 

@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from trainer.config.data import AUTO, QUICKSTART, column_problem, sources_of
+from trainer.config.data import AUTO, QUICKSTART, SourceConfig, column_problem, sources_of
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
 from trainer.config.schema import LOADED, SELECTIVE, Config
 
@@ -198,8 +198,8 @@ def _coerce(value: Any, hint: Any, dotted: str) -> Any:
             raise
         except (TypeError, ValueError):
             continue
-    name = getattr(hint, "__name__", hint) if typing.get_origin(hint) is None else hint
-    raise ConfigError(f"'{dotted}' must be {name}, got {value!r}")
+    name = hint.__name__ if isinstance(hint, type) and typing.get_origin(hint) is None else hint
+    raise ConfigError(f"'{dotted}' must be {str(name).replace(f'{SourceConfig.__module__}.', '')}, got {value!r}")
 
 
 def _fit(value: Any, hint: Any, dotted: str) -> Any:
@@ -208,7 +208,7 @@ def _fit(value: Any, hint: Any, dotted: str) -> Any:
     is_text_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     if value is None and hint is types.NoneType:
         return None
-    if origin is list and (is_text_or_number or isinstance(value, list)):
+    if origin is list and (is_text_or_number or isinstance(value, list | dict)):
         (item_hint,) = typing.get_args(hint)
         items = enumerate(value if isinstance(value, list) else [value])
         return [_coerce(item, item_hint, f"{dotted}[{n}]" if isinstance(item, dict) else dotted) for n, item in items]

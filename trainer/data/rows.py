@@ -43,7 +43,7 @@ class Seen:
     unread_keys: Counter[str] = field(default_factory=Counter)
     """Keys of messages that neither the template nor this package reads, with the number of messages."""
     unread_columns: Counter[str] = field(default_factory=Counter)
-    """Columns that no shape of row has, with the number of rows; only the first `NUM_COLUMNS` names."""
+    """Columns that no shape of row has, the first `NUM_COLUMNS` that are met, with the number of rows."""
     end_token_ids: set[int] = field(default_factory=set)
     """That close an assistant turn or a text: what generation must stop at."""
 

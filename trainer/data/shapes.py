@@ -52,14 +52,10 @@ class RowParser:
         except UnusableError as error:
             return error
         self._seen.rows_by_shape[shape] += 1
-        self._count_unread([*row.record.keys() - self._columns, *row.unread])
-        return item
-
-    def _count_unread(self, columns: list[str]) -> None:
+        unread = (*(name for name in row.record if name not in self._columns), *row.unread)
         counted = self._seen.unread_columns
-        for name in columns:
-            if name in counted or len(counted) < NUM_COLUMNS:
-                counted[name] += 1
+        counted.update(name for name in unread[:NUM_COLUMNS] if name in counted or len(counted) < NUM_COLUMNS)
+        return item
 
     def _recognised(self, row: Row) -> tuple[str, Item]:
         record, keys = row.record, self._keys

@@ -157,7 +157,8 @@ def _check_usable(summary: Summary, bad_rows: BadRows, options: PrepareOptions, 
         return
     if num_bad == 0:
         raise DataError(
-            f"no row left to train on: {num_rows} rows read, {summary.num_dropped} dropped by data.truncation"
+            f"no row left to train on: {num_rows} rows read, {summary.num_dropped} dropped by data.truncation as longer"
+            f" than data.max_length={options.max_length}: raise it"
         )
     cache_dir = staging.parent.parent
     bad_rows_file = cache_dir / f"bad_rows_{staging.name[:8]}.jsonl"
