@@ -49,6 +49,8 @@ PEAKS = {
     "NVIDIA GeForce RTX 4090 D": None,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA A100-40C": None,
     "NVIDIA RTX 6000 Ada Generation": None,
     "NVIDIA A1000": None,
     "NVIDIA Unheard": None,

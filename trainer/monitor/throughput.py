@@ -31,8 +31,9 @@ vendors' data sheets, which mostly give twice as much, for sparse matrices: NVID
 without addition: SXM), AWS's of the A10G, AMD's of the Instinct series (an MI250X is two devices); GeForce: NVIDIA's
 white papers on Ampere, Ada, Blackwell.
 """
-PARTIAL_DEVICES = {"mig", "laptop", "max", "d"}
-"""Words that make it another device, of which the table says nothing: a slice of a card, or a slower variant."""
+OTHER_DEVICE = re.compile(r"mig|\d+[abcq]|laptop|max|d|ti|super")
+"""Words that make it another device, of which the table says nothing: a slice of a card (MIG, or `40C` of a virtual
+one), or another variant."""
 WINDOW_STEPS = 100
 NUM_WARMUP_STEPS = 2
 """Of an attempt: the first steps load kernels and compile."""
@@ -42,7 +43,7 @@ def known_as(device_name: str) -> str | None:
     """Its name in the table, None for one that is not there: a guess would look like a measurement."""
     words = _words(device_name)
     fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]
-    return max(fitting, key=len) if fitting and not words & PARTIAL_DEVICES else None
+    return None if any(map(OTHER_DEVICE.fullmatch, words)) else max(fitting, key=len, default=None)
 
 
 def _words(name: str) -> set[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config, ConfigError
 from trainer.launch.memory_kills import MemoryKills
+from trainer.planner.roofline import RANKS_PER_MACHINE
 from trainer.run.compose import with_words
 from trainer.runtime.environment import uncollected
 
@@ -26,7 +27,6 @@ MAX_RANKS = 512
 CUDA_OUTSIDE_GIB, NCCL_GIB_PER_DOUBLING, CUDA_GAPS = 1.5, 0.5, 0.05
 """Estimates, not measured: CUDA's context and cuBLAS's buffers; NCCL's, with every doubling of the ranks of a machine;
 what the allocator loses between blocks."""
-MAX_RANKS_PER_MACHINE = 8
 CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
 """A process that has imported torch and transformers; what gloo, the C library and kernels take besides (measured for
 small models: benchmarks/results/memory_plan.json)."""
@@ -60,7 +60,7 @@ class Forecast:
 
     @property
     def num_ranks_per_machine(self) -> int:
-        return min(self.plan.num_ranks, MAX_RANKS_PER_MACHINE)
+        return min(self.plan.num_ranks, RANKS_PER_MACHINE)
 
     @property
     def host_gib(self) -> float:

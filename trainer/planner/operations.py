@@ -32,6 +32,7 @@ from trainer.planner.roofline import (
     MATMUL_FP32,
     MEMORY,
     ON_HOST,
+    RANKS_PER_MACHINE,
     REDUCE,
     DeviceOperation,
 )
@@ -42,7 +43,6 @@ _COLLECTIVES = {
     "c10d.allreduce_.default": ALL_REDUCE,
     "_c10d_functional.all_to_all_single.default": ALL_TO_ALL,
 }
-RANKS_PER_MACHINE = 8
 FUSED = "fused by the compiler"
 
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "lift_fresh", "device"}

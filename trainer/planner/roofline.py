@@ -10,6 +10,7 @@ those of earlier micro-batches. At the start of a micro-batch and in the update 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from math import inf
+from operator import mul
 
 from trainer.config import ConfigError
 from trainer.monitor.throughput import PEAK_TFLOPS, known_as
@@ -22,6 +23,7 @@ FROM_HOST, TO_HOST = "copies from host memory", "copies to host memory"
 AWAITED, ON_HOST = "copies that hold up the step", "work in host memory"
 COPIES = {FROM_HOST, TO_HOST, AWAITED}
 DEVICE, EXCHANGE, LAUNCH = "computing", "waiting for other ranks", "waiting for the host"
+RANKS_PER_MACHINE = 8
 ALONE = {"start", "update"}
 """Parts of a step in which nothing is exchanged behind computation."""
 
@@ -88,35 +90,16 @@ class Card:
         return device_s + (0.0 if self.is_queued else self.launch_us / 1e6)
 
 
-_MEMORY, _LINK = 0.9, 0.8
-"""Estimates: shares of the data sheets' bandwidths that a kernel over large tensors reaches; NCCL, copies, hosts."""
-
-
-def _card(
-    name: str,
-    matmul: float,
-    attention: float,
-    fp32: float,
-    memory: float,
-    link: float,
-    network: float,
-    host_link: float,
-    host_memory: float,
-    gib: float,
-) -> Card:
-    own = name, PEAK_TFLOPS[name], matmul, attention, fp32, _MEMORY * memory
-    return Card(*own, _LINK * link, _LINK * network, _LINK * host_link, _LINK * host_memory, gib)
-
-
-CARDS = {
-    card.name: card
-    for card in (
-        _card("A100", 271.2, 195, 19.5, 2039, 300, 25, 32, 51.2, 80),
-        _card("H100", 794.5, 346, 67, 3350, 450, 50, 64, 76.8, 79.11),
-        _card("H200", 794.5, 346, 67, 4800, 450, 50, 64, 76.8, 141 * 1e9 / 2**30),
-        _card("B200", 1745, 787, 75, 7700, 900, 50, 64, 89.6, 180 * 1e9 / 2**30),
-    )
+_SHEETS = {
+    "A100": (271.2, 195, 19.5, 2039, 300, 25, 32, 51.2, 80),
+    "H100": (794.5, 346, 67, 3350, 450, 50, 64, 76.8, 79.11),
+    "H200": (794.5, 346, 67, 4800, 450, 50, 64, 76.8, 141 * 1e9 / 2**30),
+    "B200": (1745, 787, 75, 7700, 900, 50, 64, 89.6, 180 * 1e9 / 2**30),
 }
+"""The numbers of a `Card` behind its peak."""
+_SHARES = (1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.8, 1)
+"""Estimates: how much of the data sheets' bandwidths a kernel over large tensors reaches; NCCL, copies, hosts."""
+CARDS = {name: Card(name, PEAK_TFLOPS[name], *map(mul, _SHARES, sheet)) for name, sheet in _SHEETS.items()}
 """SXM cards on boards of eight; what MFU is a share of stands in `PEAK_TFLOPS`. Data sheets: NVIDIA's of A100 80 GB,
 H100, H200 and DGX B200 (dense; links in one direction; one network adapter a card, of 200 Gb/s with an A100, else 400;
 PCIe 4 with an A100, else 5, of 16 lanes). Host memory is an eighth of that of two processors with eight channels each,
