@@ -8,7 +8,7 @@ import pytest
 
 from trainer.report.curves import Scale, axis_labels, bin_means, decimate, gaps, scale_of, smooth
 from trainer.report.formatting import interval, number
-from trainer.report.plots import NUM_COLUMNS, Curve, Figure
+from trainer.report.page import NUM_COLUMNS, Curve, Figure
 from trainer.report.run_log import Series
 from trainer.report.sections import templates
 from trainer.report.statistics import within

@@ -67,7 +67,8 @@ def sections(report: Report) -> tuple[Section, ...]:
 @cache
 def specs() -> Mapping[str, Any]:
     """What `sections.yaml` says."""
-    content: Mapping[str, Any] = yaml.safe_load(files("trainer.report").joinpath("sections.yaml").read_text("utf-8"))
+    text = files("trainer.report").joinpath("sections.yaml").read_text(encoding="utf-8")
+    content: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return content
 
 
@@ -204,20 +205,14 @@ MAX_METRICS, MAX_ROWS = 6, 200
 
 def around(log: RunLog, *, at: int, window: int) -> Section:
     """Rows from step `at - window` to `at + window`; what moved most comes first, the loss always."""
-    first, last = at - window, at + window
-    title = f"{log.path}, steps {step(first)} to {step(last)}"
-    scores = {key: _score(series, first, last) for key, series in log.series.items()}
+    ends = at - window, at + window
+    scores = {key: _score(series, *ends) for key, series in log.series.items()}
     moved = sorted((key for key in scores if scores[key] > MIN_SCORE), key=lambda key: -scores[key])
     keys = [key for key in dict.fromkeys([ALWAYS, *moved]) if key in log.series][:MAX_METRICS]
-    columns = [within(log.series[key], first, last).by_step() for key in keys]
-    steps = sorted(set().union(*columns))
-    if not steps:
-        return Section("around", title, "No rows there.")
-    rows = tuple((step(at), *(number(column.get(at)) for column in columns)) for at in steps[:MAX_ROWS])
-    lead = f"{len(moved)} of {len(log.series)} metrics left their usual range here, the {len(keys)} shown first."
-    left = len(steps) - len(rows)
-    notes = (f"{left} later rows are left out: choose a smaller window.",) if left else ()
-    return Section("around", title, lead, Table(("step", *keys), rows), notes)
+    shown = {key: within(log.series[key], *ends).by_step() for key in keys}
+    steps = sorted(set().union(*shown.values()))
+    known = {"log": log, "ends": ends, "moved": moved, "values": shown, "steps": steps[:MAX_ROWS]}
+    return build(specs()["around"], known | {"left": len(steps[MAX_ROWS:])})
 
 
 def _score(series: Series, first: int, last: int) -> float:
