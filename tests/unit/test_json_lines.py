@@ -26,6 +26,15 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     assert [json.loads(content[offset:].splitlines()[0]) for offset, _ in places] == [row for _, row in places]
 
 
+def test_damaged_lines_end_no_reading_and_a_whole_one_behind_a_torn_one_is_read_at_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"[" * 100_000 + b'\n{"step": 1, "l{"step": 2}\n\n{"step": 3}\n{"step": 4')
+    lines = JsonLines(path)
+    found = list(lines)
+    assert ([row["step"] for _, row in found], lines.num_unparsed) == ([2, 3], 2)
+    assert [json.loads(path.read_bytes()[offset:].splitlines()[0]) for offset, _ in found] == [row for _, row in found]
+
+
 @dataclass(frozen=True)
 class Point:
     x: float

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from log_formats import WRITERS, make_curves, write_lines
 
-from trainer.report.readers import UnreadableLogError, frame, parsing, read_run
+from trainer.report.readers import UnreadableLogError, frame, read_run
 from trainer.report.run_log import RunLog
+from trainer.runtime import json_lines
 
 SEED = 20
 NUM_CUTS, NUM_FLIPS = 25, 25
@@ -131,8 +132,8 @@ def test_new_keys_in_every_row_do_not_fill_the_memory_and_cost_no_known_key_a_po
 def test_a_line_without_end_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(parsing, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(parsing, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 100)
     rows = [{"step": 1, "loss": 0.5}, {"step": 2, "x": "y" * 1000}, {"step": 3, "loss": 0.25}]
     log = read_run(write_lines(tmp_path / "log.jsonl", rows))
     assert log.series["train/loss"].steps.tolist() == [1, 3]
@@ -143,12 +144,12 @@ def test_a_line_without_end_does_not_fill_the_memory(
 def test_blocks_of_any_size_give_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(parsing, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
     lines = ['{"step": 1}', "", '{"step": 2', '{"step": 3}  ', "[4]", '{"step": 5}\r', "", '"torn": 1}', '{"step": 6}']
     (tmp_path / "log.jsonl").write_text("\n".join(lines), newline="")
-    faults = parsing.Faults()
-    found = [row["step"] for row in parsing.json_rows(tmp_path / "log.jsonl", faults)]
-    assert (found, faults.num_unparsed) == ([1, 3, 5, 6], 3)
+    rows = json_lines.JsonLines(tmp_path / "log.jsonl", is_final=True)
+    found = [row["step"] for _, row in rows]
+    assert (found, rows.num_unparsed) == ([1, 3, 5, 6], 3)
 
 
 def test_torn_lines_that_make_one_object_together_are_no_row(tmp_path: Path) -> None:

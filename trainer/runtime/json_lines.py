@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainer.errors import CannotWriteError
 
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
+BLOCK_BYTES = 2**17
+MAX_LINE_BYTES = 2**26
+"""A longer line is passed over: it must not fill the memory."""
 
 
 def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any:
@@ -42,10 +45,17 @@ def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a small JSON file; {} without the file, or where it holds anything else."""
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_bytes())
+    with suppress(OSError):
+        content = parsed(path.read_bytes())
         return content if isinstance(content, dict) else {}
     return {}
+
+
+def parsed(text: str | bytes) -> Any:
+    """The JSON value; None where the text is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
@@ -61,31 +71,57 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dic
 
 
 class JsonLines:
-    """(offset in bytes, JSON object) of the whole lines of a file, each time those that were added since the last.
+    """(offset in bytes, JSON object) of the lines of a file, each time those that were added since the last.
 
-    Torn and foreign lines are passed over, as are those that are not wanted; a last line without its end waits for it.
-    None without the file.
+    Blank lines and those that are not wanted are passed over, others that are no object are counted, too. Of a line
+    that begins with a torn one the whole one at its end is read: lines of a file begin alike. A last line without its
+    end waits for it, unless `is_final` says that it is all there will be. None without the file.
     """
 
-    def __init__(self, path: Path, *, is_wanted: Callable[[bytes], bool] = bool) -> None:
-        self._path, self._is_wanted = path, is_wanted
+    def __init__(
+        self, path: Path, *, is_wanted: Callable[[bytes], object] = bytes.strip, is_final: bool = False
+    ) -> None:
+        self._path, self._is_wanted, self._is_final = path, is_wanted, is_final
         self._offset = 0
+        self.num_unparsed = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                start, self._offset = self._offset, self._offset + len(line)
-                if not self._is_wanted(line):
-                    continue
-                try:
-                    content = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(content, dict):
-                    yield start, content
+            block, begin = [], self._offset
+            for place in self._lines(file):
+                block.append(place)
+                if self._offset - begin >= BLOCK_BYTES:
+                    yield from self._objects(block)
+                    block, begin = [], self._offset
+            yield from self._objects(block)
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        is_passing_over = False
+        while line := file.readline(MAX_LINE_BYTES):
+            is_part = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
+            if not (is_part or self._is_final or line.endswith(b"\n")):
+                return
+            start, self._offset = self._offset, self._offset + len(line)
+            if is_part or is_passing_over:
+                self.num_unparsed += not is_passing_over
+                is_passing_over = is_part
+            elif self._is_wanted(line):
+                yield start, line
+
+    def _objects(self, block: list[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """All lines at once as one JSON array, which takes half the time; line by line where one of them is odd."""
+        contents = parsed(b"[" + b",".join([line for _, line in block]) + b"]")
+        if contents is None or len(contents) != len(block):
+            contents = [parsed(line) for _, line in block]
+        for (start, line), content in zip(block, contents, strict=True):
+            if isinstance(content, dict):
+                yield start, content
+                continue
+            self.num_unparsed += 1
+            length = line.rfind(line[:6])
+            if length > 0 and isinstance(whole := parsed(line[length:]), dict):
+                yield start + length, whole
 
 
 class AppendFile:

@@ -5,32 +5,36 @@ R rows in the order in which they were written.
 
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.checkpoint import layout
 from trainer.report.readers.checkpoints import find_checkpoints
-from trainer.report.readers.parsing import Faults, as_number, as_step, canonical
+from trainer.report.readers.parsing import as_number, as_step, canonical
 from trainer.report.run_log import RunLog, Series
-from trainer.runtime.json_lines import flat
+from trainer.runtime.json_lines import JsonLines, flat
 
 BLOCK_ROWS = 16384
 MAX_COLUMNS = 20000
 """More different keys than any run has; a damaged file must not make one array for each of its rows."""
 CLOCK = "ts"
 """The column with the wall time of a row in seconds, where a format has one; it is no metric."""
-_END = np.iinfo(np.int64).max
+_ABSENT_BITS = 0x7FF8_0000_0000_0ABC
+_ABSENT = float(np.int64(_ABSENT_BITS).view(np.float64))
+"""Stands where a row has no number: a NaN that no log holds."""
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Rows = NDArray[np.int32]
+Mask = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Restart:
+class Restart(NamedTuple):
     """From `row` on the run went on after `step`; None = after the step before that row's.
 
     `rewinds`: earlier rows of later steps no longer count, even those that were not written again.
@@ -43,30 +47,82 @@ class Restart:
 
 @dataclass(frozen=True)
 class _Table:
-    """Columns that are logged together. Arrays grow in place: one block of memory each, and no holes of small ones."""
+    """The rows with the same keys. Arrays grow in place: one block of memory each, and no holes of small ones."""
 
+    columns: dict[str, "array[float]"]
     rows: "array[int]" = field(default_factory=lambda: array("i"))
-    columns: dict[str, "array[float]"] = field(default_factory=dict)
+    waiting: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def flush(self) -> None:
+        """Rows that wait become arrays many at a time, which makes it fast."""
+        for column, cells in zip(self.columns.values(), zip(*self.waiting, strict=True), strict=False):
+            column.frombytes(_numbers(cells).tobytes())
+        self.waiting.clear()
+
+    def pop(self, name: str) -> tuple[Rows, Floats]:
+        """Rows and numbers of a column; its memory is free afterwards."""
+        rows, values = np.frombuffer(self.rows, np.int32), np.frombuffer(self.columns.pop(name))
+        is_there = values.view(np.int64) != _ABSENT_BITS
+        return rows[is_there], values[is_there]
 
 
 @dataclass(frozen=True)
-class _Selection:
-    """Which values of columns with the same rows count, in the order of their steps; `picks` None: all, as they are."""
+class _History:
+    """What the restarts tell of the rows, and how many steps were trained again."""
 
     steps: Ints
-    picks: NDArray[np.intp] | None
+    segments: Rows
+    """The number of restarts before each row."""
+    is_stale: Mask
+    """Of steps beyond a later rewind."""
+    is_disordered: Mask
+    """Goes back without a restart."""
+    num_lost_steps: int
+
+    @classmethod
+    def of(cls, steps: Ints, restarts: list[Restart]) -> "_History":
+        segments = np.zeros(len(steps), np.int32)
+        is_stale, is_disordered = np.zeros((2, len(steps)), np.bool_)
+        num_lost, limit, stop, next_begin = 0, np.iinfo(np.int64).max, len(steps), None
+        for number, (start, step, rewinds) in reversed([*enumerate([Restart(0, 0), *restarts])]):
+            own = steps[start:stop]
+            segments[start:stop] = number
+            is_stale[start:stop] = own > limit
+            is_disordered[start:stop] = own < np.maximum.accumulate(own)
+            if rewinds and step is not None:
+                limit = min(limit, step)
+            if step is None and not len(own):
+                continue
+            begin = int(own[0]) - 1 if step is None else step
+            if next_begin is not None:
+                num_lost += max(0, max(begin, int(own.max(initial=0))) - next_begin)
+            stop, next_begin = start, begin if start > 0 else None
+        return cls(steps, segments, is_stale, is_disordered, num_lost)
+
+    def mark_repeated(self, rows: Rows) -> None:
+        """Of rows with the same keys: a validation row has others, and a restart explains what it repeats."""
+        order = rows[np.lexsort((rows, self.steps[rows], self.segments[rows]))]
+        is_same = (np.diff(self.steps[order]) == 0) & (np.diff(self.segments[order]) == 0)
+        self.is_disordered[order[1:][is_same]] = True
+
+    def last_of_steps(self, rows: Rows) -> NDArray[np.intp]:
+        """Which of the rows count: the last of each step that no rewind took back, by rising step."""
+        order = np.lexsort((rows, self.steps[rows]))
+        order = order[~self.is_stale[rows[order]]]
+        is_last = np.ones(len(order), np.bool_)
+        is_last[:-1] = np.diff(self.steps[rows[order]]) > 0
+        return order[is_last]
 
 
 class Frame:
-    """Takes rows one by one, and turns a block of them with equal keys into arrays at once, which makes it fast.
+    """Takes rows one by one.
 
     Numbers inside strings count (`parse_number`), nested objects become `outer/inner`, everything else is left out.
     """
 
     def __init__(self) -> None:
-        self.faults = Faults()
+        self.num_unparsed = 0
         self._steps = array("q")
-        self._waiting: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
         self._tables: dict[tuple[str, ...], _Table] = {}
         self._names: set[str] = set()
         self._num_columns = 0
@@ -76,12 +132,19 @@ class Frame:
     def num_rows(self) -> int:
         return len(self._steps)
 
+    def lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The JSON objects of a file, one a line; lines that are none count as unparsed."""
+        lines = JsonLines(path, is_final=True)
+        for _, row in lines:
+            yield row
+        self.num_unparsed += lines.num_unparsed
+
     def add(self, step: Any, row: Mapping[str, Any]) -> None:
         """A row that was logged at `step`, a cell or JSON value; without one it counts as unparsed."""
         if (at := as_step(step)) is None:
-            self.faults.num_unparsed += 1
+            self.num_unparsed += 1
             return
-        self._wait(len(self._steps), row)
+        self._put(flat(row, separator="/") if dict in map(type, row.values()) else row)
         self._steps.append(at)
         if len(self._steps) % BLOCK_ROWS == 0:
             self._flush()
@@ -90,134 +153,65 @@ class Frame:
         """What is added from here on was trained after a restart from `step`."""
         self._restarts.append(Restart(self.num_rows, step, rewinds))
 
-    def log(self, path: Path, source: str, run_dir: Path) -> RunLog:
-        """Sorted series under our keys, of each step the last row, and nothing that a rewind took back."""
+    def log(self, path: Path, source: str, run_dir: Path, **facts: Any) -> RunLog:
+        """Sorted series under our keys, of each step the last row, and nothing that a rewind took back.
+
+        `facts`: the fields of `RunLog` that the format tells besides.
+        """
         self._flush()
-        steps = np.frombuffer(self._steps, dtype=np.int64) if self._steps else np.empty(0, dtype=np.int64)
-        clocks = [np.frombuffer(t.columns.pop(CLOCK)) for t in self._tables.values() if CLOCK in t.columns]
-        is_disordered = np.zeros(len(steps), dtype=np.bool_)
-        for start, stop, _ in self._segments():
-            is_disordered[start:stop] = steps[start:stop] < np.maximum.accumulate(steps[start:stop])
-        series = self._series(steps, is_disordered)
-        return RunLog(
-            path=path,
-            source=source,
-            series=series,
-            num_rows=self.num_rows,
-            num_unparsed=self.faults.num_unparsed,
-            checkpoints=find_checkpoints(run_dir),
-            tracker_step=layout.read_pointer(run_dir).step,
-            num_attempts=1 + len({restart.row for restart in self._restarts} - {0}),
-            num_lost_steps=self._num_lost(steps),
-            num_disordered_rows=int(is_disordered.sum()),
-            span_s=float(np.ptp(np.concatenate(clocks))) if sum(map(len, clocks)) > 1 else None,
-        )
+        history = _History.of(np.array(self._steps, np.int64), self._restarts)
+        clocks = [table.pop(CLOCK)[1] for table in self._tables.values() if CLOCK in table.columns]
+        for table in self._tables.values():
+            history.mark_repeated(np.frombuffer(table.rows, np.int32))
+        known: dict[str, Any] = {
+            "num_rows": self.num_rows,
+            "num_unparsed": self.num_unparsed,
+            "checkpoints": find_checkpoints(run_dir),
+            "tracker_step": layout.read_pointer(run_dir).step,
+            "num_attempts": 1 + len({restart.row for restart in self._restarts} - {0}),
+            "num_lost_steps": history.num_lost_steps,
+            "num_disordered_rows": int(history.is_disordered.sum()),
+            "span_s": float(np.ptp(np.concatenate(clocks))) if sum(map(len, clocks)) > 1 else None,
+        }
+        return RunLog(path=path, source=source, series=self._series(history), **(known | facts))
 
-    def _wait(self, number: int, row: Mapping[str, Any]) -> None:
-        rows, cells = self._waiting.setdefault(tuple(row), ([], []))
-        rows.append(number)
-        cells.append(list(row.values()))
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for keys, (rows, cells) in waiting.items():
-            whole: dict[str, NDArray[np.float64]] = {}
-            row_ids = np.array(rows, dtype=np.int32)
-            for key, column in zip(keys, zip(*cells, strict=True), strict=False):
-                values = _plain_numbers(column)
-                if values is None:
-                    self._unpack(rows, key, column)
-                    numbers = [as_number(cell) for cell in column]
-                    found = [index for index, number in enumerate(numbers) if number is not None]
-                    values = np.array([numbers[index] for index in found], dtype=np.float64)
-                    if len(found) < len(rows):
-                        self._put(row_ids[found], {key: values})
-                        continue
-                whole[key] = values
-            self._put(row_ids, whole)
-        if self._waiting:
-            self._flush()
-
-    def _unpack(self, rows: list[int], key: str, column: tuple[Any, ...]) -> None:
-        for number, cell in zip(rows, column, strict=True):
-            if isinstance(cell, dict):
-                self._wait(number, flat(cell, f"{key}/", separator="/"))
-
-    def _put(self, rows: Rows, columns: dict[str, NDArray[np.float64]]) -> None:
+    def _put(self, row: Mapping[str, Any]) -> None:
         """Beyond the limit sets of keys get a column for each key instead of one for each set, and no new key any."""
-        if not len(rows) or not columns:
-            return
-        table = self._tables.get(tuple(columns))
-        if table is None and len(columns) > 1 and self._num_columns + len(columns) > MAX_COLUMNS:
-            for key, values in columns.items():
-                self._put(rows, {key: values})
-            return
-        if table is None and len(self._names | columns.keys()) > MAX_COLUMNS:
+        keys = tuple(row)
+        table = self._tables.get(keys)
+        if table is None and len(keys) > 1 and self._num_columns + len(keys) > MAX_COLUMNS:
+            for key, cell in row.items():
+                self._put({key: cell})
             return
         if table is None:
-            table = self._tables[tuple(columns)] = _Table(columns={key: array("d") for key in columns})
-            self._num_columns += len(columns)
-            self._names |= columns.keys()
-        table.rows.frombytes(rows.tobytes())
-        for key, values in columns.items():
-            table.columns[key].frombytes(values.tobytes())
+            if len(self._names.union(keys)) > MAX_COLUMNS:
+                return
+            table = self._tables[keys] = _Table({key: array("d") for key in keys})
+            self._num_columns += len(keys)
+            self._names.update(keys)
+        table.rows.append(len(self._steps))
+        table.waiting.append(tuple(row.values()))
 
-    def _series(self, steps: Ints, is_disordered: NDArray[np.bool_]) -> dict[str, Series]:
-        """Also marks rows that repeat a step: a validation row has other keys, a restart explains what it repeats."""
-        is_stale = self._stale_rows(steps)
-        segments = np.searchsorted([restart.row for restart in self._restarts], np.arange(len(steps)), side="right")
-        homes: dict[str, list[int]] = {}
-        tables = list(self._tables.values())
-        for place, table in enumerate(tables):
+    def _flush(self) -> None:
+        for table in self._tables.values():
+            table.flush()
+
+    def _series(self, history: _History) -> dict[str, Series]:
+        homes: dict[str, list[_Table]] = {}
+        for table in self._tables.values():
             for name in table.columns:
-                homes.setdefault(name, []).append(place)
-            rows = np.frombuffer(table.rows, dtype=np.int32)
-            if bool(np.any(np.diff(steps[rows]) <= 0)):
-                order = rows[np.lexsort((rows, steps[rows], segments[rows]))]
-                same = (np.diff(steps[order]) == 0) & (np.diff(segments[order]) == 0)
-                is_disordered[order[1:][same]] = True
-        selections: dict[tuple[int, ...], _Selection] = {}
-        series = {}
+                homes.setdefault(name, []).append(table)
+        series: dict[str, Series] = {}
+        rows, picks, steps = np.empty(0, np.int32), np.empty(0, np.intp), np.empty(0, np.int64)
         for key, (name, factor) in _chosen(homes).items():
-            at = tuple(homes[name])
-            if at not in selections:
-                rows = np.concatenate([np.frombuffer(tables[place].rows, dtype=np.int32) for place in at])
-                selections[at] = _select(rows, steps, is_stale)
-            values = _joined([tables[place].columns.pop(name) for place in at])
-            picks = selections[at].picks
-            values = values if picks is None else values[picks]
-            if factor != 1:
-                values = values * factor
-            if len(values):
-                series[key] = Series(selections[at].steps, values)
+            parts = [table.pop(name) for table in homes[name]]
+            own_rows, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+            if not np.array_equal(own_rows, rows):  # else it shares the steps of the metric before it
+                rows, picks = own_rows, history.last_of_steps(own_rows)
+                steps = history.steps[rows[picks]]
+            if len(steps):
+                series[key] = Series(steps, values[picks] * factor)
         return series
-
-    def _segments(self) -> Iterator[tuple[int, int, Restart]]:
-        """(first row, last + 1, the restart that began it); the first of all began at step 0."""
-        starts = [Restart(0, 0), *self._restarts]
-        stops = [*(restart.row for restart in self._restarts), self.num_rows]
-        return ((restart.row, stop, restart) for restart, stop in zip(starts, stops, strict=True))
-
-    def _stale_rows(self, steps: Ints) -> NDArray[np.bool_]:
-        """Rows of steps beyond a later rewind."""
-        is_stale = np.zeros(len(steps), dtype=np.bool_)
-        limit = _END
-        for start, stop, restart in reversed(list(self._segments())):
-            is_stale[start:stop] = steps[start:stop] > limit
-            if restart.rewinds and restart.step is not None:
-                limit = min(limit, restart.step)
-        return is_stale
-
-    def _num_lost(self, steps: Ints) -> int:
-        """Steps between where the run was when it ended and where it went on, over all restarts."""
-        num_lost = reached = 0
-        for start, stop, restart in self._segments():
-            begin = restart.step
-            if begin is None:
-                begin = int(steps[start]) - 1 if stop > start else reached
-            num_lost += max(0, reached - begin) if start > 0 else 0
-            reached = max(begin, int(steps[start:stop].max(initial=0)))
-        return num_lost
 
 
 def _chosen(names: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
@@ -230,27 +224,10 @@ def _chosen(names: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
     return chosen
 
 
-def _joined(parts: list["array[float]"]) -> NDArray[np.float64]:
-    arrays = [np.frombuffer(part) for part in parts]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _plain_numbers(cells: tuple[Any, ...]) -> NDArray[np.float64] | None:
-    """The cells as an array where all are numbers."""
-    if type(cells[0]) not in (int, float):
-        return None
-    try:
-        values = np.array(cells)
-    except ValueError:  # lists of unequal lengths
-        return None
-    return values.astype(np.float64, copy=False) if values.dtype.kind in "iuf" and values.ndim == 1 else None
-
-
-def _select(rows: Rows, steps: Ints, is_stale: NDArray[np.bool_]) -> _Selection:
-    own_steps = steps[rows]
-    if not is_stale[rows].any() and bool(np.all(np.diff(own_steps) > 0)):
-        return _Selection(own_steps, None)
-    picks = np.lexsort((rows, own_steps))
-    picks = picks[~is_stale[rows[picks]]]
-    picks = picks[np.append(np.diff(own_steps[picks]) > 0, True)] if len(picks) else picks
-    return _Selection(own_steps[picks], picks)
+def _numbers(cells: tuple[Any, ...]) -> Floats:
+    if type(cells[0]) in (int, float):
+        with suppress(ValueError):  # lists of unequal lengths
+            values = np.array(cells)
+            if values.dtype.kind in "iuf" and values.ndim == 1:
+                return values.astype(np.float64, copy=False)
+    return np.array([_ABSENT if (number := as_number(cell)) is None else number for cell in cells])

@@ -1,10 +1,9 @@
 """Tables: CSV histories, and the newest run in MLflow (SQLite or its directory of files) or Trackio (SQLite)."""
 
 import csv
-import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 
 from trainer.report.readers.frame import CLOCK, Frame
 from trainer.report.readers.json_logs import step_key
-from trainer.report.readers.parsing import Faults, as_number, as_step
+from trainer.report.readers.parsing import as_number, as_step
 from trainer.report.run_log import RunLog, UnreadableLogError
+from trainer.runtime.json_lines import parsed
 from trainer.tracking.mlflow_backend import NAME_TAG
 
 PAIR = {"training_history.csv": "train/", "validation_history.csv": "val/"}
@@ -44,36 +44,31 @@ def read_csv(path: Path) -> RunLog:
 
 def _read_table(path: Path) -> RunLog:
     frame = Frame()
-    rows = _cells(path, frame.faults)
+    rows = _cells(path, frame)
     header = [name.strip() for name in next(rows, [])]
     x_axis = step_key(header)
     if x_axis is None:
         raise UnreadableLogError(f"{path} has no column step or epoch, only {', '.join(header)[:200]}: add one")
     names = _metric_names(path, header, x_axis)
-    place, attempt_place = header.index(x_axis), header.index("attempt") if "attempt" in header else None
     attempt = None
-    for cells in rows:
-        step = as_step(cells[place]) if len(cells) == len(header) else None
-        if step is None:
-            frame.faults.num_unparsed += bool(cells)
-            continue
-        if attempt_place is not None and cells[attempt_place] != attempt:
-            if attempt is not None:
+    for cells in filter(None, rows):
+        own = dict(zip(header, cells, strict=False)) if len(cells) == len(header) else {}
+        if as_step(own.get(x_axis)) is not None:
+            if attempt not in (None, own.get("attempt")):
                 frame.restart()
-            attempt = cells[attempt_place]
-        frame.add(step, {name: cell for name, cell in zip(names, cells, strict=True) if name and cell})
-    return replace(frame.log(path, "csv", path.parent), notes=(EPOCH_NOTE,) if x_axis == "epoch" else ())
+            attempt = own.get("attempt")
+        frame.add(own.get(x_axis), {name: own[column] for column, name in names.items() if own.get(column)})
+    return frame.log(path, "csv", path.parent, notes=(EPOCH_NOTE,) if x_axis == "epoch" else ())
 
 
-def _metric_names(path: Path, header: list[str], x_axis: str) -> list[str]:
-    """Names of the columns, "" for those that are no metrics; a history's own names get the prefix of its file."""
+def _metric_names(path: Path, header: list[str], x_axis: str) -> dict[str, str]:
+    """Column -> metric, of those that are one; a history's own names get the prefix of its file."""
     prefix = PAIR.get(path.name, "train/" if _HISTORY_COLUMNS & set(header) else "")
-    dropped = _NOT_METRICS | ({x_axis} - {"epoch"})
-    own = [name if "/" in name or name == "epoch" or not prefix else prefix + name for name in header]
-    return ["" if name in dropped else full for name, full in zip(header, own, strict=True)]
+    columns = [name for name in header if name not in _NOT_METRICS | {x_axis} or name == "epoch"]
+    return {name: name if "/" in name or name == "epoch" else prefix + name for name in columns}
 
 
-def _cells(path: Path, faults: Faults) -> Iterator[list[str]]:
+def _cells(path: Path, frame: Frame) -> Iterator[list[str]]:
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline(2**20)
         file.seek(0)
@@ -82,7 +77,7 @@ def _cells(path: Path, faults: Faults) -> Iterator[list[str]]:
             try:
                 yield next(reader)
             except csv.Error:
-                faults.num_unparsed += 1
+                frame.num_unparsed += 1
             except StopIteration:
                 return
 
@@ -179,11 +174,13 @@ def _mlflow_log(
     for clock, key, value, step in points:
         clock_ms, number = as_number(clock), as_number(value)
         if clock_ms is None or number is None:
-            frame.faults.num_unparsed += 1
+            frame.num_unparsed += 1
         else:
             frame.add(step, {CLOCK: clock_ms / 1000, names.get(str(key), str(key)): number})
-    return replace(
-        frame.log(path, "mlflow", path.parent.parent if path.parent.name == "mlflow" else path.parent),
+    return frame.log(
+        path,
+        "mlflow",
+        path.parent.parent if path.parent.name == "mlflow" else path.parent,
         config=params,
         total_steps=as_step(params.get("trainer.total_training_steps")) or None,
         exit_code=MLFLOW_EXIT_CODES.get(status),
@@ -204,19 +201,12 @@ def _read_trackio(path: Path, connection: sqlite3.Connection) -> RunLog:
         "SELECT timestamp, step, metrics FROM metrics WHERE run_name = ? ORDER BY rowid", names[-1]
     )
     for clock, step, text in rows:
-        try:
-            metrics = dict(json.loads(text))
-        except (TypeError, ValueError, RecursionError):
-            frame.faults.num_unparsed += 1
+        if not isinstance(metrics := parsed(text or ""), dict):
+            frame.num_unparsed += 1
             continue
         own_steps = [metrics.pop(key) for key in TRACKIO_STEPS if key in metrics]
-        frame.add([*own_steps, step][0], _clock(clock) | metrics)
+        with suppress(TypeError, ValueError, OverflowError):
+            metrics[CLOCK] = datetime.fromisoformat(clock).timestamp()
+        frame.add([*own_steps, step][0], metrics)
     # a database of many runs has a directory of its own: what lies beside it is of none of them
-    return replace(frame.log(path, "trackio", path), notes=_newest_of(len(names)))
-
-
-def _clock(text: Any) -> dict[str, float]:
-    try:
-        return {CLOCK: datetime.fromisoformat(text).timestamp()}
-    except (TypeError, ValueError, OverflowError):
-        return {}
+    return frame.log(path, "trackio", path, notes=_newest_of(len(names)))

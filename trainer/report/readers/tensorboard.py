@@ -1,7 +1,6 @@
 """TensorBoard event files: all points of all scalars. TensorBoard's own loader ends at the first wrong checksum."""
 
 import re
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def read_tensorboard(path: Path) -> RunLog:
     run_dir = directory.parent if directory.name == "tensorboard" else path if path.is_dir() else directory
     others = f"{num_others} other directories with event files are left out: name one of them to read it"
     notes = ("TensorBoard keeps scalars as 32-bit floats", others)
-    return replace(frame.log(directory, "tensorboard", run_dir), notes=notes if num_others else notes[:1])
+    return frame.log(directory, "tensorboard", run_dir, notes=notes if num_others else notes[:1])
 
 
 def _age(path: Path) -> tuple[int, int, str]:
@@ -57,11 +56,11 @@ def _read_file(path: Path, frame: Frame) -> None:
         try:
             event = Event.FromString(record)
         except (DecodeError, TypeError):
-            frame.faults.num_unparsed += 1
+            frame.num_unparsed += 1
             continue
         step, scalars = as_step(event.step), scalars_of(event)
         if step is None:
-            frame.faults.num_unparsed += 1
+            frame.num_unparsed += 1
         elif event.session_log.status == SessionLog.START:
             frame.restart(step - 1, rewinds=True)
             has_begun = True
