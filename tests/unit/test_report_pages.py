@@ -16,9 +16,9 @@ from rich.console import Console
 
 from trainer.report.formatting import number, step
 from trainer.report.page import as_page
-from trainer.report.result import Report, as_json
+from trainer.report.result import RaisedRate, Report, as_json
 from trainer.report.run_log import RunLog, Series
-from trainer.report.sections import around
+from trainer.report.sections import around, sections
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_report, print_section
 
@@ -247,6 +247,33 @@ def test_a_validation_below_training_is_not_called_above(gap: float, told: str |
     assert report.generalisation is not None
     text = text_of((replace(report, generalisation=replace(report.generalisation, gap=gap)), log), width=200)
     assert f"; validation is {told} training at the end." in text if told else "training at the end" not in text
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "generalisation": {"gap": math.nan, "overfit_step": None, "recommended_step": None, "recommended_path": None},
+    "learning_rate": {"anomalies_at_high_share": None},
+    "throughput": dict.fromkeys(("tokens_per_s", "mfu", "drift_percent", "leak_gib_per_1000_steps", "goodput")),
+}
+
+
+@pytest.mark.parametrize("lacks", [(), *((part,) for part in UNKNOWN)])
+def test_what_is_not_known_is_left_out_of_every_sentence(lacks: tuple[str, ...]) -> None:
+    report, log = examples()["sft"]
+    assert report.learning_rate is not None
+    rate = replace(report.learning_rate, raised=(RaisedRate((40, 60), 1e-5, 3e-5, is_over=False),))
+    scores = {"eval/code": {500: {"mean": 0.5, "low": 0.4, "high": 0.6}, 750: {"mean": 0.75}}, "eval/qa": {}}
+    full = replace(report, learning_rate=rate, evaluations=scores, correlations=(("kl", "reward", -0.7),))
+    told = replace(full, **{part: replace(getattr(full, part), **UNKNOWN[part]) for part in lacks})
+    text = str([section for section in sections(told) if section.id != "top"])
+    assert not re.search(r"None[^,)]|nan\b|Undefined|[a-zA-Z] –", text) and schema_faults(as_json(told), SCHEMA) == []
+    assert (
+        "'0.5 [0.4, 0.6]', '–'" in text and "'0.75', '–'" in text and "kl and reward move together (rho -0.7)." in text
+    )
+    assert "Raised 3 times, to 3e-5, at steps 40–60, to the end." in text
+    assert ("It gains 0.3 over the last." in text) == ("generalisation" not in lacks)
+    assert ("MFU 41.0 %; step time grew by 8.6 %; memory grows by 0.11 GiB" in text) == ("throughput" not in lacks)
+    assert ("of the anomalies fell into that time" in text) == ("learning_rate" not in lacks)
+    assert len(as_page([(told, log)])) > len(text)
 
 
 def test_rows_around_a_step_are_those_of_metrics_that_moved() -> None:
