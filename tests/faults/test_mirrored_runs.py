@@ -15,6 +15,7 @@ import pytest
 import whole_runs
 from checkpoint_fakes import is_whole, save
 from moto.server import ThreadedMotoServer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import NodeLayout
@@ -35,9 +36,22 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
     return [(row["step"], row["kind"], *(row.get(name) for name in NUMBERS)) for row in rows]
 
 
-def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path: Path) -> None:
+def adapters(base: Path) -> tuple[str, ...]:
+    """Words for adapters over the weights that the directory gets."""
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
+    return "model.random_weights=false", "model.lora_rank=2", "model.lora_alpha=4"
+
+
+def is_result(path: Path) -> bool:
+    """Whether a file of a checkpoint is the same in any run that trained the same."""
+    return ("huggingface" in path.parts and path.is_file()) or path.name.startswith(("model_world", "optim_world"))
+
+
+@pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "lora"])
+def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path: Path, is_lora: bool) -> None:
     tiny = whole_runs.tiny_model(tmp_path / "tiny")
     words = (*tiny, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3")
+    words += adapters(tmp_path / "tiny" / "model") if is_lora else ()
     straight, lost = tmp_path / "straight", tmp_path / "lost"
     assert whole_runs.run(2, *words, f"trainer.default_local_dir={straight}", log=tmp_path / "log")[0] == 0
     own = (*words, f"trainer.default_local_dir={lost}", f"trainer.checkpoint.mirror=file://{tmp_path}/mirror")
@@ -48,10 +62,10 @@ def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path: Pat
     assert code == 0 and "global_step_4, continuing at step 5 of 6" in output
     assert numbers(lost) == numbers(straight)
     assert (lost / "run.json").read_text().partition("config")[0] == identity.partition("config")[0]
-    for path in sorted((straight / "global_step_6" / "huggingface").iterdir()):
-        assert path.read_bytes() == (lost / "global_step_6" / "huggingface" / path.name).read_bytes()
-    for name in ("model_world_size_2_rank_0.pt", "optim_world_size_2_rank_1.pt"):
-        assert (straight / "global_step_6" / name).read_bytes() == (lost / "global_step_6" / name).read_bytes()
+    files = [path for path in sorted((straight / "global_step_6").rglob("*")) if is_result(path)]
+    assert len(files) > 6
+    for path in files:
+        assert path.read_bytes() == (lost / path.relative_to(straight)).read_bytes(), path
     assert (tmp_path / "mirror" / "global_step_6" / "manifest.json").exists()
 
 
