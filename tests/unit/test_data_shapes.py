@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.preview import preview
-from trainer.data.rows import NUM_COLUMNS, Row, Seen, UnusableError
+from trainer.data.rows import NUM_COLUMNS, Row, UnusableError
 from trainer.data.shapes import RowParser
 from trainer.data.token_rows import vocabulary_digest
 
@@ -109,13 +109,11 @@ def test_chats_come_before_other_columns(tmp_path: Path) -> None:
     assert chat == "messages in 'messages'" and texts.startswith("plain text in 'prompt'") and counts == [1, 1]
 
 
-def test_of_columns_that_nothing_reads_only_some_are_kept() -> None:
-    """However many names a file makes up."""
-    seen = Seen()
-    parser = RowParser(TEXT, TOKENIZER, seen=seen)
-    for number in range(3):
-        parser.parse(Row(Path("a"), 1, {"text": "a", "id": 1, **{f"{number} {i}": i for i in range(40)}}, ("far",)))
-    assert len(seen.unread_columns) == NUM_COLUMNS and seen.unread_columns["id"] == 3
+def test_of_columns_that_nothing_reads_only_some_are_kept(tmp_path: Path) -> None:
+    """However many names a file makes up, in however many blocks it is read."""
+    rows = ({"text": "a", "id": 1, **{f"{number} {i}": 1 for i in range(20)}} for number in range(1200))
+    summary = run(write_rows(tmp_path / "a.jsonl", *rows), replace(OPTIONS, keys=TEXT), cache=tmp_path).summary
+    assert len(summary.unread_columns) == NUM_COLUMNS and summary.unread_columns["id"] == 1200
 
 
 IDS = [*TOKENIZER.encode("hello"), TOKENIZER.eos_token_id]

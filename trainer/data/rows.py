@@ -3,6 +3,7 @@
 import copy
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,13 @@ class Seen:
         self.counts.update(other.counts)
         self.rows_by_shape.update(other.rows_by_shape)
         self.unread_keys.update(other.unread_keys)
-        self.unread_columns.update(other.unread_columns)
+        self.add_columns(other.unread_columns)
         self.end_token_ids.update(other.end_token_ids)
+
+    def add_columns(self, unread: Mapping[str, int]) -> None:
+        for name, count in unread.items():
+            if name in self.unread_columns or len(self.unread_columns) < NUM_COLUMNS:
+                self.unread_columns[name] += count
 
     def take(self) -> "Seen":
         """All that was met since this was called last."""

@@ -53,8 +53,7 @@ class RowParser:
             return error
         self._seen.rows_by_shape[shape] += 1
         unread = (*(name for name in row.record if name not in self._columns), *row.unread)
-        counted = self._seen.unread_columns
-        counted.update(name for name in unread[:NUM_COLUMNS] if name in counted or len(counted) < NUM_COLUMNS)
+        self._seen.add_columns(dict.fromkeys(unread[:NUM_COLUMNS], 1))
         return item
 
     def _recognised(self, row: Row) -> tuple[str, Item]:
