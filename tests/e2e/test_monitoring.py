@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, SMALL, environment, run
+import whole_runs
+from runs import REPOSITORY, SMALL, environment
 
 from trainer.metrics import METRICS, find
 from trainer.metrics.table import ALIASES, PHASES
@@ -30,6 +31,7 @@ NUM_STEPS = 52
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run with everything switched on."""
     place = tmp_path_factory.mktemp("watched")
+    run_dir = place / "checkpoints" / "e2e" / "watched"
     overrides = [
         *SMALL,
         "data.train_batch_size=2",
@@ -39,13 +41,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.roll_detail=step",
         "trainer.trace=true",
         "trainer.deterministic=true",
-        "trainer.experiment_name=watched",
+        f"trainer.default_local_dir={run_dir}",
         f"data.cache_dir={place}/cache",
     ]
-    finished = run(place, 2, *overrides)
-    assert finished.returncode == 0, finished.stdout
-    assert "report: " in finished.stdout and "no report" not in finished.stdout
-    return place / "checkpoints" / "e2e" / "watched"
+    code, output = whole_runs.run(2, *overrides, log=place / "log")
+    assert code == 0, output
+    assert "report: " in output and "no report" not in output
+    return run_dir
 
 
 def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

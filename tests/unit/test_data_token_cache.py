@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import tempfile
 import threading
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
 from prepared import OPTIONS, good_rows, run, write_rows
+from rank_server import CONTEXT
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.data import chat, readers
@@ -259,9 +259,8 @@ def _prepare_in_process(path: Path, cache: Path, results: Any) -> None:
 
 def _outcomes(path: Path, cache: Path) -> list[str]:
     """Of three processes at once."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=_prepare_in_process, args=(path, cache, results)) for _ in range(3)]
+    results = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=_prepare_in_process, args=(path, cache, results)) for _ in range(3)]
     for process in processes:
         process.start()
     outcomes = [results.get(timeout=60) for _ in processes]
