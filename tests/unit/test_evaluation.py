@@ -20,6 +20,7 @@ from trainer.evaluation.scorers import Question, digest_of_questions, make_score
 from trainer.progress import History
 from trainer.report.analyse import analyse
 from trainer.report.readers import read_run
+from trainer.run.compose import load_config
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
 from trainer.serving.engines import vllm_rank
 from trainer.serving.generation import Sampling, Turns
@@ -155,6 +156,19 @@ def test_vllm_is_given_the_next_rank_that_it_takes() -> None:
     assert [vllm_rank(rank) for rank in (0, 16, 17, 24, 300, 512)] == [16, 16, 32, 32, 320, 512]
     with pytest.raises(ConfigError, match="merge"):
         vllm_rank(513)
+
+
+def test_from_another_directory_it_says_from_where_a_run_is_to_be_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = run_with(tmp_path / "run", 1)
+    words = ["data.train_files=own.jsonl", "trainer.default_local_dir=run"]
+    (run_dir / "run.json").write_text(json.dumps({"config": load_config(words).resolved}))
+    for place, is_told in ((tmp_path, False), (run_dir, True)):
+        monkeypatch.chdir(place)
+        assert command.main([str(run_dir), "--score", "exact"]) == 65
+        said = capsys.readouterr().err
+        assert "no such file: 'own.jsonl'" in said and ("call it from there" in said) is is_told
 
 
 def test_rotation_spares_what_is_read_and_the_best_that_was_scored(tmp_path: Path) -> None:

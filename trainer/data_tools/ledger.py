@@ -235,7 +235,10 @@ def rows_at(run_dir: Path, places: Sequence[str], steps: range) -> dict[int, lis
             continue
         sources = [_samples_of(source) for source in part.record["sources"]]
         if None in sources:
-            raise ConfigError("the prepared tokens of the run are gone: 'data stats' with its words makes them anew")
+            raise ConfigError(
+                "the prepared tokens of the run are gone ('data stats' with its words makes them anew), or another "
+                "version prepared them: use that one"
+            )
         samples = Samples([source for source in sources if source is not None]).without(places)
         ids = {place: samples.find(place) for place in places}
         for step in own_steps:

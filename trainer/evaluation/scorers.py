@@ -16,7 +16,7 @@ from trainer.data.readers import iter_rows
 from trainer.data.rows import location
 from trainer.errors import DataError
 from trainer.evaluation.sandbox import SandboxLimits, require_sandbox, run_tests
-from trainer.run.inputs import prepare_data_alone
+from trainer.run.inputs import prepare_data_of_run
 from trainer.runtime.evaluations import EXEC
 from trainer.serving.generation import Turns
 from trainer.tracking.run_info import read_config
@@ -47,7 +47,7 @@ def read_questions(path: Path, *, answer_key: str) -> list[Question]:
 
 def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
     """The rows that the run keeps for validation. Raises `ConfigError` where it keeps none."""
-    validation = prepare_data_alone(parse_config(read_config(run_dir))).validation
+    validation = prepare_data_of_run(parse_config(read_config(run_dir)), run_dir).validation
     if validation is None:
         raise ConfigError("the run keeps no rows for validation: name --prompts FILE")
     places = dict.fromkeys(validation.location(index) for index in range(len(validation)))

@@ -236,6 +236,18 @@ def prepare_data_alone(config: Config, *, only_cached: bool = False) -> Prepared
     return prepare_data(config, find_files(config), source, progress=lambda: None, only_cached=only_cached)
 
 
+def prepare_data_of_run(config: Config, run_dir: Path) -> PreparedData:
+    """The tokens that a run was trained on, by its configuration. Raises `ConfigError`, `DataError`."""
+    try:
+        return prepare_data_alone(config)
+    except (ConfigError, DataError) as error:
+        own = Path(config.trainer.default_local_dir)
+        if own.is_absolute() or own.resolve() == run_dir.resolve():
+            raise
+        where = f"paths of '{run_dir}' begin where it was started, and this is '{Path.cwd()}': call it from there"
+        raise type(error)(f"{error}\n{where}") from error
+
+
 def source_without_weights(config: Config) -> ModelSource:
     """Of a Hub id config.json and tokenizer alone are fetched."""
     return resolve_source(replace(config, model=replace(config.model, random_weights=True)))

@@ -24,7 +24,7 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.state import saved_data
 from trainer.config import Config, ConfigError, parse_config
 from trainer.data.samples import Samples
-from trainer.run.inputs import PreparedData, prepare_data_alone
+from trainer.run.inputs import PreparedData, prepare_data_of_run
 from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
 from trainer.serving import engines
@@ -152,7 +152,7 @@ def read_trained(checkpoint: Path) -> Trained:
             f"no validation at step {info.step} in '{log}': set trainer.test_freq so that the steps "
             f"that are saved are validated, or prove another checkpoint"
         )
-    data = prepare_data_alone(config).resumed(saved_data(info), info.manifest.position)
+    data = prepare_data_of_run(config, run_dir).resumed(saved_data(info), info.manifest.position)
     if data.validation is None:
         raise ConfigError("the run had no validation samples: set data.val_files or data.val_ratio")
     samples = validation_samples(data.validation)
