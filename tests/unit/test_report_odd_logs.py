@@ -7,9 +7,10 @@ import pytest
 from report_curves import OUR_CONFIG, SWIFT_CONFIG, checkpoints
 from sweeps import short_or_full
 
+from trainer.cli.diagnose import EXIT_CODES
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import PROFILES
-from trainer.report.result import LEVELS, VERDICTS, Report
+from trainer.report.result import LEVELS, Report
 from trainer.report.run_log import LogEvent, RunLog, Series
 from trainer.report.vocabulary import ROLES
 
@@ -62,7 +63,7 @@ def test_an_odd_log_gets_a_report_under_every_profile(seed: int) -> None:
 
 
 def check(report: Report, seed: int) -> None:
-    assert report.verdict in VERDICTS and report.headline and report.closing, seed
+    assert report.verdict in EXIT_CODES and report.headline and report.closing, seed
     assert len(report.checklist) == 14
     ids = [finding.id for finding in report.findings]
     assert len(ids) == len(set(ids)), (seed, ids)
@@ -85,4 +86,4 @@ def test_a_long_log_of_noise_alone_is_judged(seed: int) -> None:
     num_steps = 40_000
     losses = Series(np.arange(1, num_steps + 1), abs(np.random.default_rng(seed).normal(2, 1, num_steps)))
     report = analyse(RunLog(Path("run"), "jsonl", {"train/loss": losses}, num_steps), profile="sft")
-    assert report.verdict in VERDICTS
+    assert report.verdict in EXIT_CODES

@@ -11,10 +11,11 @@ from report_curves import changed, controller_run, sft_run, swift_run
 from report_faults import FAULTS, SEED, healthy, put
 from sweeps import some
 
+from trainer.cli.diagnose import EXIT_CODES
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import STATISTICS, recognise_profile
 from trainer.report.judge import ROOMS, find_check
-from trainer.report.result import LEVELS, VERDICTS, Finding, Report
+from trainer.report.result import LEVELS, Finding, Report
 from trainer.report.rule_table import rules
 from trainer.report.run_log import RunLog
 from trainer.report.vocabulary import ROLES
@@ -127,7 +128,7 @@ def test_a_rule_that_lacks_its_metric_says_so() -> None:
 def test_an_empty_log_is_insufficient_and_no_crash() -> None:
     log = sft_run(0)
     report = analyse(replace(log, series={}, num_rows=0, total_steps=None, checkpoints=(), tracker_step=None))
-    assert report.verdict == "INSUFFICIENT" and report.verdict in VERDICTS
+    assert report.verdict == "INSUFFICIENT" and report.verdict in EXIT_CODES
     assert report.metrics == report.trends == report.anomalies == ()
 
 

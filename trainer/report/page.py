@@ -33,7 +33,7 @@ from trainer.report.sections import sections, templates
 from trainer.report.statistics import finite, within
 
 UNITS = 1000
-"""Of a path, from the left and from above."""
+"""Of a path, from the left and from above: the width and height of the template's viewBox."""
 NUM_COLUMNS = 400
 """Of a line: finer than a pixel pair of the widest page."""
 NUM_HOVER_COLUMNS = 60
@@ -118,15 +118,16 @@ class Figure:
         ticks = [tick for tick in scale.ticks() if scale is self.y or tick == int(tick)]
         return list(zip(map(scale.share, ticks), axis_labels(ticks, is_log=scale.is_log), strict=True))
 
-    def hovers(self) -> Iterator[tuple[tuple[int, int], str]]:
-        """Columns of steps with the values that the pointer is told there."""
+    def hovers(self) -> Iterator[tuple[tuple[float, float], str]]:
+        """Columns, as bands, with the values that the pointer is told there."""
         lines = [(curve.label, curve.known) for curve in self.curves if "area" not in curve.css and not self.is_small]
         longest = max((series for _, series in lines), key=len, default=NOTHING)
         for first, last in column_bounds(longest, NUM_HOVER_COLUMNS):
             steps = longest[first:last].ends
             parts = [(label, part) for label, series in lines if len(part := within(series, *steps).values)]
             ends = ((label, dict.fromkeys(map(number, (part.min(), part.max())))) for label, part in parts)
-            yield steps, "\n".join([interval(steps), *(f"{label}: {' to '.join(words)}" for label, words in ends)])
+            told = [interval(steps), *(f"{label}: {' to '.join(words)}" for label, words in ends)]
+            yield self.band(steps, 1 / NUM_HOVER_COLUMNS), "\n".join(told)
 
     def ends(self) -> list[tuple[float, str, str]]:
         """(pixels from above, css, words) beside the curves' ends, apart where they would cover each other."""

@@ -10,8 +10,6 @@ from trainer.runtime.json_lines import strict
 
 LEVELS = ("fail", "warn", "note", "info")
 """Of a finding, worst first."""
-VERDICTS = ("FAIL", "ATTENTION", "OK", "INSUFFICIENT")
-"""FAIL: some finding is fail; ATTENTION: some is warn; INSUFFICIENT: too little was logged to say OK."""
 
 
 @dataclass(frozen=True)
