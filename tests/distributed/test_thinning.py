@@ -13,7 +13,8 @@ from toy_runs import Recipe, checkpoint_manager, run
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.offline_export import export_from_shards
-from trainer.checkpoint_tools.listing import prove, tree_bytes
+from trainer.checkpoint_tools.listing import prove
+from trainer.runtime.files import tree_bytes
 
 RECIPE = Recipe(total_steps=4, save_freq=1, keep_full=2, async_save=True)
 

@@ -14,8 +14,8 @@ from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint_tools import listing
-from trainer.checkpoint_tools.listing import tree_bytes
 from trainer.cli import checkpoint as cli
+from trainer.runtime.files import tree_bytes
 from trainer.runtime.text import readable
 
 Patch = pytest.MonkeyPatch

@@ -154,6 +154,12 @@ def test_an_exact_name_wins_over_its_mirror_in_other_units(tmp_path: Path) -> No
     assert {key: series.values.tolist() for key, series in log.series.items()} == {"train/lr": [2e-3, 2e-3]}
 
 
+def test_a_name_of_ours_without_a_number_does_not_hide_its_mirror(tmp_path: Path) -> None:
+    rows = [{"step": step, "train/lr": "warm", "train/lr(1e-3)": 2.0} for step in (1, 2)]
+    log = read_run(write_lines(tmp_path / "log.jsonl", rows))
+    assert {key: series.values.tolist() for key, series in log.series.items()} == {"train/lr": [2e-3, 2e-3]}
+
+
 def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_goes_on(tmp_path: Path) -> None:
     for step in (9, 10):
         path = tmp_path / f"checkpoint-{step}"

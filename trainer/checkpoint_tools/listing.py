@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest,
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.mirror import STATE
+from trainer.runtime.files import tree_bytes
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.text import readable
 
@@ -116,16 +117,6 @@ def read_run(run_dir: Path) -> Listing:
     resume_step = selection.chosen.step if selection.chosen else None
     mirror = read_object(run_dir / STATE)
     return Listing(run_dir, there, leftovers, pointer.step, resume_step, selection.notes, mirror)
-
-
-def tree_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; what vanishes meanwhile counts nothing."""
-    files = [path] if not path.is_dir() else [Path(d) / name for d, _, names in os.walk(path) for name in names]
-    total = 0
-    for file in files:
-        with suppress(FileNotFoundError):
-            total += os.lstat(file).st_size
-    return total
 
 
 def as_tree(listing: Listing) -> dict[str, Any]:

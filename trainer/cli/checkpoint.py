@@ -24,6 +24,7 @@ from trainer.config import DTYPES, ConfigError, parse_config
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, ResumableError
 from trainer.mirror import STATE
 from trainer.model.source import find_model
+from trainer.runtime.files import tree_bytes
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.text import readable
@@ -138,7 +139,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     code = EXIT_DONE
     for path in [checkpoint for given in arguments.paths for checkpoint in listing.checkpoints_at(given)]:
-        started, size_bytes = time.perf_counter(), listing.tree_bytes(path)
+        started, size_bytes = time.perf_counter(), tree_bytes(path)
         problems = listing.prove(path)
         rate = f"{size_bytes / 1e9 / (time.perf_counter() - started):.2f} GB/s"
         if not problems:
@@ -156,8 +157,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     if keep is None and keep_full is None:
         raise ConfigError("say how many stay: --keep N, --keep-full N (with their optimizer state), or both")
     pruning = plan_pruning(run_dir, keep=keep, keep_full=keep_full, is_corrupt_deleted=arguments.corrupt)
-    sizes_bytes = {path: listing.tree_bytes(path) for path in pruning.to_delete}
-    sizes_bytes |= {path: sum(map(listing.tree_bytes, optimizer_files(path))) for path in pruning.to_thin}
+    sizes_bytes = {path: tree_bytes(path) for path in pruning.to_delete}
+    sizes_bytes |= {path: sum(map(tree_bytes, optimizer_files(path))) for path in pruning.to_thin}
     lines = [f"{run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
     for path, size_bytes in sizes_bytes.items():
         verb = f"{'would ' * (not arguments.yes)}{'delete' if path in pruning.to_delete else 'thin'}"
@@ -186,7 +187,7 @@ def _export(arguments: argparse.Namespace) -> int:
     print(listing.printable(f"exporting {checkpoint} in {arguments.dtype}"), flush=True)
     base = _base(arguments.base, checkpoint)
     export_from_shards(checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=base)
-    size = readable(listing.tree_bytes(target))
+    size = readable(tree_bytes(target))
     print(listing.printable(f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s"))
     return EXIT_DONE
 

@@ -91,3 +91,13 @@ def try_lock(descriptor: int) -> bool | None:
             raise
         return False
     return True
+
+
+def tree_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory; what vanishes meanwhile counts nothing."""
+    files = [path] if not path.is_dir() else [Path(d) / name for d, _, names in os.walk(path) for name in names]
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):
+            total += os.lstat(file).st_size
+    return total

@@ -1,14 +1,13 @@
 """Which checkpoints lie beside a log, and whether they are whole as far as names and sizes tell."""
 
-import os
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.layout import THINNED, is_optimizer
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.report.readers.parsing import as_step
 from trainer.report.run_log import CheckpointState
+from trainer.runtime.files import tree_bytes
 from trainer.runtime.json_lines import read_object
 
 _STEP_DIR = re.compile(r"(?:global_step_|checkpoint-)(\d{1,15})")
@@ -22,7 +21,7 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
         if match and path.is_dir():
             is_own, is_thinned = path.name.startswith("global_step_"), (path / THINNED).exists()
             faults = tuple(_own_faults(path, is_thinned) if is_own else _transformers_faults(path))
-            found.append(CheckpointState(int(match[1]), path, _size_bytes(path), not faults, faults, is_thinned))
+            found.append(CheckpointState(int(match[1]), path, tree_bytes(path), not faults, faults, is_thinned))
     # A `trainer_state.json` copied with its directory to be read is neither a checkpoint nor a damaged one.
     if all([entry.name for entry in state.path.glob("*")] == ["trainer_state.json"] for state in found):
         return ()
@@ -68,12 +67,3 @@ def _transformers_faults(path: Path) -> list[str]:
     if not weights and not sharded:
         faults.append("no weights")
     return faults + [f"{name} is empty" for name in sorted(weights) if (path / name).stat().st_size == 0]
-
-
-def _size_bytes(path: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(path):
-        for name in names:
-            with suppress(OSError):  # rotated away meanwhile
-                total += os.stat(os.path.join(directory, name)).st_size
-    return total

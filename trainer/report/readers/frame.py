@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,31 +27,22 @@ CLOCK = "ts"
 _ABSENT_BITS = 0x7FF8_0000_0000_0ABC
 _ABSENT = float(np.int64(_ABSENT_BITS).view(np.float64))
 """Stands where a row has no number: a NaN that no log holds."""
+_END = np.iinfo(np.int64).max
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Rows = NDArray[np.int32]
-Mask = NDArray[np.bool_]
 
 
-class Restart(NamedTuple):
-    """From `row` on the run went on after `step`; None = after the step before that row's.
-
-    `rewinds`: earlier rows of later steps no longer count, even those that were not written again.
-    """
-
-    row: int
-    step: int | None = None
-    rewinds: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Table:
     """The rows with the same keys. Arrays grow in place: one block of memory each, and no holes of small ones."""
 
     columns: dict[str, "array[float]"]
     rows: "array[int]" = field(default_factory=lambda: array("i"))
     waiting: list[tuple[Any, ...]] = field(default_factory=list)
+    top: tuple[int, int] = (0, -1)
+    """The number of restarts before the newest row, and the largest step since the last of these."""
 
     def flush(self) -> None:
         """Rows that wait become arrays many at a time, which makes it fast."""
@@ -66,54 +57,6 @@ class _Table:
         return rows[is_there], values[is_there]
 
 
-@dataclass(frozen=True)
-class _History:
-    """What the restarts tell of the rows, and how many steps were trained again."""
-
-    steps: Ints
-    segments: Rows
-    """The number of restarts before each row."""
-    is_stale: Mask
-    """Of steps beyond a later rewind."""
-    is_disordered: Mask
-    """Goes back without a restart."""
-    num_lost_steps: int
-
-    @classmethod
-    def of(cls, steps: Ints, restarts: list[Restart]) -> "_History":
-        segments = np.zeros(len(steps), np.int32)
-        is_stale, is_disordered = np.zeros((2, len(steps)), np.bool_)
-        num_lost, limit, stop, next_begin = 0, np.iinfo(np.int64).max, len(steps), None
-        for number, (start, step, rewinds) in reversed([*enumerate([Restart(0, 0), *restarts])]):
-            own = steps[start:stop]
-            segments[start:stop] = number
-            is_stale[start:stop] = own > limit
-            is_disordered[start:stop] = own < np.maximum.accumulate(own)
-            if rewinds and step is not None:
-                limit = min(limit, step)
-            if step is None and not len(own):
-                continue
-            begin = int(own[0]) - 1 if step is None else step
-            if next_begin is not None:
-                num_lost += max(0, max(begin, int(own.max(initial=0))) - next_begin)
-            stop, next_begin = start, begin if start > 0 else None
-        return cls(steps, segments, is_stale, is_disordered, num_lost)
-
-    def mark_repeated(self, rows: Rows) -> None:
-        """Of rows with the same keys: a validation row has others, and a restart explains what it repeats."""
-        order = rows[np.lexsort((rows, self.steps[rows], self.segments[rows]))]
-        is_same = (np.diff(self.steps[order]) == 0) & (np.diff(self.segments[order]) == 0)
-        self.is_disordered[order[1:][is_same]] = True
-
-    def last_of_steps(self, rows: Rows) -> NDArray[np.intp]:
-        """Which of the rows count: the last of each step that no rewind took back, by rising step."""
-        order = np.lexsort((rows, self.steps[rows]))
-        order = order[~self.is_stale[rows[order]]]
-        is_last = np.ones(len(order), np.bool_)
-        is_last[:-1] = np.diff(self.steps[rows[order]]) > 0
-        return order[is_last]
-
-
 class Frame:
     """Takes rows one by one.
 
@@ -126,7 +69,16 @@ class Frame:
         self._tables: dict[tuple[str, ...], _Table] = {}
         self._names: set[str] = set()
         self._num_columns = 0
-        self._restarts: list[Restart] = []
+        self._restarts: list[int] = []
+        """The rows before which they were."""
+        self._rewinds: list[tuple[int, int]] = []
+        self._top = -1
+        """The largest step since the last restart."""
+        self._reached = 0
+        """The largest step that counts so far, or where the last restart went on."""
+        self._is_open = False
+        """A restart has not said where it went on."""
+        self._num_lost_steps = self._num_disordered_rows = 0
 
     @property
     def num_rows(self) -> int:
@@ -144,14 +96,29 @@ class Frame:
         if (at := as_step(step)) is None:
             self.num_unparsed += 1
             return
-        self._put(flat(row, separator="/") if dict in map(type, row.values()) else row)
+        if self._is_open:
+            self._go_on(at - 1)
+        is_repeated = self._put(flat(row, separator="/") if dict in map(type, row.values()) else row, at)
+        self._num_disordered_rows += is_repeated or at < self._top
+        self._top, self._reached = max(self._top, at), max(self._reached, at)
         self._steps.append(at)
         if len(self._steps) % BLOCK_ROWS == 0:
             self._flush()
 
     def restart(self, step: int | None = None, *, rewinds: bool = False) -> None:
-        """What is added from here on was trained after a restart from `step`."""
-        self._restarts.append(Restart(self.num_rows, step, rewinds))
+        """What is added from here on was trained after a restart from `step`; None = the step before the next row's.
+
+        `rewinds`: earlier rows of later steps no longer count, even those that are not written again.
+        """
+        self._restarts.append(self.num_rows)
+        self._top, self._is_open = -1, step is None
+        if step is not None:
+            self._go_on(step)
+            self._rewinds += [(self.num_rows, step)] * rewinds
+
+    def _go_on(self, step: int) -> None:
+        self._num_lost_steps += max(0, self._reached - step) if self.num_rows else 0
+        self._reached, self._is_open = step, False
 
     def log(self, path: Path, source: str, run_dir: Path, **facts: Any) -> RunLog:
         """Sorted series under our keys, of each step the last row, and nothing that a rewind took back.
@@ -159,69 +126,78 @@ class Frame:
         `facts`: the fields of `RunLog` that the format tells besides.
         """
         self._flush()
-        history = _History.of(np.array(self._steps, np.int64), self._restarts)
         clocks = [table.pop(CLOCK)[1] for table in self._tables.values() if CLOCK in table.columns]
-        for table in self._tables.values():
-            history.mark_repeated(np.frombuffer(table.rows, np.int32))
         known: dict[str, Any] = {
             "num_rows": self.num_rows,
             "num_unparsed": self.num_unparsed,
             "checkpoints": find_checkpoints(run_dir),
             "tracker_step": layout.read_pointer(run_dir).step,
-            "num_attempts": 1 + len({restart.row for restart in self._restarts} - {0}),
-            "num_lost_steps": history.num_lost_steps,
-            "num_disordered_rows": int(history.is_disordered.sum()),
+            "num_attempts": 1 + len({*self._restarts} - {0}),
+            "num_lost_steps": self._num_lost_steps,
+            "num_disordered_rows": self._num_disordered_rows,
             "span_s": float(np.ptp(np.concatenate(clocks))) if sum(map(len, clocks)) > 1 else None,
         }
-        return RunLog(path=path, source=source, series=self._series(history), **(known | facts))
+        return RunLog(path=path, source=source, series=self._series(), **(known | facts))
 
-    def _put(self, row: Mapping[str, Any]) -> None:
-        """Beyond the limit sets of keys get a column for each key instead of one for each set, and no new key any."""
+    def _put(self, row: Mapping[str, Any], step: int) -> bool:
+        """Whether rows with the same keys had the step since the last restart: a validation row has others.
+
+        Beyond the limit sets of keys get a column for each key instead of one for each set, and no new key any.
+        """
         keys = tuple(row)
         table = self._tables.get(keys)
         if table is None and len(keys) > 1 and self._num_columns + len(keys) > MAX_COLUMNS:
-            for key, cell in row.items():
-                self._put({key: cell})
-            return
+            return True in [self._put({key: cell}, step) for key, cell in row.items()]
         if table is None:
             if len(self._names.union(keys)) > MAX_COLUMNS:
-                return
+                return False
             table = self._tables[keys] = _Table({key: array("d") for key in keys})
             self._num_columns += len(keys)
             self._names.update(keys)
         table.rows.append(len(self._steps))
         table.waiting.append(tuple(row.values()))
+        place, top = (len(self._restarts), step), table.top
+        table.top = max(place, top)
+        return place <= top
 
     def _flush(self) -> None:
         for table in self._tables.values():
             table.flush()
 
-    def _series(self, history: _History) -> dict[str, Series]:
+    def _series(self) -> dict[str, Series]:
         homes: dict[str, list[_Table]] = {}
         for table in self._tables.values():
             for name in table.columns:
                 homes.setdefault(name, []).append(table)
         series: dict[str, Series] = {}
+        all_steps = np.array(self._steps, np.int64)
+        is_stale = self._stale_rows(all_steps)
         rows, picks, steps = np.empty(0, np.int32), np.empty(0, np.intp), np.empty(0, np.int64)
-        for key, (name, factor) in _chosen(homes).items():
+        # A column that has our name comes before its mirrors in other units.
+        for name in sorted(homes, key=lambda name: canonical(name)[0] != name):
+            key, factor = canonical(name)
+            if key in series:
+                continue
             parts = [table.pop(name) for table in homes[name]]
             own_rows, values = (np.concatenate(part) for part in zip(*parts, strict=True))
             if not np.array_equal(own_rows, rows):  # else it shares the steps of the metric before it
-                rows, picks = own_rows, history.last_of_steps(own_rows)
-                steps = history.steps[rows[picks]]
+                rows, steps = own_rows, all_steps[own_rows]
+                picks = np.lexsort((rows, steps))
+                picks = picks[~is_stale[rows[picks]]]
+                picks = picks[np.diff(steps[picks], append=_END) > 0]
+                steps = steps[picks]
             if len(steps):
                 series[key] = Series(steps, values[picks] * factor)
         return series
 
-
-def _chosen(names: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
-    """Our key -> (column, factor to our unit): the column that has its name already, else the first."""
-    chosen: dict[str, tuple[str, float]] = {}
-    for name in names:
-        key, factor = canonical(name)
-        if key not in chosen or name == key:
-            chosen[key] = (name, factor)
-    return chosen
+    def _stale_rows(self, steps: Ints) -> NDArray[np.bool_]:
+        """Rows of steps beyond a later rewind."""
+        is_stale = np.zeros(len(steps), np.bool_)
+        stop, limit = len(steps), _END
+        for row, step in [*reversed(self._rewinds), (0, 0)]:
+            is_stale[row:stop] = steps[row:stop] > limit
+            stop, limit = row, min(limit, step)
+        return is_stale
 
 
 def _numbers(cells: tuple[Any, ...]) -> Floats:
