@@ -13,8 +13,9 @@ from sweeps import some
 
 from trainer.cli.diagnose import EXIT_CODES
 from trainer.report.analyse import analyse
-from trainer.report.analysed_run import STATISTICS, recognise_profile
+from trainer.report.analysed_run import PARTS, recognise_profile
 from trainer.report.judge import ROOMS, find_check
+from trainer.report.measures import STATISTICS
 from trainer.report.result import LEVELS, Finding, Report
 from trainer.report.rule_table import rules
 from trainer.report.run_log import RunLog
@@ -154,8 +155,9 @@ def test_the_table_names_every_function_that_measures_and_no_unknown_role_or_sta
     }
     assert named == public
     rows = [row for rule in rules() for row in rule.rows.values()]
-    assert {row.role for row in rows} <= {None, *ROLES}
-    assert {row.statistic for row in rows} <= {None, *STATISTICS}
+    roles = [row.role.partition(":") for row in rows if row.role is not None]
+    assert {name for name, _, _ in roles} <= {*ROLES} and {part for _, _, part in roles} <= {"", *PARTS}
+    assert {name for row in rows for name in (row.statistic, row.times)} <= {None, *STATISTICS}
 
 
 def test_a_policy_is_not_reproached_with_a_loss_that_does_not_fall() -> None:

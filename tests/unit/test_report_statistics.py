@@ -6,16 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.detection.watches import OVERFITTING, judge_validations
 from trainer.optim.schedule import LrSchedule
-from trainer.report.checks_validation import judge_validations, train_losses_at
+from trainer.report.checks_validation import train_losses_at
 from trainer.report.formatting import listed, number
 from trainer.report.learning_rate import learning_rate
 from trainer.report.rule_table import merged, read_thresholds, rules
 from trainer.report.run_log import Series
 from trainer.report.statistics import (
     bins,
-    collapse,
     epoch_means,
+    level_shift,
     longest_run,
     mann_kendall,
     slope,
@@ -117,19 +118,19 @@ def test_schedules_are_recognised(name: str) -> None:
 
 @pytest.mark.covers("S3.43")
 def test_the_overfitting_rule_on_the_example() -> None:
-    verdicts = judge_validations(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.5, 0.3]), LIMITS)
+    verdicts = judge_validations([1.5, 1.3, 1.4, 1.6], [1.2, 0.8, 0.5, 0.3])
     assert verdicts == ["ok", "ok", "note", "overfit"]
 
 
 def test_a_rise_with_a_training_loss_that_does_not_fall_is_no_overfitting() -> None:
-    verdicts = judge_validations(np.array([1.5, 1.3, 1.4, 1.6]), np.array([1.2, 0.8, 0.8, 0.9]), LIMITS)
+    verdicts = judge_validations([1.5, 1.3, 1.4, 1.6], [1.2, 0.8, 0.8, 0.9])
     assert verdicts == ["ok", "ok", "note", "note"]
 
 
 def test_noisy_plateaus_are_seldom_called_overfitting() -> None:
     rng = np.random.default_rng(6)
     train, plateau = np.linspace(1.2, 0.9, 20), 1.0 + 0.6 * np.exp(-np.arange(20) / 4)
-    false = sum("overfit" in judge_validations(plateau + rng.normal(0, 0.005, 20), train, LIMITS) for _ in range(200))
+    false = sum("overfit" in judge_validations(plateau + rng.normal(0, 0.005, 20), train) for _ in range(200))
     assert false <= 4, f"{false} of 200, seed 6"
 
 
@@ -159,8 +160,12 @@ def test_every_limit_has_a_reader() -> None:
 
     source = "".join(p.read_text() for p in Path(package.__path__[0]).glob("*.py"))
     rows = [row for rule in rules() for row in rule.rows.values()]
-    compared = {str(name).lstrip("-") for row in rows for name in (row.above, row.below, *row.outside)}
-    unread = [name for name in LIMITS if f'"{name}"' not in source and name not in compared]
+    compared = {
+        str(name).lstrip("-")
+        for row in rows
+        for name in (row.above, row.below, row.points, row.share, row.ratio, *row.outside)
+    }
+    unread = [name for name in LIMITS if f'"{name}"' not in source and name not in {*compared, *OVERFITTING}]
     assert unread == []
 
 
@@ -186,6 +191,6 @@ def test_the_schedules_of_this_trainer_are_recognised_however_short(kind: str, t
 def test_a_fall_is_found_in_a_million_points_without_a_window_for_each() -> None:
     values = np.random.default_rng(4).normal(1.0, 0.1, 1_000_000)
     values[700_000:] -= 0.5
-    found = collapse(series(values), merged(None))
-    assert found is not None and abs(found.steps[0] - 700_000) < 30_000
+    found = level_shift(series(values), sign=-1, sigma=6, share=0.25)
+    assert found is not None and found.is_lasting and abs(found.steps[0] - 700_000) < 30_000
     assert (found.before, found.after) == pytest.approx((1.0, 0.5), abs=0.01)

@@ -1,7 +1,8 @@
 """What must last for some steps to count: a rising loss, a run that learns nothing, heavy-tailed steps, overfitting."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import nan
 from typing import ClassVar
 
 from trainer.detection.anomaly import GRAD_NORM, LOSS, VALID_TOKENS, Level, StepAnomaly
@@ -144,24 +145,49 @@ class WarnLedger(Remembered):
         return True
 
 
-NOTE_RISE, NOTE_SIGMAS = 0.02, 4.0
-OVERFIT_RISE, OVERFIT_SIGMAS = 0.10, 8.0
-"""A rise as a share of the best validation loss, and as a multiple of the curve's own noise; the larger counts."""
-MIN_TRAIN_FALL = 0.01
-"""Since the best validation: without it the model got worse at both, which is no overfitting."""
+OVERFITTING: Mapping[str, float] = {
+    "overfit_note": 0.02,  # rise over the best validation loss, as a share of it
+    "overfit_note_sigma": 4,  # and in standard deviations of the curve; the larger counts
+    "overfit_sure": 0.10,
+    "overfit_sure_sigma": 8,
+    "overfit_train_fall": 0.01,  # training loss must have fallen this much since the best
+}
+
+
+def judge_validations(
+    val_losses: Sequence[float], train_losses: Sequence[float], limits: Mapping[str, float] = OVERFITTING
+) -> list[str]:
+    """note: clearly above the best so far; overfit: the second in a row, or far above, while training still improves.
+
+    `train_losses` are those around each validation; both have one entry per validation. Where the training loss too is
+    above that of the best until the next validation, the run has become unstable and does not overfit.
+    """
+    sigma, verdicts, best = curve_noise(val_losses), list[str](), 0
+    for index, loss in enumerate(val_losses):
+        if loss < val_losses[best]:
+            best = index
+        level, rise = abs(val_losses[best]), loss - val_losses[best]
+        is_noted, is_sure = (
+            rise > max(limits[f"overfit_{name}"] * level, limits[f"overfit_{name}_sigma"] * sigma)
+            for name in ("note", "sure")
+        )
+        fallen = train_losses[best] - limits["overfit_train_fall"] * abs(train_losses[best])
+        is_second = bool(verdicts) and verdicts[-1] != "ok"
+        is_overfit = (is_second or is_sure) and all(trained < fallen for trained in train_losses[index : index + 2])
+        verdicts.append("ok" if not is_noted else "overfit" if is_overfit else "note")
+    return verdicts
 
 
 class OverfitJudge(Remembered):
     """Takes one validation after another."""
 
-    KEPT: ClassVar = ("_val_losses", "_best_train", "_was_noted", "_num_unimproved", "_patient_best", "_best_step")
+    KEPT: ClassVar = ("_val_losses", "_train_losses", "_num_unimproved", "_patient_best", "_best_step")
 
     def __init__(self, *, patience: int | None = None, min_delta: float = 0.0) -> None:
         """`patience`: validations in a row without a better one, by `min_delta` nats, that end a run; None: none do."""
         self._patience, self._min_delta = patience, min_delta
         self._val_losses: list[float] = []
-        self._best_train = 0.0
-        self._was_noted = False
+        self._train_losses: list[float] = []
         self._num_unimproved = 0
         self._patient_best = 0.0
         self._best_step = -1
@@ -181,22 +207,14 @@ class OverfitJudge(Remembered):
         return self._patience is not None and self._num_unimproved >= self._patience
 
     def observe(self, step: int, *, val_loss: float, train_loss: float) -> bool:
-        """Whether the model overfits: clearly above its best validation twice in a row, or far above it, while the
-        training loss kept falling. `train_loss` is a level around the step. Both must be finite.
-        """
+        """Whether the model overfits: `judge_validations`. `train_loss` is a level around the step; both are finite."""
         self._count_patience(val_loss)
-        best = self.best_loss
+        if self.best_loss is None or val_loss < self.best_loss:
+            self._best_step = step
+        unknown = [nan] * (len(self._val_losses) - len(self._train_losses))  # in the state of an older version
         self._val_losses.append(val_loss)
-        if best is None or val_loss < best:
-            self._best_step, self._best_train, self._was_noted = step, train_loss, False
-            return False
-        rise, sigma = val_loss - best, curve_noise(self._val_losses)
-        is_noted = rise > max(NOTE_RISE * abs(best), NOTE_SIGMAS * sigma)
-        is_far = rise > max(OVERFIT_RISE * abs(best), OVERFIT_SIGMAS * sigma)
-        has_train_fallen = train_loss < self._best_train - MIN_TRAIN_FALL * abs(self._best_train)
-        is_overfit = is_noted and has_train_fallen and (self._was_noted or is_far)
-        self._was_noted = is_noted
-        return is_overfit
+        self._train_losses = [*unknown, *self._train_losses, train_loss]
+        return judge_validations(self._val_losses, self._train_losses)[-1] == "overfit"
 
     def _count_patience(self, val_loss: float) -> None:
         if not self._val_losses or val_loss < self._patient_best - self._min_delta:

@@ -1,7 +1,7 @@
-"""A log together with what was found out about it, and what rules measure of it."""
+"""A log together with what was found out about it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from trainer.report.formatting import written
 from trainer.report.result import Anomaly
 from trainer.report.rule_table import table
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import Slope, collapse, epoch_means, finite, longest_run, noise, slope
+from trainer.report.statistics import Slope, epoch_means, finite, slope, within
 from trainer.report.vocabulary import ROLES
 
 Ints = NDArray[np.int64]
@@ -21,6 +21,14 @@ PROFILES = ("sft", "grpo", "controller", "generic")
 MIN_CADENCE = 5
 """Below it every other step is one that saves: nothing can be told apart."""
 _GENERATES = ("kl", "clipped_ratio", "adv_mean")
+
+
+NUM_COMPILE = 3
+"""Steps that are slower because they compile."""
+NUM_WARMING = 20
+"""Steps in which devices are not yet busy."""
+MIN_FIRST, MIN_ORDINARY = 8, 20
+"""Points that the first steps, and a step time, are judged by."""
 
 
 class NotJudged(Exception):  # noqa: N818 - no error: a rule that has nothing to say
@@ -41,28 +49,33 @@ class AnalysedRun:
 
     def key(self, role: str) -> str | None:
         """The key under which this log has a role; of several devices that of the highest value."""
-        series = self.log.series
-        if (found := next((key for key in ROLES[role] if key in series), None)) is not None:
+        series, names = self.log.series, keys_of(role)
+        if (found := next((key for key in names if key in series), None)) is not None:
             return found
-        patterns = [pattern(key) for key in ROLES[role] if "<" in key]
+        patterns = [pattern(key) for key in names if "<" in key]
         several = [key for key in series if any(one.fullmatch(key) for one in patterns)]
         return max(several, key=lambda key: np.nanmax(series[key].values, initial=-np.inf), default=None)
 
     def find(self, role: str) -> Series | None:
-        """The finite points of a role; None where the log has none."""
-        key = self.key(role)
+        """The finite points of a role, or of a part of it (`time:ordinary`); None where the log has none.
+
+        Raises `NotJudged` for a part that has too few.
+        """
+        key, part = self.key(role), role.partition(":")[2]
         series = finite(self.log.series[key]) if key else None
-        return series if series is not None and len(series) else None
+        if series is None or not len(series):
+            return None
+        return PARTS[part](self, series) if part else series
 
     def get(self, role: str) -> Series:
         """The same, for roles that a rule named as needed; raises `NotJudged` without them."""
         series = self.find(role)
         if series is None:
-            raise NotJudged(f"the log has no {ROLES[role][0]}")
+            raise NotJudged(f"the log has no {keys_of(role)[0]}")
         return series
 
     def name(self, role: str) -> str:
-        return self.key(role) or ROLES[role][0]
+        return self.key(role) or keys_of(role)[0]
 
     def epochs(self, role: str) -> Series:
         """Epoch means of a role; a controller logs one point an epoch."""
@@ -114,6 +127,11 @@ class AnalysedRun:
         if self.config("model.random_weights") or self.config("model.partial_pretrain") == "quickstart":
             raise NotJudged("no usual range for a model trained from random weights")
 
+    def ordinary(self, times: Series) -> Series:
+        """Step times without the first, which compile, and without those of steps that save or validate."""
+        keep = ~self.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
+        return times[keep] if keep.any() else times
+
     @cached_property
     def last_step(self) -> int:
         return max((series.ends[1] for series in self.log.series.values() if len(series)), default=0)
@@ -149,6 +167,31 @@ class AnalysedRun:
         return bool(np.any(losses.steps == step))
 
 
+def keys_of(role: str) -> tuple[str, ...]:
+    """Of a role, or of a part of it."""
+    return ROLES[role.partition(":")[0]]
+
+
+def _at_least(points: Series, least: int, what: str) -> Series:
+    if len(points) < least:
+        raise NotJudged(f"{len(points)} points {what}, {least} are needed")
+    return points
+
+
+def _first(run: AnalysedRun, series: Series) -> Series:
+    last = run.limits["first_steps"]
+    return _at_least(within(series, 0, last), MIN_FIRST, f"in the first {last:.0f} steps")
+
+
+PARTS: Mapping[str, Callable[[AnalysedRun, Series], Series]] = {
+    "first": _first,
+    "compiling": lambda _, series: _at_least(series, MIN_ORDINARY // 2, "of step time")[:NUM_COMPILE],
+    "ordinary": lambda run, series: _at_least(run.ordinary(series), MIN_ORDINARY, "of ordinary step time"),
+    "warm": lambda _, series: _at_least(series[series.steps > NUM_WARMING], 1, f"after step {NUM_WARMING}"),
+}
+"""Of a series what some rules look at alone."""
+
+
 def recognise_profile(log: RunLog) -> str:
     """controller: rewards with accuracy and latency; grpo: rewards, a KL or advantages; sft: a loss without rewards."""
     run = AnalysedRun(log, "generic", {})
@@ -158,89 +201,3 @@ def recognise_profile(log: RunLog) -> str:
     if has_rewards or any(run.key(role) for role in _GENERATES):
         return "grpo"
     return "sft" if run.key("loss") else "generic"
-
-
-NUM_ENDS = 10
-"""Points whose median stands for the start or the end of a curve."""
-CLEAR_SIGMA = 3
-"""A fall is at least so many times the noise from epoch to epoch: of many good runs some end lower by chance."""
-NUM_WARMING = 20
-"""Steps in which devices are not yet busy."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One measurement of a rule: by which row it is told, where, and what the row's words are filled with."""
-
-    row: str = "main"
-    value: float | None = None
-    steps: tuple[int, int] | None = None
-    words: Mapping[str, object] = field(default_factory=dict)
-    evidence: tuple[str, ...] = ()
-    metric: str | None = None
-    """Its key; that of the row's role unless given."""
-    limit: float | None = None
-    """That of the row unless given."""
-    is_fault: bool = True
-    """False: measured and in order, which the checklist tells."""
-
-
-def beyond(series: Series, mask: NDArray[np.bool_], row: str = "main", *, usual: float = 1.0) -> Iterator[Measure]:
-    """The points for which `mask` holds: how many, where, and the highest against what is usual."""
-    if steps := series.steps[mask].tolist():
-        peak = series.values[mask].max()
-        at = steps[int(np.argmax(series.values[mask]))]
-        words = {"count": len(steps), "first": steps[0], "all": steps, "peak": peak, "at": at, "usual": usual}
-        yield Measure(row, float(peak / usual), (steps[0], steps[-1]), words)
-
-
-def stretch(series: Series, mask: NDArray[np.bool_], row: str, least: float, value: str) -> Iterator[Measure]:
-    """The longest stretch of at least so many points for which `mask` holds, told by its `value`."""
-    start, stop = longest_run(mask)
-    if stop - start >= max(least, 1):
-        part = series[start:stop]
-        words = {"points": len(part)} | {name: STATISTICS[name](part) for name in ("highest", "median", "mean")}
-        yield Measure(row, float(words[value]), part.ends, words)
-
-
-def collapsed(run: AnalysedRun, role: str, row: str) -> Iterator[Measure]:
-    """What a reward or accuracy had reached and lost."""
-    if (fall := collapse(run.get(role), run.limits)) is not None:
-        at, size = fall.steps[0], fall.before - fall.after
-        words = {"before": fall.before, "after": fall.after, "at": at, "checkpoint": run.checkpoint(at)}
-        yield Measure(row, size, fall.steps, words, metric=run.name(role), limit=fall.least)
-
-
-def going_wrong(run: AnalysedRun, role: str, row: str, *, good: float) -> Iterator[Measure]:
-    """More epochs in a row than the limit in which a role went away from `good` (+1 up) by more than noise explains."""
-    means, needed = run.epochs(role), int(run.limits["rising_epochs"]) + 1
-    last = means[-needed:]
-    trend = slope(last)
-    is_clear = -good * trend.change > CLEAR_SIGMA * noise(means) and trend.p_value < run.limits["rising_p"]
-    if len(last) == needed and is_clear:
-        best = int(means.steps[int(np.argmax(good * means.values))])
-        words = {"size": abs(trend.change), "checkpoint": run.checkpoint(best)}
-        yield Measure(row, trend.change, last.ends, words)
-
-
-def _late_mean(series: Series) -> float:
-    late = series.values[series.steps > NUM_WARMING]
-    if not len(late):
-        raise NotJudged(f"no sample after step {NUM_WARMING}")
-    return float(late.mean())
-
-
-STATISTICS: Mapping[str, Callable[[Series], float]] = {
-    "median": lambda series: float(np.median(series.values)),
-    "mean": lambda series: float(series.values.mean()),
-    "late_mean": _late_mean,
-    "sum": lambda series: float(series.values.sum()),
-    "highest": lambda series: float(series.values.max()),
-    "peak_ratio": lambda series: float(series.values.max() / max(np.median(series.values), 1.0)),
-    "first": lambda series: float(series.values[0]),
-    "last": lambda series: float(series.values[-1]),
-    "start": lambda series: float(np.median(series.values[:NUM_ENDS])),
-    "end": lambda series: float(np.median(series.values[-NUM_ENDS:])),
-}
-PLACES: Mapping[str, slice] = {"start": slice(None, NUM_ENDS), "end": slice(-NUM_ENDS, None)}
-"""Statistics of a part of the run: these points."""

@@ -2,17 +2,15 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged, beyond, collapsed, going_wrong, stretch
-from trainer.report.checks_validation import RESULTS
+from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.formatting import listed, number, span
+from trainer.report.measures import Measure, going_wrong
 from trainer.report.result import Anomaly, Mover
-from trainer.report.run_log import Series
-from trainer.report.statistics import bins, collapse, longest_run, onset, rolling_median, slope
+from trainer.report.statistics import bins, onset, rolling_median, slope
 from trainer.report.vocabulary import meaning
 from trainer.report.words import moved_along, story
 
@@ -50,22 +48,18 @@ def length_shift(run: AnalysedRun) -> Iterator[Measure]:
 
 
 def left_reference(run: AnalysedRun) -> Iterator[Measure]:
-    """Far from the reference, with the intervals in which the policy left it."""
+    """Far from the reference, since it began to move by factors, with the intervals in which the policy left it."""
     series, name = run.get("kl"), run.name("kl")
-    for measure in beyond(series, series.values > run.limits["kl_fault"]):
-        above = int(np.searchsorted(series.steps, (measure.steps or (0, 0))[0]))
-        left = int(series.steps[_onset_of_factor(series, above + 1)])
-        bursts = [a for a in run.anomalies if any(m.metric == name for m in a.movers)]
-        told = (story(run.anomalies), *(f"{span(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
-        words = {**measure.words, "times": max(1, len(bursts))}
-        steps = left, (measure.steps or (0, left))[1]
-        yield replace(measure, steps=steps, words=words, evidence=tuple(filter(None, told)))
-
-
-def _onset_of_factor(series: Series, stop: int) -> int:
-    """Where, before the point `stop`, a metric began to move by factors."""
-    values = series.values[:stop]
-    return onset(np.log(values) if values.min(initial=1.0) > 0 else values, 0, stop)
+    above = series[series.values > run.limits["kl_fault"]]
+    if not len(above):
+        return
+    values = series.values[: int(np.searchsorted(series.steps, above.steps[0])) + 1]
+    left = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
+    bursts = [a for a in run.anomalies if any(m.metric == name for m in a.movers)]
+    told = (story(run.anomalies), *(f"{span(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
+    words = {"at": above.steps[np.argmax(above.values)], "times": max(1, len(bursts))}
+    steps = int(series.steps[left]), above.ends[1]
+    yield Measure(value=float(above.values.max()), steps=steps, words=words, evidence=tuple(filter(None, told)))
 
 
 def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
@@ -73,8 +67,6 @@ def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
     ratios, lengths, cap = run.find("clipped_ratio"), run.find("max_length"), run.setting("completion")
     if ratios is None and lengths is None:
         raise NotJudged("the log has neither lengths nor shares of answers that were cut off")
-    if ratios is not None:
-        yield from beyond(ratios, ratios.values > run.limits["clipped_ratio"])
     if lengths is None:
         return
     if not isinstance(cap, int | float):
@@ -84,22 +76,9 @@ def cut_answers(run: AnalysedRun) -> Iterator[Measure]:
     if (count := np.count_nonzero(is_hit)) >= MIN_HITS:
         share = count / len(lengths)
         row = "cap" if share > run.limits["cap_share"] else "cap_at_times"
-        for measure in beyond(lengths, is_hit, row):
-            yield replace(measure, value=share, words={**measure.words, "cap": float(cap)})
-
-
-def entropy(run: AnalysedRun) -> Iterator[Measure]:
-    series = run.get("entropy")
-    points = bins(series)
-    if len(points) < 8:
-        raise NotJudged(f"{len(points)} points of entropy")
-    first, last = float(points.values[:3].mean()), float(points.values[-1])
-    start, stop = longest_run(points.values < run.limits["entropy_share"] * first)
-    if stop == len(points) and stop > start and first > 0:
-        low = int(np.searchsorted(series.steps, points.steps[start])) + 1
-        left = int(series.steps[_onset_of_factor(series, low)])
-        words = {"end_level": last, "onset": left}
-        yield Measure(value=last / first, steps=(left, int(series.steps[-1])), words=words)
+        steps = lengths.steps[is_hit].tolist()
+        words = {"cap": float(cap), "count": count, "first": steps[0], "all": steps}
+        yield Measure(row, share, (steps[0], steps[-1]), words)
 
 
 def reward_drops(run: AnalysedRun) -> Iterator[Measure]:
@@ -135,26 +114,12 @@ def _has_halved(run: AnalysedRun, mover: Mover) -> bool:
     return usual > 0 and mover.peak_value < (1 - run.limits["reward_drop"]) * usual
 
 
-def held_out_results(run: AnalysedRun) -> Iterator[Measure]:
-    roles = [role for role in RESULTS if run.find(role) is not None]
-    if not roles:
-        raise NotJudged("the log has no reward or accuracy on held-out samples")
-    for role in roles:
-        yield from collapsed(run, role, "main")
-
-
 def rewards(run: AnalysedRun) -> Iterator[Measure]:
-    """Whether rewards rise from epoch to epoch, have been falling, were lost, or never became positive."""
+    """Whether rewards rise from epoch to epoch, have been falling, or never became positive."""
     means = run.epochs("reward")
     if len(means) < MIN_EPOCHS:
         raise NotJudged(f"{len(means)} epochs of reward, {MIN_EPOCHS} are needed")
     yield from going_wrong(run, "reward", "falling", good=1)
-    yield from collapsed(run, "reward", "collapse")
-    if (spreads := run.find("reward_std")) is not None:
-        rise = collapse(Series(spreads.steps, -spreads.values), run.limits)
-        if rise is not None and rise.after < run.limits["reward_scatter"] * rise.before:
-            words = {"before": -rise.before, "after": -rise.after, "at": rise.steps[0]}
-            yield Measure("scatter", rise.after / rise.before, rise.steps, words, metric=run.name("reward_std"))
     trend, highest = slope(means), float(means.values.max())
     is_rising = trend.is_rising(run.limits["trend_p"])
     yield Measure("flat", trend.p_value, means.ends, {"level": trend.level}, is_fault=not is_rising)
@@ -175,8 +140,6 @@ def format_hacking(run: AnalysedRun) -> Iterator[Measure]:
 
 def accuracy(run: AnalysedRun) -> Iterator[Measure]:
     series, limits = run.get("accuracy"), run.limits
-    yield from stretch(series, series.values == 0, "zero", limits["accuracy_zero_epochs"] + 1, "points")
-    yield from collapsed(run, "accuracy", "collapse")
     if len(series) >= limits["min_epochs"] and not slope(series).is_rising(limits["trend_p"]):
         yield Measure("flat", float(series.values[-1]), series.ends)
     if below := tuple(_below_the_bands(run)):
@@ -199,8 +162,6 @@ def budget(run: AnalysedRun) -> Iterator[Measure]:
     if violations is None and latency is None:
         raise NotJudged("the log has neither latency nor budget violations")
     if violations is not None:
-        is_missed = violations.values > limits["violation"]
-        yield from stretch(violations, is_missed, "stuck", limits["violation_epochs"] + 1, "mean")
         last = float(violations.values[-5:].mean())
         if len(violations) >= limits["min_epochs"] and last >= limits["violation_final_note"]:
             is_high, is_falling = (

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged
+from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.formatting import listed
+from trainer.report.measures import Measure
 from trainer.runtime.text import readable
 
 

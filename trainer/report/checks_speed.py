@@ -2,28 +2,22 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from trainer.report.analysed_run import STATISTICS, AnalysedRun, Measure, NotJudged, beyond
+from trainer.report.analysed_run import MIN_FIRST, MIN_ORDINARY, NUM_COMPILE, AnalysedRun, NotJudged
 from trainer.report.formatting import number, share
+from trainer.report.measures import STATISTICS, Measure, lasting_shift
 from trainer.report.result import Throughput
 from trainer.report.rule_table import table
 from trainer.report.run_log import Series
-from trainer.report.statistics import collapse, finite, slope, within
+from trainer.report.statistics import MIN_PERIODS, NUM_WINDOWS, finite, period, slope, within
 
 NAMES = ("time/train/{}_s", "time/{}", "timing_s/{}")
 """Of a phase: ours and MLLM-JAX's, ROLL's, verl's."""
-NUM_COMPILE = 3
 MIN_LEAK_STEPS = 500
 """What memory grows by in 1000 steps cannot be told from fewer: start-up still fills buffers and caches."""
-
-
-def ordinary_steps(run: AnalysedRun) -> Series:
-    """Step times without the first three, which compile, and without those that save or validate."""
-    times = run.get("time")
-    keep = ~run.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
-    return times[keep] if keep.any() else times
 
 
 def throughput(run: AnalysedRun) -> Throughput | None:
@@ -32,7 +26,7 @@ def throughput(run: AnalysedRun) -> Throughput | None:
     if run.find("time") is None and not phases:
         return None
     parts_s = sum(phases.values())
-    times = ordinary_steps(run) if run.find("time") else Series(np.zeros(1, np.int64), np.array([parts_s]))
+    times = run.ordinary(run.get("time")) if run.find("time") else Series(np.zeros(1, np.int64), np.array([parts_s]))
     step_s, whole_s = float(np.median(times.values)), max(float(np.mean(times.values)), parts_s)
     shares = {phase: mean_s / whole_s for phase, mean_s in phases.items()} if whole_s > 0 else {}
     return Throughput(
@@ -83,9 +77,6 @@ def _told(run: AnalysedRun, role: str, statistic: str) -> float | None:
     return None if series is None else STATISTICS[statistic](series)
 
 
-MIN_POINTS = 20
-MIN_FIRST = 8
-MIN_PERIODS = 3
 LASTING = 32
 """Points that a slowdown must last: a shared machine is slower for a moment now and then."""
 SPIKE_OF_BUSY_STEP = 1.5
@@ -95,23 +86,20 @@ _SILENT = re.compile(r"silent|no heartbeat", re.IGNORECASE)
 _MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 
 
-def _times(run: AnalysedRun) -> Series:
-    times = ordinary_steps(run)
-    if len(times) < MIN_POINTS:
-        raise NotJudged(f"{len(times)} ordinary steps with a time, {MIN_POINTS} are needed")
-    return times
-
-
 def slowing(run: AnalysedRun) -> Iterator[Measure]:
     """A lasting slowdown with its onset; else growth over the run, or in its first steps alone."""
-    if run.find("time") is not None:
-        first = within(ordinary_steps(run), 0, run.limits["first_steps"])
+    if (times := run.find("time")) is not None:
+        first = within(run.ordinary(times), 0, run.limits["first_steps"])
         if len(first) >= MIN_FIRST:
             yield _growth(run, "start", first)
-    if (slowdown := _slowdown(run)) is not None:
-        yield slowdown
-    else:
-        yield _growth(run, "main", _times(run))
+    factor = 1 + run.limits["slowdown"]
+    for role, sign in (("tokens_per_s", -1), ("time:ordinary", 1)):
+        if run.key(role) is not None:
+            width = max(LASTING, len(run.get(role)) // NUM_WINDOWS)
+            for found in lasting_shift(run, role, "slowdown", sign=sign, ratio=factor**sign, width=width):
+                yield replace(found, value=found.words["times"] ** sign, limit=factor)
+                return
+    yield _growth(run, "main", run.get("time:ordinary"))
 
 
 def _growth(run: AnalysedRun, row: str, times: Series) -> Measure:
@@ -121,64 +109,24 @@ def _growth(run: AnalysedRun, row: str, times: Series) -> Measure:
     return Measure(row, growth, times.ends, {"level": trend.level}, is_fault=is_slower)
 
 
-def _slowdown(run: AnalysedRun) -> Measure | None:
-    """A lasting fall of the tokens per second, or rise of the step time."""
-    least = 1 + run.limits["slowdown"]
-    for role, sign in (("tokens_per_s", 1.0), ("time", -1.0)):
-        points = run.find(role) if role != "time" else _times(run) if run.find("time") else None
-        fall = points and collapse(Series(points.steps, sign * points.values), run.limits, least_width=LASTING)
-        if fall and fall.before and fall.after and (factor := (fall.before / fall.after) ** sign) > least:
-            words = {"at": fall.steps[0], "before": abs(fall.before), "after": abs(fall.after)}
-            return Measure("slowdown", factor, fall.steps, words, metric=run.name(role), limit=least)
-    return None
-
-
-def slow_steps(run: AnalysedRun) -> Iterator[Measure]:
-    """The usual step, but where answers are generated; and far longer ones, unless they come at regular distances."""
-    times, limits = _times(run), run.limits
-    median = float(np.median(times.values))
-    yield Measure(value=median, is_fault=run.profile == "sft" and median > limits["time_high"])
-    is_slow = times.values > limits["time_spike"] * median
-    if _period(times.steps[is_slow]) is None:
-        yield from beyond(times, is_slow, "stalls", usual=median)
-
-
-def _period(steps: np.ndarray) -> int | None:
-    """The common distance of steps, if nearly all are that far apart."""
-    gaps = np.diff(steps)
-    if len(gaps) < MIN_PERIODS:
-        return None
-    common = int(np.median(gaps))
-    return common if common > 1 and float((np.abs(gaps - common) <= 1).mean()) >= 0.8 else None
-
-
 def periodic_steps(run: AnalysedRun) -> Iterator[Measure]:
     """Longer steps that save or validate, or come at regular distances."""
     times = run.get("time")
     is_slow = times.values > SPIKE_OF_BUSY_STEP * float(np.median(times.values))
     steps = times.steps[is_slow & (np.arange(len(times)) >= NUM_COMPILE)]
     is_work = np.count_nonzero(run.is_busy(steps)) >= MIN_PERIODS
-    period = _period(steps)
-    if is_work or period is not None:
-        cadence = f"every {period} steps" if period else "at the steps that save or validate"
+    every = period(steps)
+    if is_work or every is not None:
+        cadence = f"every {every} steps" if every else "at the steps that save or validate"
         row = "main" if is_work else "regular"
-        yield Measure(row, float(period) if period else None, (int(steps[0]), int(steps[-1])), {"cadence": cadence})
+        yield Measure(row, float(every) if every else None, (int(steps[0]), int(steps[-1])), {"cadence": cadence})
 
 
 def data_wait(run: AnalysedRun) -> Iterator[Measure]:
-    waits, step_s = run.get("data_time").values[NUM_COMPILE:], float(np.median(ordinary_steps(run).values))
+    waits, step_s = run.get("data_time").values[NUM_COMPILE:], float(np.median(run.ordinary(run.get("time")).values))
     share = float(np.median(waits)) / step_s if len(waits) and step_s else 0.0
     row = "most" if share > run.limits["data_fail"] else "main"
     yield Measure(row, share, is_fault=share > run.limits["data_warn"])
-
-
-def first_steps(run: AnalysedRun) -> Iterator[Measure]:
-    times = run.get("time")
-    if len(times) < MIN_POINTS:
-        raise NotJudged(f"{len(times)} points, {MIN_POINTS} are needed")
-    median = float(np.median(times.values))
-    is_slow = (times.values > run.limits["compile_ratio"] * median) & (np.arange(len(times)) < NUM_COMPILE)
-    yield from beyond(times, is_slow, usual=median)
 
 
 def crashes(run: AnalysedRun) -> Iterator[Measure]:
@@ -209,7 +157,7 @@ def crashes(run: AnalysedRun) -> Iterator[Measure]:
 def leaks(run: AnalysedRun) -> Iterator[Measure]:
     """Growth over the second half: buffers and caches fill in the first."""
     sizes = {role: run.find(role) for role in ("rss", "allocated")}
-    long = {role: series for role, series in sizes.items() if series is not None and len(series) >= MIN_POINTS}
+    long = {role: series for role, series in sizes.items() if series is not None and len(series) >= MIN_ORDINARY}
     if run.find("reserved_share") is None and not long:
         raise NotJudged("the log has no memory metrics")
     for role, series in long.items() if run.last_step >= MIN_LEAK_STEPS else ():

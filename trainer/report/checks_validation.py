@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.detection.watches import judge_validations
 from trainer.detection.window import curve_noise
-from trainer.report.analysed_run import AnalysedRun, Measure, NotJudged
+from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.formatting import number
+from trainer.report.measures import Measure
 from trainer.report.result import Generalisation
 from trainer.report.run_log import Series
 from trainer.report.statistics import Floats, longest_run, slope
@@ -73,35 +75,6 @@ def train_losses_at(val: Series, train: Series | None) -> Floats:
     return np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
 
 
-def judge_validations(val_losses: Floats, train_losses: Floats, limits: Mapping[str, float]) -> list[str]:
-    """note: clearly above the best so far; overfit: the second in a row, or far above, while training still improves.
-
-    `train_losses` are those around each validation; both arrays have one entry per validation. Where the training loss
-    too is above that of the best until the next validation, the run has become unstable and does not overfit.
-    """
-    sigma = relative_noise(val_losses)
-    note = max(limits["overfit_note"], limits["overfit_note_sigma"] * sigma)
-    sure = max(limits["overfit_sure"], limits["overfit_sure_sigma"] * sigma)
-    verdicts: list[str] = []
-    best = 0
-    for index, loss in enumerate(val_losses):
-        if loss < val_losses[best]:
-            best = index
-        rise = loss / val_losses[best] - 1
-        around = train_losses[index : index + 2]
-        has_fallen = bool(np.all(around < train_losses[best] * (1 - limits["overfit_train_fall"])))
-        is_second = bool(verdicts) and verdicts[-1] != "ok"
-        is_overfit = has_fallen and (is_second or rise > sure)
-        verdicts.append("ok" if rise <= note else "overfit" if is_overfit else "note")
-    return verdicts
-
-
-def relative_noise(losses: Floats) -> float:
-    """Noise of a validation curve over its level; 0 with fewer than five points, infinite at level 0."""
-    noise, level = curve_noise(losses), float(np.median(losses))
-    return noise / level if level else math.inf if noise else 0.0
-
-
 def generalisation(run: AnalysedRun) -> Generalisation | None:
     """None where the run never validated and no external metric is given."""
     found = _criterion(run)
@@ -112,7 +85,7 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     verdicts = [""] * len(points)
     if found.sign < 0:
         trained = train_losses_at(points, run.find("loss"))
-        verdicts = judge_validations(points.values, trained, run.limits)
+        verdicts = judge_validations(points.values.tolist(), trained.tolist(), run.limits)
         gap = float(points.values[-1] - trained[-1])
     best = max(values, key=lambda step: found.sign * values[step])
     deciding = _external(run) or found
@@ -168,7 +141,7 @@ def validation_rises(run: AnalysedRun) -> Iterator[Measure]:
     start, stop = longest_run(np.diff(val.values) > 0)
     rises, is_to_the_end = stop - start, stop == len(val) - 1
     before, after = float(val.values[start]), float(val.values[stop])
-    least = max(limits["overfit_note"], limits["overfit_note_sigma"] * relative_noise(val.values))
+    least = max(limits["overfit_note"] * before, limits["overfit_note_sigma"] * curve_noise(val.values))
     best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
     words = {"rises": rises, "before": before, "after": after, "checkpoint": best}
     words["end"] = ", up to the end" if is_to_the_end else ""
@@ -178,7 +151,7 @@ def validation_rises(run: AnalysedRun) -> Iterator[Measure]:
         float(rises),
         val[start : stop + 1].ends,
         words,
-        is_fault=rises >= limits["val_rises"] and after > (1 + least) * before,
+        is_fault=rises >= limits["val_rises"] and after - before > least,
     )
     run.require_pretrained()
     last, low, high = float(val.values[-1]), limits["val_final_low"], limits["val_final_high"]

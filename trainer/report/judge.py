@@ -8,25 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from trainer.report import checks_gradient, checks_loss, checks_policy, checks_run, checks_speed, checks_validation
-from trainer.report.analysed_run import PLACES, STATISTICS, AnalysedRun, Measure, NotJudged, recognise_profile
+from trainer.report import checks_curves, checks_policy, checks_run, checks_speed, checks_validation
+from trainer.report.analysed_run import AnalysedRun, NotJudged, keys_of, recognise_profile
+from trainer.report.measures import Measure, limit_of, measured_by
 from trainer.report.readers.json_logs import read_own
 from trainer.report.result import LEVELS, CheckItem, Finding
 from trainer.report.rule_table import FindingRow, Rule, default_limits, rules, table
-from trainer.report.vocabulary import ROLES
 from trainer.report.words import filled, reasons
 from trainer.runtime.json_lines import JsonLines
 
 Check = Callable[[AnalysedRun], Iterable[Measure]]
 ROOMS = {
-    "loss": checks_loss,
-    "gradient": checks_gradient,
+    "curves": checks_curves,
     "validation": checks_validation,
     "speed": checks_speed,
     "run": checks_run,
     "policy": checks_policy,
 }
-"""Where the functions are that the table names: `loss.falling` is `checks_loss.falling`."""
+"""Where the functions are that the table names: `curves.falling` is `checks_curves.falling`."""
 
 
 def find_check(name: str) -> Check:
@@ -66,6 +65,8 @@ def _judged(rule: Rule, run: AnalysedRun) -> Judged:
             measures.append(measure)
     except NotJudged as lacking:
         reason = str(lacking)
+    order = list(rule.rows)
+    measures.sort(key=lambda measure: order.index(measure.row))
     faults = {measure.row for measure in measures if measure.is_fault}
     findings: dict[str, Finding] = {}
     for measure in measures:
@@ -83,41 +84,18 @@ def _measured(rule: Rule, run: AnalysedRun) -> Iterator[Measure]:
         run.get(role)
     if rule.check:
         yield from find_check(rule.check)(run)
-    compared = [(key, row, row.role) for key, row in rule.rows.items() if row.statistic and row.role]
-    present = [(key, row, role) for key, row, role in compared if run.find(role) is not None]
-    if compared and not present and not rule.check:
-        raise NotJudged(f"the log has no {' and no '.join(dict.fromkeys(ROLES[role][0] for *_, role in compared))}")
-    for key, row, role in present:
-        yield _compared(key, row, run, role)
-
-
-def _compared(key: str, row: FindingRow, run: AnalysedRun, role: str) -> Measure:
-    """A statistic of a role against its limits."""
-    series, name = run.get(role), row.statistic or ""
-    if "from_the_start" in row.requires and series.steps[0] > run.limits["first_steps"]:
-        raise NotJudged(f"the log begins at step {series.steps[0]}")
-    if "pretrained" in row.requires:
-        run.require_pretrained()
-    value, steps = STATISTICS[name](series), None
-    if name in PLACES:
-        steps = series[PLACES[name]].ends
-    low, high = (_limit(limit, run) for limit in (row.outside or (row.below, row.above)))
-    is_low, is_high = low is not None and value < low, high is not None and value > high
-    return Measure(
-        key, value, steps, {"low": low, "high": high}, limit=low if is_low else high, is_fault=is_low or is_high
-    )
-
-
-def _limit(name: str | float | None, run: AnalysedRun) -> float | None:
-    """By its name, with a minus for its negative; or the number itself."""
-    if isinstance(name, str):
-        return -run.limits[name[1:]] if name.startswith("-") else run.limits[name]
-    return None if name is None else float(name)
+    by_itself = {key: row for key, row in rule.rows.items() if row.is_measured and row.is_of(run.profile)}
+    present = {key: row for key, row in by_itself.items() if run.key(row.role or "") is not None}
+    if by_itself and not present and not rule.check:
+        names = dict.fromkeys(keys_of(row.role or "")[0] for row in by_itself.values())
+        raise NotJudged(f"the log has no {' and no '.join(names)}")
+    for key, row in present.items():
+        yield from measured_by(row, key, run)
 
 
 def _finding(rule: Rule, row: FindingRow, measure: Measure, run: AnalysedRun) -> Finding:
     metric = measure.metric or (run.name(row.role) if row.role else None)
-    limit = measure.limit if measure.limit is not None else _limit(row.limit, run)
+    limit = measure.limit if measure.limit is not None else limit_of(row.limit, run)
     words = {"value": measure.value, "limit": limit, "metric": metric, "steps": measure.steps, **measure.words}
     suffix, title, cause, remedy, *evidence = (
         filled(sentence, run, words, row.role) for sentence in (row.id, row.title, row.cause, row.remedy, *row.evidence)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from trainer.config import did_you_mean
+from trainer.detection.watches import OVERFITTING
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,36 @@ class FindingRow:
     limit: str | float | None = None
     """The limit that is told with it: a name, or the number itself."""
     statistic: str | None = None
-    """Of `role`, compared with the limits `above`, `below` or the range `outside`; without one a function measures."""
+    """Of `role`, compared with the limits `above`, `below` or the range `outside`."""
+    points: str | float | None = None
+    """At least so many points of `role`, `in_a_row` if asked, or a `share` of them lie beyond the limits."""
+    shift: str | None = None
+    """The level of `role` goes up or down to the end, to less (more) than `ratio` times what it was."""
     above: str | float | None = None
     below: str | float | None = None
+    equal: str | float | None = None
     outside: tuple[str, ...] = ()
+    times: str | None = None
+    """The statistic that limits of points are multiples of."""
+    in_a_row: bool = False
+    share: str | None = None
+    ratio: str | None = None
+    value: str = "highest"
+    """Which of the words about points, or about a shift, is the value told."""
+    profiles: tuple[str, ...] = ()
+    """Those that its points are looked at in; empty = those of the rule."""
     requires: tuple[str, ...] = ()
     """Conditions under which a statistic can be judged."""
     unless: tuple[str, ...] = ()
     """Rows of the rule beside which it is not told."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it says itself what is measured of its role; else a function does."""
+        return self.role is not None and not (self.statistic is None and self.points is None and self.shift is None)
+
+    def is_of(self, profile: str) -> bool:
+        return not self.profiles or profile in self.profiles
 
 
 @dataclass(frozen=True)
@@ -77,8 +100,8 @@ def _rule(id_: str, entry: Mapping[str, Any]) -> Rule:
 
 @cache
 def default_limits() -> Mapping[str, float]:
-    """Those of all rules, and those that several share."""
-    limits = dict(table()["limits"])
+    """Those of all rules, those that several share, and those that the guard judges by too."""
+    limits = {**OVERFITTING, **table()["limits"]}
     for rule in rules():
         limits |= rule.limits
     return {name: float(limit) for name, limit in limits.items()}

@@ -1,7 +1,6 @@
 """Robust statistics over long series. Arrays in, numbers out; nothing here knows a metric."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,14 @@ from trainer.report.run_log import Series
 
 Floats = NDArray[np.float64]
 NUM_BINS = 50
+MIN_PERIODS = 3
 MAX_PLACES = 400
 """Of an onset: a longer stretch is looked at in means of so many parts."""
+
+
+def logarithm(series: Series) -> Series:
+    """What changes by factors; 0 is as small as can be."""
+    return Series(series.steps, np.log(np.maximum(series.values, np.finfo(float).tiny)))
 
 
 def finite(series: Series) -> Series:
@@ -128,18 +133,18 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
     return int(edges[2 + np.argmax(gains.max(axis=0))])
 
 
+def period(steps: NDArray[np.int64]) -> int | None:
+    """The common distance of steps, if nearly all are that far apart."""
+    gaps = np.diff(steps)
+    if len(gaps) < MIN_PERIODS:
+        return None
+    common = int(np.median(gaps))
+    return common if common > 1 and float((np.abs(gaps - common) <= 1).mean()) >= 0.8 else None
+
+
 def rolling_median(values: Floats, width: int, stride: int) -> Floats:
     """Of the `width` points from each `stride`-th point on."""
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(values, width)[::stride], axis=1))
-
-
-def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
-    """(first, last + 1) of the longest stretch of true; (0, 0) without any."""
-    starts, stops = runs(mask)
-    if len(starts) == 0:
-        return 0, 0
-    best = int(np.argmax(stops - starts))
-    return int(starts[best]), int(stops[best])
 
 
 def runs(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -210,39 +215,114 @@ def _windowed(values: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
 
 NUM_WINDOWS = 20
 """A long series is looked at in windows of a twentieth of it."""
-NUM_STRIDES = 32
-"""Windows that begin within one width: a median for every point of a million takes hours."""
+MAX_WINDOWS = 20_000
+MIN_COURSE = 8
+"""Medians of fewer points show a level, but no course."""
 MEDIAN_SPREAD = 1.25
 """Standard deviation of a median of n points, in that of their mean."""
 
 
 @dataclass(frozen=True)
-class Collapse:
+class Shift:
+    """A stretch at another level than the best one before it."""
+
     steps: tuple[int, int]
-    """The last one at the old level, and the last of all."""
+    at: int
+    """The step before its first,"""
+    calm: int
+    """and one that is surely before it."""
     before: float
     after: float
+    """The level furthest from the one before."""
     least: float
-    """What a fall must exceed."""
+    """What the difference must exceed."""
+    is_lasting: bool
+    """To the end."""
+    delay: int
+    """So many points after its first it is certain."""
 
 
-def collapse(points: Series, limits: Mapping[str, float], *, least_width: int = 3) -> Collapse | None:
-    """The running median at the end against the best one before it; None where it is no lower than noise explains.
+def level_shift(
+    points: Series,
+    *,
+    sign: int = 1,
+    sigma: float,
+    width: int = 0,
+    ratio: float = 1.0,
+    rise: float = 0.0,
+    share: float = 0.0,
+    least_points: float = 1,
+    best_of: tuple[int, int] = (0, 0),
+) -> Shift | None:
+    """From which step on medians of `width` points lie above (`sign` -1: below) the best one before them.
 
-    Medians are of at least `least_width` points.
+    By more than `sigma` standard deviations of such a median, to more than `ratio` times (less than that share of) the
+    level before, by `rise` and by a `share` of the range of all levels, over `least_points`; the stretch that lasts to
+    the end, else the longest. `best_of`: the best level is that of so many points among so many first ones.
     """
-    width = max(least_width, len(points) // NUM_WINDOWS)
+    width = width or max(3, len(points) // NUM_WINDOWS)
     if len(points) < 2 * width:
         return None
-    stride = max(1, width // NUM_STRIDES)
-    starts = range((len(points) - width) % stride, len(points) - width + 1, stride)
-    medians = np.array([np.median(points.values[start : start + width]) for start in starts])
-    best, last = float(medians.max()), float(medians[-1])
-    by_noise = limits["collapse_sigma"] * MEDIAN_SPREAD * noise(points) / math.sqrt(width)
-    least = max(by_noise, limits["collapse_share"] * float(np.ptp(medians)))
-    if best - last <= least:
+    best_width, within = best_of if any(best_of) else (width, len(points))
+    stride = max(1, width // 8, len(points) // MAX_WINDOWS)
+    first = (len(points) - width) % stride
+    values = sign * points.values
+    levels, bests = rolling_median(values[first:], width, stride), rolling_median(values[:within], best_width, stride)
+    starts = first + stride * np.arange(len(levels))
+    earlier = (starts - best_width) // stride
+    lowest = np.minimum.accumulate(bests)[earlier.clip(0, len(bests) - 1)]
+    chance = MEDIAN_SPREAD * noise(points) / math.sqrt(min(width, best_width))
+    least = np.maximum(max(rise, sigma * chance, share * float(np.ptp(levels))), (ratio - 1) * lowest)
+    is_known = (earlier >= 0) & ((ratio == 1) | (sign * lowest > 0))  # there is no ratio to 0
+    begin, end = _chosen_run(is_known & (levels - lowest > least), least_points / stride)
+    if begin == end:
         return None
-    peak = int(np.flatnonzero(medians >= best - by_noise / 2)[-1])
-    fallen = peak + int(np.argmax(medians[peak:] <= (best + last) / 2))
-    at = onset(points.values, max(0, starts[peak] - width), starts[fallen] + width, is_level=True) - 1
-    return Collapse(points[at:].ends, best, last, least)
+    stop = int(starts[end - 1]) + width
+    if best_width < width:  # so few points need no fit
+        at = stride * int(np.flatnonzero(bests <= lowest[begin] + chance)[-1]) + best_width - 1
+    else:
+        at = _fitted(values[:stop], levels[:end], starts, begin, lowest[begin], chance=chance, width=width)
+    return Shift(
+        steps=points[at:stop].ends,
+        at=int(points.steps[max(at - 1, 0)]),
+        calm=int(points.steps[max(at - width, 0)]),
+        before=sign * float(lowest[begin]),
+        after=sign * float(levels[begin:end].max()),
+        least=float(least[begin]),
+        is_lasting=end == len(levels),
+        delay=int(starts[begin]) + width - at,
+    )
+
+
+def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
+    """(first, last + 1) of the longest stretch of true; (0, 0) without any."""
+    begins, ends = runs(mask)
+    best = int(np.argmax(ends - begins)) if len(begins) else 0
+    return (int(begins[best]), int(ends[best])) if len(begins) else (0, 0)
+
+
+def _chosen_run(mask: NDArray[np.bool_], least: float) -> tuple[int, int]:
+    """Of the stretches of at least so many true the one that lasts to the end, else the longest; (0, 0) without any."""
+    begins, ends = runs(mask)
+    is_long = ends - begins >= least
+    begins, ends = begins[is_long], ends[is_long]
+    if len(begins) == 0:
+        return 0, 0
+    chosen = -1 if ends[-1] == len(mask) else int(np.argmax(ends - begins))
+    return int(begins[chosen]), int(ends[chosen])
+
+
+def _fitted(
+    values: Floats, levels: Floats, starts: NDArray[np.int64], begin: int, lowest: float, *, chance: float, width: int
+) -> int:
+    """The onset of a shift that is certain from the window `begin` on: long after it has begun.
+
+    Looked for from a little before the last window at the best level on, until half of the way is gone, but no further
+    beyond that first window than it is from there.
+    """
+    at_best = np.flatnonzero(levels[: begin + 1] <= lowest + chance)
+    low, certain = int(starts[at_best[-1] if len(at_best) else begin]), int(starts[begin]) + width
+    half = begin + int(np.argmax(levels[begin:] >= (lowest + levels[begin:].max()) / 2))
+    is_level = width < MIN_COURSE
+    first = max(0, low - (1 if is_level else 2) * width)
+    return onset(values, first, min(int(starts[half]) + width, 2 * certain - low, len(values)), is_level=is_level)

@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.report.analysed_run import STATISTICS, AnalysedRun
+from trainer.report.analysed_run import AnalysedRun
 from trainer.report.anomalies import group_of
 from trainer.report.formatting import counted, listed, number, share, span, written
 from trainer.report.learning_rate import raised_rates, scheduled
+from trainer.report.measures import STATISTICS
 from trainer.report.result import Anomaly
 from trainer.report.rule_table import table
 
