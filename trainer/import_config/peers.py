@@ -24,7 +24,7 @@ from trainer.import_config.rules import (
     nothing,
 )
 
-NONE, ALL, THREE_PER_CENT = "none", "all", "3 %, at most 100 steps"
+NONE, THREE_PER_CENT = "none", "3 %, at most 100 steps"
 
 
 def _tokens(given: Given, limit: int) -> dict[str, int]:
@@ -56,10 +56,6 @@ def _column(key: str) -> Rule:
     return rule
 
 
-def _keep(_: Given, value: Any) -> Answer:
-    return became(trainer__max_ckpt_to_keep=None if value == ALL else int(value))
-
-
 def _logger(_: Given, value: Any) -> Answer:
     names = value if isinstance(value, list) else [value]
     known = [name for name in names if name in ("console", *TRACKERS)]
@@ -81,7 +77,6 @@ VERL_RULES: dict[str, Rule] = {
     "trainer.save_freq": lambda _, value: rules.frequency("save_freq", value),
     "trainer.test_freq": lambda _, value: rules.frequency("test_freq", value),
     "trainer.logger": _logger,
-    "trainer.max_ckpt_to_keep": _keep,
 }
 _DEFAULTS = {
     "data.train_batch_size": 256,
@@ -92,7 +87,7 @@ _DEFAULTS = {
     "trainer.total_epochs": 4,
     "trainer.save_freq": -1,
     "trainer.test_freq": -1,
-    "trainer.max_ckpt_to_keep": ALL,
+    "trainer.max_ckpt_to_keep": None,
 }
 LEGACY_DEFAULTS = _DEFAULTS | {"optim.lr": 1e-5, "data.prompt_key": "question", "data.response_key": "answer"}
 """Of `fsdp_sft_trainer`; what it does as ours does is left out."""
@@ -194,7 +189,7 @@ HF_DEFAULTS = {
     "per_device_train_batch_size": 8,
     "seed": 42,
     "save_steps": 500,
-    "save_total_limit": ALL,
+    "save_total_limit": None,
     "eval_strategy": "no",
 }
 """Those of transformers' TrainingArguments."""
@@ -204,7 +199,6 @@ HF_RULES = rules.COMMON | {
     "lr_scheduler_type": rules.schedule,
     "optim": rules.optimizer,
     "packing": rules.packed,
-    "save_total_limit": _keep,
 }
 TRL = Peer(
     "TRL",
@@ -253,7 +247,6 @@ AXOLOTL = Peer(
         **dict.fromkeys(rules.RANKS_OF_SEQUENCE, rules.word("model__ulysses_sequence_parallel_size", int)),
         "adapter": _adapter,
         "lora_model_dir": rules.word("model__lora_adapter_path"),
-        "save_total_limit": _keep,
         "bf16": _axolotl_bf16,
         "excess_length_strategy": _cut({"drop": "drop", "truncate": "right", "raise": "error"}),
         "val_set_size": rules.val_share,

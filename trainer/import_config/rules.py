@@ -255,7 +255,6 @@ COMMON: dict[str, Rule] = {
     "gradient_accumulation_steps": says(
         "it is in data.train_batch_size; how often it accumulates follows from what fits a forward pass"
     ),
-    "max_steps": lambda _, value: became(trainer__total_training_steps=int(value)) if int(value) > 0 else nothing(),
     "warmup_steps": warmup_steps,
     "warmup_ratio": warmup_ratio,
     "adam_beta1": lambda given, _: became(
