@@ -37,25 +37,26 @@ def read_run(path: Path) -> RunLog:
     tried: list[str] = []
     try:
         for candidate in _candidates(path):
-            log = _try(candidate, tried)
-            if log is not None:
+            try:
+                log = _read(candidate)
+            except (UnreadableLogError, OSError, sqlite3.Error) as error:
+                tried.append(f"{candidate.name}: {error}")
+                continue
+            if log.series:
                 return log
+            tried.append(f"{candidate.name}: no metrics in it ({log.num_unparsed} lines unreadable)")
     except OSError as error:
         tried.append(str(error))
     what = "; ".join(tried) if tried else "it is empty" if path.exists() else "it does not exist"
     raise UnreadableLogError(f"cannot read {path} as a training log ({what}): {FIX}")
 
 
-def _try(path: Path, tried: list[str]) -> RunLog | None:
-    try:
-        head = b"" if path.is_dir() else _head(path)
-        log = next(read for fits, read in FORMATS if fits(path, head))(path)
-    except (UnreadableLogError, OSError, sqlite3.Error) as error:
-        tried.append(f"{path.name}: {error}")
-        return None
-    if not log.series:
-        tried.append(f"{path.name}: no metrics in it ({log.num_unparsed} lines unreadable)")
-    return log if log.series else None
+def _read(path: Path) -> RunLog:
+    head = b""
+    if not path.is_dir():
+        with path.open("rb") as file:
+            head = file.read(len(tables.SQLITE_MAGIC))
+    return next(read for fits, read in FORMATS if fits(path, head))(path)
 
 
 def _candidates(path: Path) -> Iterator[Path]:
@@ -76,8 +77,3 @@ def _candidates(path: Path) -> Iterator[Path]:
         yield path
     others = [file for file in path.iterdir() if file.suffix in OTHERS and file.name not in KNOWN_NAMES]
     yield from sorted(others, key=lambda file: (OTHERS.index(file.suffix), file.name))[:MAX_TRIED]
-
-
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(len(tables.SQLITE_MAGIC))

@@ -2,6 +2,7 @@
 
 import re
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,11 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*?(?:\.(\d+))?(?:\.v2)?$")
 
 def event_dir(root: Path) -> tuple[Path, int] | None:
     """The directory with the newest event file in or below `root`, and how many others there are."""
-    newest: dict[Path, tuple[int, int, str]] = {}
-    for count, path in enumerate(root.rglob("*tfevents*")):
-        if count == MAX_FILES:
-            break
-        newest[path.parent] = max(newest.get(path.parent, (0, 0, "")), _age(path))
-    if not newest:
+    files = list(islice(root.rglob("*tfevents*"), MAX_FILES))
+    if not files:
         return None
-    return max(newest, key=lambda directory: (newest[directory], str(directory))), len(newest) - 1
+    newest = max(files, key=lambda path: (_age(path), str(path.parent)))
+    return newest.parent, len({path.parent for path in files}) - 1
 
 
 def read_tensorboard(path: Path) -> RunLog:
@@ -73,8 +71,8 @@ def _read_file(path: Path, frame: Frame) -> None:
 
 def scalars_of(event: Any) -> dict[str, float]:
     """Of an `Event` what is a single number: no texts, histograms, images."""
-    scalars = {value.tag: scalar for value in event.summary.value if (scalar := _scalar(value)) is not None}
-    return {tag: scalar for tag, scalar in scalars.items() if tag}
+    values = [value for value in event.summary.value if value.tag]
+    return {value.tag: scalar for value in values if (scalar := _scalar(value)) is not None}
 
 
 def _scalar(value: Any) -> float | None:
