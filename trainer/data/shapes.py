@@ -52,8 +52,9 @@ class RowParser:
         except UnusableError as error:
             return error
         self._seen.rows_by_shape[shape] += 1
-        unread = (*(name for name in row.record if name not in self._columns), *row.unread)
-        self._seen.add_columns(dict.fromkeys(unread[:NUM_COLUMNS], 1))
+        if row.unread or not self._columns.issuperset(row.record):
+            unread = [*(name for name in row.record if name not in self._columns), *row.unread]
+            self._seen.add_columns(dict.fromkeys(unread[:NUM_COLUMNS], 1))
         return item
 
     def _recognised(self, row: Row) -> tuple[str, Item]:
