@@ -98,7 +98,7 @@ def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> N
         time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while processes_of(cwd) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_of(cwd) == [], "a rank outlived its job"
@@ -175,17 +175,18 @@ def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str,
     for number in short_or_full((signal.SIGINT, None), full=(signal.SIGINT, signal.SIGUSR1, None)):
         with started(tmp_path, 2, *words) as process:
             wait_for_step(run_dir, saved + 1, process)
-            at = max(curve(run_dir, "train/loss"))
+            before = max(curve(run_dir, "train/loss"))
             if number is None:
                 signal_second_rank(tmp_path)
             else:
                 process.send_signal(number)
+            at = max(curve(run_dir, "train/loss"))
             output, _ = process.communicate(timeout=60)
         assert process.returncode == 75, output
         assert "resume with the same command" in output and "Traceback" not in output
         assert processes_of(tmp_path) == []
         saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
-        assert at <= saved <= at + 2
+        assert before <= saved <= at + 2
     code, output = forked(run_dir, 2, *words)
     assert code == 0, output
     assert curve(run_dir, "train/loss") == curve(straight[0], "train/loss")

@@ -112,13 +112,15 @@ def test_a_joined_rank_writes_the_stacks_of_all_threads_on_sigusr2(tmp_path: Pat
     program = """
 import os, signal, threading, time
 from trainer.runtime.signals import join_launcher
+is_inside = threading.Event()
 def in_a_thread():
+    is_inside.set()
     time.sleep(60)
 def in_main():
     os.kill(os.getpid(), signal.SIGUSR2)
 join_launcher()
 threading.Thread(target=in_a_thread, daemon=True).start()
-time.sleep(0.1)
+is_inside.wait()
 in_main()
 in_main()
 """

@@ -35,7 +35,8 @@ import os, time
 open(os.path.join(os.environ["SFT_STATUS_DIR"], "agent"), "w").write(str(os.getpid()))
 time.sleep(60)
 """
-# Stands for a rank: notes every signal, and half a second after the first leaves in order with 75.
+# Stands for a rank: notes every signal, and half a second after the first, or when it need not stay any more, leaves in
+# order with 75.
 RANK = """
 import os, signal, sys, time
 status_dir, rank = os.environ["SFT_STATUS_DIR"], sys.argv[1]
@@ -44,6 +45,9 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
 open(os.path.join(status_dir, f"rank_{rank}.pid"), "w").write(str(os.getpid()))
 while not received:
+    time.sleep(0.01)
+while os.path.exists(os.path.join(status_dir, "stay")):
+    open(os.path.join(status_dir, f"received_{rank}"), "w").write(" ".join(received))
     time.sleep(0.01)
 time.sleep(0.5)
 open(os.path.join(status_dir, f"received_{rank}"), "w").write(" ".join(received))
@@ -131,10 +135,13 @@ def test_a_signal_reaches_every_rank_once(name: str, start: Callable[..., subpro
 
 def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     launcher, status_dir = start(AGENT), tmp_path / "status"
+    (status_dir / "stay").touch()
     wait_for_ranks(status_dir)
     launcher.send_signal(signal.SIGUSR1)
-    time.sleep(0.2)
+    assert wait_until(lambda: all((status_dir / f"received_{rank}").exists() for rank in range(2)))
     launcher.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: all("SIGTERM" in (status_dir / f"received_{rank}").read_text() for rank in range(2)))
+    (status_dir / "stay").unlink()
     assert launcher.wait(timeout=20) == 75
     assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == ["SIGUSR1 SIGTERM"] * 2
 
@@ -208,13 +215,14 @@ def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subproc
     assert os.getsid(agent_pid) == agent_pid != os.getsid(launcher.pid)
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait(timeout=20)
-    assert wait_until(lambda: not is_alive(agent_pid), timeout_s=2)
+    assert wait_until(lambda: not is_alive(agent_pid))
 
 
 HOLDS_THE_STORE = """
 import os
 from torch.distributed import TCPStore
-port = os.getpid() % 20000 + 20000
+from trainer.runtime.distributed import free_port
+port = free_port()
 if os.fork() == 0:
     TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False).get("asked")
     os.kill(os.getpid(), 9)

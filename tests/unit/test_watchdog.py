@@ -163,6 +163,7 @@ def test_stacks_are_taken_when_they_are_complete(bench: Bench, monkeypatch: pyte
     writer = threading.Thread(target=write)
     second = bench.ranks[1].pid
     monkeypatch.setattr(watchdog, "STACKS_S", 10.0)
+    monkeypatch.setattr(watchdog, "SETTLED_S", 1.0)  # many times the writer's pause, on a busy machine too
     monkeypatch.setattr(watchdog, "_send", lambda process, _: writer.start() if process.pid == second else None)
     bench.fall_silent()
     bench.dog._report()
