@@ -136,10 +136,14 @@ class FaultyStorage(MemoryFileSystem):
         return kind
 
 
-def trainer_of(run_dir: Path, **settings: Any) -> TrainerConfig:
+def trainer_of(run_dir: Path, *, best_metric: str = "val/loss", **settings: Any) -> TrainerConfig:
     checkpoint = CheckpointConfig(mirror=URL, **{"mirror_keep": 2, **settings})
     return TrainerConfig(
-        project_name="toy", experiment_name="toy", default_local_dir=str(run_dir), checkpoint=checkpoint
+        project_name="toy",
+        experiment_name="toy",
+        default_local_dir=str(run_dir),
+        best_metric=best_metric,
+        checkpoint=checkpoint,
     )
 
 

@@ -258,7 +258,9 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.L
     stage(tmp_path, 20)
     stage(tmp_path, 20)
     fsio.rename(commit(tmp_path, 5), tmp_path / ".trash_global_step_5.ab")
-    fsio.temporary_path(tmp_path / POINTER).touch()
+    for name in (POINTER, "rollbacks.json", ".train.lock"):
+        fsio.temporary_path(tmp_path / name).touch()
+    fsio.make_dirs(export := fsio.temporary_path(tmp_path / "export"))  # under way, beside a run that trains
     (tmp_path / ".train.lock").touch()
     outside = tmp_path.with_name(tmp_path.name + "_outside")
     outside.mkdir()
@@ -266,7 +268,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.L
     caplog.clear()
     layout.clean_leftovers(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(
-        [".corrupt_global_step_11.0", ".train.lock", "global_step_10", POINTER]
+        [".corrupt_global_step_11.0", ".train.lock", export.name, "global_step_10", POINTER]
     )
     assert outside.is_dir() and is_whole(tmp_path / "global_step_10") and not caplog.records
 

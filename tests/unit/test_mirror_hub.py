@@ -11,13 +11,15 @@ from fake_hub import FakeHub, serve
 from huggingface_hub import HfFileSystem
 from mirror_faults import restored, roll_back, trainer_of, uploader
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.config import ConfigError
+from trainer.launch.mirroring import is_up
 from trainer.mirror.hub import storage_of
 from trainer.mirror.restore import prepare
 from trainer.mirror.storage import StorageError
 from trainer.mirror.upload import Uploader
+from trainer.run.compose import load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client
 
@@ -94,6 +96,27 @@ def test_exports_alone_are_a_model_at_the_root_and_no_run_to_continue(
     roll_back(run_dir, 2, 4)
     up(run_dir, hub, **settings).sync()
     assert b'"step": 2' in FakeHub.files["manifest.json"]
+
+
+def test_the_best_of_an_evaluation_is_the_model_though_a_newer_one_lay_there(hub: HfFileSystem, run_dir: Path) -> None:
+    config = load_config([f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={hub.mirror_url}"])
+    own = uploader(run_dir, hub, mirror_contents="hf_model", best_metric="eval/toy")
+    save(run_dir, 2, 4, 6)
+    own.sync()
+    assert FakeHub.commits == ["step 6 (a1b6)"]
+    for step, mean, lies_there in ((4, 0.9, 4), (6, 0.8, 4), (8, None, 4), (8, 0.95, 8)):
+        if mean is None:
+            save(run_dir, step)
+            retention.thin(run_dir, keep_full=1)
+        else:
+            row = {"kind": "summary", "name": "eval/toy", "step": step, "nonce": f"a1b{step}", "mean": mean}
+            with (run_dir / "evaluations.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        assert own.is_behind
+        own.sync()
+        assert f'"step": {lies_there}'.encode() in FakeHub.files["manifest.json"]
+        assert is_up(config) and not own.is_behind
+    assert FakeHub.commits == ["step 6 (a1b6)", "step 4 (a1b4)", "step 8 (a1b8)"]
 
 
 def test_a_model_that_is_there_already_is_not_overwritten(hub: HfFileSystem, run_dir: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.checkpoint import fsio
-from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.config import ConfigError
 
@@ -40,7 +39,7 @@ USE_VERL = (
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _VERL_DATA = re.compile(r"data_(0|[1-9][0-9]*)\.pt")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
-_TEMPORARY = re.compile(rf"({re.escape(f'.{POINTER}')}|{re.escape(LOCK)})\.[0-9a-f]+\.tmp")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 logger = logging.getLogger(__name__)
 
@@ -280,9 +279,13 @@ def quarantine(path: Path, reason: str) -> Path:
 
 
 def clean_leftovers(run_dir: Path) -> None:
-    """Remove what an earlier crash left half-written or half-deleted. Only under the run's lock."""
+    """Remove what an earlier crash left half-written or half-deleted. Only under the run's lock.
+
+    Directories of a temporary name are exports under way, which need no lock.
+    """
     for name in fsio.list_dir(run_dir):
-        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or _TEMPORARY.fullmatch(name):
+        is_file = _TEMPORARY.fullmatch(name) and not (run_dir / name).is_dir()
+        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or is_file:
             try:
                 fsio.remove_tree(run_dir / name)
             except OSError as error:

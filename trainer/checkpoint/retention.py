@@ -20,6 +20,8 @@ from trainer.progress import History
 from trainer.runtime.files import NO_FLOCK, try_lock
 from trainer.runtime.text import readable
 
+LEASE_PREFIX = ".lease_"
+
 logger = logging.getLogger(__name__)
 
 
@@ -95,7 +97,13 @@ def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) 
         fsio.rename(path, trash)
         fsio.remove_tree(trash)
 
-    return _change(checkpoints_to_delete(run_dir, keep=keep, protect=protect), delete, "deleted")
+    being_read = _change(checkpoints_to_delete(run_dir, keep=keep, protect=protect), delete, "deleted")
+    for name in fsio.list_dir(run_dir):
+        checkpoint = run_dir / name.removeprefix(LEASE_PREFIX)
+        if name.startswith(LEASE_PREFIX) and not checkpoint.exists():  # set aside meanwhile, or its reader was killed
+            with suppress(OSError), changing(checkpoint):
+                pass
+    return being_read
 
 
 def thin(run_dir: Path, *, keep_full: int | None, protect: Set[int] = frozenset()) -> list[Path]:
@@ -178,7 +186,7 @@ def existing_parent(directory: Path) -> Path:
 
 def _lease_file(checkpoint: Path) -> Path:
     """Beside the checkpoint and not in it: network file systems lock files that are open for writing, no directory."""
-    return checkpoint.with_name(f".lease_{checkpoint.name}")
+    return checkpoint.with_name(f"{LEASE_PREFIX}{checkpoint.name}")
 
 
 @contextmanager

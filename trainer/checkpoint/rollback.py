@@ -67,10 +67,14 @@ def worth_keeping(
     """
     found = layout.committed(run_dir) if found is None else found
     best = set() if history.best_step is None else _newest_until(history.best_step, found)
+    return best | best_scored(run_dir, best_metric, found) | _before_trouble(found, history)
+
+
+def best_scored(run_dir: Path, best_metric: str, found: list[CheckpointInfo]) -> set[int]:
+    """The best one of the evaluation `best_metric`; none where it is no evaluation or scored none of these."""
     rows = scores(run_dir, best_metric)
     scored = [info.step for info in found if _nonce(info) == rows.get(info.step, {}).get("nonce", "")]
-    best |= {max(scored, key=lambda step: rows[step]["mean"])} if scored else set()
-    return best | _before_trouble(found, history)
+    return {max(scored, key=lambda step: rows[step]["mean"])} if scored else set()
 
 
 def scores(run_dir: Path, best_metric: str) -> dict[int, Mapping[str, Any]]:

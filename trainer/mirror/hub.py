@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from fsspec import AbstractFileSystem
 
+from trainer.checkpoint import rollback
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import Manifest
 from trainer.config import TrainerConfig
 from trainer.mirror.contents import HF_MODEL, MirrorState, in_model, look_at_model, mirrored
-from trainer.mirror.storage import Storage, is_repository
+from trainer.mirror.storage import Storage, StorageError, is_repository
 from trainer.mirror.upload import Uploaded, Uploader
 
 if TYPE_CHECKING:
@@ -90,16 +91,25 @@ class HubStorage(Storage):
 
 
 class ModelUploader(Uploader):
-    """Of exports alone: the newest one lies at the URL, those before it in the history of the repository."""
+    """Of exports alone: one lies at the URL, those before it in the history of the repository."""
+
+    def _bring_up(self, pointer: int, local: list[CheckpointInfo]) -> None:
+        """The best one of the evaluation `trainer.best_metric` lies there in the end; where it scored none, the newest,
+        and before it what else is best. What was thinned has its export still.
+        """
+        (aim,) = rollback.best_scored(self._run_dir, self._trainer.best_metric, local) or {pointer}
+        held, worth = self._look(), self._worth_keeping(local)
+        for info in local:
+            is_between = info.step in worth and (held.pointer or -1) < info.step < aim
+            if (is_between or info.step == aim) and not _is_same(held.whole.get(info.step), info.manifest):
+                self._upload(info, held)
+        if aim not in self._look().whole:
+            raise StorageError(f"{self._storage.url} does not show step {aim} yet, although it was written")
+        self._note(pointer, [aim])
 
     def _look(self) -> MirrorState:
         model = look_at_model(self._storage, self._storage.sizes())
         return MirrorState(model.step if model else None, {model.step: model} if model else {}, {}, set())
-
-    def _due(self, pointer: int, local: list[CheckpointInfo], held: MirrorState) -> list[CheckpointInfo]:
-        """An older one never takes the place of a newer, but where the run itself went back."""
-        due = [info for info in local if held.whole.get(info.step) != info.manifest]
-        return [info for info in due if info.step == pointer or info.step > (held.pointer or -1)]
 
     def _name(self, step: int, path: str) -> str:
         return in_model(path)
@@ -111,11 +121,10 @@ class ModelUploader(Uploader):
             if record.path not in own:
                 self._storage.remove(in_model(record.path))
 
-    def _point(self, step: int) -> None:
-        """What lies there says so itself."""
 
-    def _rotate(self, held: MirrorState, pointer: int) -> list[int]:
-        return [pointer]
+def _is_same(held: Manifest | None, own: Manifest | None) -> bool:
+    """Whether these are of one save."""
+    return held is not None and own is not None and held.nonce == own.nonce
 
 
 def storage_of(url: str, file_system: AbstractFileSystem | None = None) -> Storage:

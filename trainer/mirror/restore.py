@@ -197,7 +197,9 @@ def _take_run_files(storage: Storage, place: str, staging: Path, run_dir: Path) 
 
 
 def _unpack(archive: Path, run_dir: Path) -> None:
-    """Read to its end before a name is given: its checksum stands there."""
+    """Read to its end before a name is given: its checksum stands there. What a kill leaves half-written goes with the
+    directory of the archive.
+    """
     with tarfile.open(archive, mode="r:gz") as opened:
         while opened.next() is not None:
             pass
@@ -205,7 +207,7 @@ def _unpack(archive: Path, run_dir: Path) -> None:
             path = run_dir / member.name
             if member.isfile() and ".." not in path.parts and path.is_relative_to(run_dir) and not path.exists():
                 fsio.make_dirs(path.parent)
-                temporary = fsio.temporary_path(path)
-                with open(temporary, "wb") as file:
+                partial = archive.with_name("partial")
+                with open(partial, "wb") as file:
                     shutil.copyfileobj(opened.extractfile(member), file)  # type: ignore[arg-type]
-                fsio.rename(temporary, path)
+                fsio.rename(partial, path)

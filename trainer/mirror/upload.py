@@ -58,7 +58,8 @@ class Uploader:
         try:
             self._sync()
         except Exception as error:
-            self._note(read_object(self._run_dir / STATE).get("steps", []), str(error))
+            before = read_object(self._run_dir / STATE)
+            self._note(before.get("pointer"), before.get("steps", []), str(error))
             raise
         self._seen = state
 
@@ -72,13 +73,14 @@ class Uploader:
         if pointer is None or pointer not in [info.step for info in local]:
             return
         self._history = _history(self._run_dir)
-        worth = {pointer, *self._worth_keeping(local)}
-        self._bring_up(pointer, [info for info in local if info.step in worth and not info.thinned])
+        self._bring_up(pointer, local)
 
     def _bring_up(self, pointer: int, local: list[CheckpointInfo]) -> None:
         """The storage holds these in the end, and nothing that is not to stay."""
         held, problem = self._look(), None
-        due = self._due(pointer, local, held)
+        worth = {pointer, *self._worth_keeping(local)}
+        due = [i for i in local if i.step in worth and not i.thinned and held.whole.get(i.step) != i.manifest]
+        due.sort(key=lambda info: (info.step != pointer, -info.step))
         if held.pointer != pointer and pointer not in [info.step for info in due]:
             self._point(pointer)
         for info in due:
@@ -93,17 +95,12 @@ class Uploader:
             return
         if pointer not in held.whole or held.pointer != pointer:
             raise StorageError(f"{self._storage.url} does not show step {pointer} yet, although it was written")
-        self._note(self._rotate(held, pointer), "")
+        self._note(pointer, self._rotate(held, pointer))
         if problem is not None:
             raise problem
 
     def _look(self) -> MirrorState:
         return look(self._storage, self._contents)
-
-    def _due(self, pointer: int, local: list[CheckpointInfo], held: MirrorState) -> list[CheckpointInfo]:
-        """What is not up, in the order to go."""
-        due = [info for info in local if held.whole.get(info.step) != info.manifest]
-        return sorted(due, key=lambda info: (info.step != pointer, -info.step))
 
     def _upload(self, info: CheckpointInfo, held: MirrorState, *, names_it: bool = False) -> None:
         """Files, then the manifest. What another process began is written anew: who knows how far it came."""
@@ -182,9 +179,9 @@ class Uploader:
     def _worth_keeping(self, found: list[CheckpointInfo]) -> set[int]:
         return rollback.worth_keeping(self._run_dir, self._history, self._trainer.best_metric, found)
 
-    def _note(self, steps: list[int], failed: str) -> None:
+    def _note(self, pointer: int | None, steps: list[int], failed: str = "") -> None:
         with suppress(OSError):
-            state = {"url": self._storage.url, "steps": steps, "failed": failed}
+            state = {"url": self._storage.url, "pointer": pointer, "steps": steps, "failed": failed}
             atomic_write(self._run_dir / STATE, json.dumps(state))
 
 
