@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,11 @@ from checkpoint_fakes import is_whole, save
 from moto.server import ThreadedMotoServer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.launch import mirroring
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import NodeLayout
 from trainer.run.compose import load_config
+from trainer.runtime.signals import heeded_signals
 from trainer.tracking import read_metrics
 
 NUMBERS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "val/loss", "train/total_token_count")
@@ -136,3 +139,32 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     launcher.stdout.close()
+
+
+@pytest.mark.parametrize("way", ["a signal", "the limit", "all is up", "it fails"])
+def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process stands for the upload: it would take a minute, or ends at once."""
+    end = {"all is up": "", "it fails": "exit 1"}.get(way, "exec sleep 60")
+    (stands_for := tmp_path / "upload").write_text(f"#!/bin/bash\nprintf 1 >&$4\ncat > /dev/null\n{end}\n")
+    stands_for.chmod(0o755)
+    monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))
+    monkeypatch.setattr(mirroring, "REPEAT_S", 0.0)
+    monkeypatch.setattr(mirroring, "SAID_AFTER_S", 0.0)
+    limit = f"trainer.checkpoint.save_timeout_s={1 if way == 'the limit' else 60}"
+    config = load_config([*config_words(tmp_path / "run", f"file://{tmp_path}/mirror"), limit])
+    processes = set(psutil.Process().children())
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())
+    try:
+        with mirrored(config, NodeLayout()) as refusal:
+            assert refusal is None
+            if way == "a signal":
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # only this thread blocks it
+        assert signal.sigtimedwait(heeded_signals(), 0) is None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    said = capfd.readouterr()
+    assert ("does not hold what was saved last" in said.err) is (way != "all is up")
+    assert ("a signal leaves at once" in said.out) or way in ("all is up", "it fails")
+    assert set(psutil.Process().children()) <= processes
