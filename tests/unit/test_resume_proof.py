@@ -196,11 +196,12 @@ verify_resume.main(["--steps=6", "trainer.default_local_dir={tmp_path}/runs/mine
     fake = {"FAKE_PIDS": str(tmp_path / "pids"), "FAKE_FAULT": "hold", "FAKE_KILLS": "0", "FAKE_CHECKPOINT": ""}
     env = {**os.environ, **fake, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL) as command:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not list(tmp_path.glob("runs/*/straight/metrics.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(alive(tmp_path)) == 2
         command.kill()
+    deadline = time.monotonic() + 30
     while alive(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(tmp_path) == []
