@@ -270,8 +270,8 @@ SAFEGUARDS = (
     Mutation(
         "a mirror loses what a rollback discarded before its target is there",
         UPLOAD,
-        "        due = self._due(pointer, local, held)\n",
-        "        due = self._due(pointer, local, held)\n        for n in held.whole:\n            self._remove(n)\n",
+        "        due.sort(key=lambda info: (info.step != pointer, -info.step))\n",
+        "        for n in held.whole:\n            self._remove(n)\n",
         (MIRROR,),
     ),
     Mutation(
@@ -298,8 +298,8 @@ SAFEGUARDS = (
     Mutation(
         "a mirror on the Hub shows an older model in place of a newer",
         "mirror/hub.py",
-        "if info.step == pointer or info.step > (held.pointer or -1)]",
-        "]",
+        "(held.pointer or -1) < info.step < aim",
+        "info.step < aim",
         ("unit/test_mirror_hub.py",),
     ),
     Mutation(
