@@ -13,6 +13,7 @@ from finished_runs import NAMES, STEPS, data_state, process_group, rank_state, r
 
 from trainer.checkpoint import layout
 from trainer.resume_proof.bit_equality import NO_DIGEST, Comparison, compare_runs, digest_of_parameters
+from trainer.run.preflight import RECORD
 from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, MetricsRow
 
 States = list[dict[str, dict[str, Any]]]
@@ -55,6 +56,16 @@ def weight(states: States, rank: int) -> torch.Tensor:
 def test_equal_runs_have_no_difference(runs: tuple[Path, Path]) -> None:
     num_tensors = WORLD_SIZE * (len(NAMES) + 1 + 2 * len(NAMES))
     assert compare(runs) == Comparison("straight", "resumed", STEPS, num_tensors, 1, 0.0, ())
+
+
+def test_what_readers_and_a_shortcut_leave_after_the_end_is_no_difference(runs: tuple[Path, Path]) -> None:
+    """A run that was killed once it had ended has no record for the next start, which looks itself then."""
+    (runs[0] / RECORD).write_text("{}")
+    (runs[1] / f".lease_{layout.step_dir_name(STEPS)}").touch()
+    assert compare(runs).differences == ()
+    (runs[1] / ".staging_x").mkdir()
+    (difference,) = compare(runs).differences
+    assert difference.startswith("what else the directory holds")
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm", "lr(1e-3)", "total_token_count"])

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.shards import CorruptShardError, read_torch
+from trainer.run.preflight import OUTSIDE
 from trainer.tracking import events_file, histories
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
@@ -176,7 +177,9 @@ _ENDS: dict[str, Callable[[Path], Any]] = {
     "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
     "checkpoints kept": lambda run_dir: len(layout.committed(run_dir)),
     "what else the directory holds": lambda run_dir: ", ".join(
-        sorted(path.name for path in run_dir.iterdir() if layout.parse_step(path.name) is None)
+        sorted(
+            name for name in fsio.list_dir(run_dir) if layout.parse_step(name) is None and not name.startswith(OUTSIDE)
+        )
     ),
     "exit code in its log": lambda run_dir: events_file.last_exit_code(run_dir / events_file.FILE_NAME),
     "lock given back": is_given_back,

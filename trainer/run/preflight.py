@@ -136,7 +136,7 @@ CHECKS: dict[str, Callable[[Config], object]] = {
 
 RECORD = ".finished"
 OUTSIDE = (RECORD, ".mirror", ".lease_")
-"""What a mirror and other readers leave after the end."""
+"""What is written after the end: this record, where no kill came before it, and what a mirror and readers leave."""
 
 
 def stamp_of(config: Config, files: DataFiles, model_dir: str, *, num_ranks: int) -> str:
