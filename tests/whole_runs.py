@@ -21,6 +21,7 @@ from rank_server import CONTEXT
 from trainer.launch.supervise import run_exit_code
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.distributed import free_port
+from trainer.runtime.signals import reported_exit_code
 
 AGENT_PATIENCE_S = 30.0
 POLL_S = 0.002
@@ -90,8 +91,7 @@ class Attempt:
             if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_S)
-        path = self.status_dir / "exit_code"
-        reported = int(path.read_text()) if path.exists() else None
+        reported = reported_exit_code(self.status_dir)  # which may be killed between making the file and writing it
         agent_code = int(any(process.exitcode for process in self.ranks))
         return run_exit_code(reported, agent_code=agent_code, was_signalled=self.was_signalled)
 
