@@ -189,7 +189,7 @@ def sft_run(seed: int) -> RunLog:
 
 
 def checkpoints(steps: Any) -> tuple[CheckpointState, ...]:
-    return tuple(CheckpointState(s, Path(f"run/global_step_{s}"), 42 << 30, is_complete=True) for s in steps)
+    return tuple(CheckpointState(s, Path(f"run/global_step_{s}"), 42 << 30) for s in steps)
 
 
 def grpo_run(seed: int) -> RunLog:

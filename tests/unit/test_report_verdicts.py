@@ -177,7 +177,7 @@ CHECKLIST_FAULTS: tuple[tuple[str, Callable[[], RunLog]], ...] = (
     ("no_crash", lambda: with_events(sft_run(2), "CUDA out of memory")),
     (
         "checkpoints_whole",
-        lambda: replace(sft_run(2), checkpoints=(replace(checkpoints([2000])[0], is_complete=False),)),
+        lambda: replace(sft_run(2), checkpoints=(replace(checkpoints([2000])[0], faults=("no weights",)),)),
     ),
     ("checkpoint_sizes", lambda: _with_small_checkpoint()),
     ("tracker_file", lambda: replace(sft_run(2), tracker_step=1800)),

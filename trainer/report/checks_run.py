@@ -25,7 +25,7 @@ def checkpoints(run: AnalysedRun) -> Iterator[Measure]:
     for state in states:
         usual = usual_of[state.is_thinned]
         told, steps = {"step": state.step, "size": readable(state.size_bytes)}, (state.step, state.step)
-        if not state.is_complete or state.faults:
+        if state.faults:
             yield Measure("whole", None, steps, told, (*state.faults, str(state.path)))
         is_odd = abs(state.size_bytes - usual) > run.limits["size_spread"] * usual
         yield Measure("size", float(state.size_bytes), steps, told, is_fault=is_odd)

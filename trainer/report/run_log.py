@@ -57,11 +57,14 @@ class CheckpointState:
     step: int
     path: Path
     size_bytes: int
-    is_complete: bool
-    """All its parts are there, as far as file names and sizes tell."""
     faults: tuple[str, ...] = ()
+    """Parts that are missing or damaged, as far as file names and sizes tell."""
     is_thinned: bool = False
     """Its optimizer state was removed on purpose."""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.faults
 
 
 @dataclass(frozen=True)

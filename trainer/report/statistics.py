@@ -304,12 +304,9 @@ def longest_run(mask: NDArray[np.bool_]) -> tuple[int, int]:
 def _chosen_run(mask: NDArray[np.bool_], least: float) -> tuple[int, int]:
     """Of the stretches of at least so many true the one that lasts to the end, else the longest; (0, 0) without any."""
     begins, ends = runs(mask)
-    is_long = ends - begins >= least
-    begins, ends = begins[is_long], ends[is_long]
-    if len(begins) == 0:
-        return 0, 0
-    chosen = -1 if ends[-1] == len(mask) else int(np.argmax(ends - begins))
-    return int(begins[chosen]), int(ends[chosen])
+    is_last = mask[-1] and ends[-1] - begins[-1] >= least
+    begin, end = (int(begins[-1]), int(ends[-1])) if is_last else longest_run(mask)
+    return (begin, end) if end - begin >= least else (0, 0)
 
 
 def _fitted(

@@ -13,8 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import trainer.data
+from trainer import mirror
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
-from trainer.checkpoint.retention import existing_parent
+from trainer.checkpoint.retention import LEASE_PREFIX, existing_parent
 from trainer.config import MAX_TOKENS, QUICKSTART, RECOMPUTE, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.detection import parse_rules
@@ -135,7 +136,7 @@ CHECKS: dict[str, Callable[[Config], object]] = {
 
 
 RECORD = ".finished"
-OUTSIDE = (RECORD, ".mirror", ".lease_")
+OUTSIDE = (RECORD, mirror.STATE, LEASE_PREFIX)
 """What is written after the end: this record, where no kill came before it, and what a mirror and readers leave."""
 
 

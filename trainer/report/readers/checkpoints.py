@@ -21,7 +21,7 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
         if match and path.is_dir():
             is_own, is_thinned = path.name.startswith("global_step_"), (path / THINNED).exists()
             faults = tuple(_own_faults(path, is_thinned) if is_own else _transformers_faults(path))
-            found.append(CheckpointState(int(match[1]), path, tree_bytes(path), not faults, faults, is_thinned))
+            found.append(CheckpointState(int(match[1]), path, tree_bytes(path), faults, is_thinned))
     # A `trainer_state.json` copied with its directory to be read is neither a checkpoint nor a damaged one.
     if all([entry.name for entry in state.path.glob("*")] == ["trainer_state.json"] for state in found):
         return ()
