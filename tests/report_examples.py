@@ -202,7 +202,6 @@ def sft_report(log: RunLog) -> Report:
         metrics=summaries(log, SFT_GROUPS),
         trends=(trend("train/loss", log.series["train/loss"]), trend("val/loss", log.series["val/loss"])),
         anomalies=(spike,),
-        correlations=(),
         generalisation=Generalisation(
             "validation loss", dict(zip(verdicts, log.series["val/loss"].values.tolist(), strict=True)),
             1000, 1.30, 1.60, 1.27, verdicts, 1500, 1000, Path("runs/sft-7b/global_step_1000"),
@@ -212,7 +211,7 @@ def sft_report(log: RunLog) -> Report:
         serving=(ServingCheck(2000, "vllm 1", 1.1, 1.9, 0.01, is_equal=False, causes=("config.json: rope_theta",)),),
         throughput=Throughput(
             2.9, {"forward": 0.27, "backward": 0.52, "optimizer": 0.07, "data": 0.107, "h2d": 0.01, "other": 0.023},
-            "Waiting for data grows and is the only phase worth changing.", 38_540.0, 0.41, 8.6, 0.11, 0.97,
+            "Waiting for data grows and is the only phase worth changing.", 38_540.0, 0.41, 0.97,
         ),
         checklist=CHECKLIST,
         thresholds={"loss_high": 5.0, "data_share_warn": 0.1, "overfit_margin": 0.02},
@@ -296,7 +295,6 @@ def grpo_report(log: RunLog) -> Report:
         metrics=summaries(log, GRPO_GROUPS),
         trends=(trend("reward", log.series["reward"]),),
         anomalies=anomalies,
-        correlations=(("kl", "completions/mean_length", 0.81),),
         generalisation=None,
         learning_rate=LearningRate("cosine", 5e-5, 300, 0.0, 0.41, 0.57),
         throughput=None,

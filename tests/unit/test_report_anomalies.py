@@ -222,13 +222,3 @@ def test_a_burst_that_stays_is_called_lingering() -> None:
     values[1985:] *= 4
     series = {**log.series, "train/loss": Series(log.series["train/loss"].steps, values)}
     assert [a.has_recovered for a in analyse(replace(log, series=series)).anomalies] == [False]
-
-
-def test_metrics_that_move_together_are_named() -> None:
-    log = sft_run(7)
-    loss = log.series["train/loss"]
-    ripple = loss.values / np.median(loss.values)
-    series = {**log.series, "train/grad_norm": Series(loss.steps, 0.5 * ripple**3)}
-    left, right, rho = analyse(replace(log, series=series)).correlations[0]
-    assert {left, right} == {"train/loss", "train/grad_norm"} and rho > 0.9
-    assert analyse(log).correlations == ()

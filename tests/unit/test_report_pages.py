@@ -49,7 +49,6 @@ def bare(run: Run, **changes: Any) -> Run:
         "metrics",
         "trends",
         "anomalies",
-        "correlations",
         "serving",
         "checklist",
         "insufficient",
@@ -140,7 +139,7 @@ def test_names_from_the_log_cannot_become_markup(run: Run) -> None:
     evil = replace(
         report, title=HOSTILE, source=HOSTILE, headline=HOSTILE, facts={HOSTILE: HOSTILE}, closing=HOSTILE,
         top=(finding,), findings=(finding,), metrics=metrics, anomalies=(anomaly,), insufficient=((HOSTILE, HOSTILE),),
-        correlations=((HOSTILE, HOSTILE, 0.9),), thresholds={HOSTILE: 1.0},
+        thresholds={HOSTILE: 1.0},
     )  # fmt: skip
     html = as_page([(evil, replace(log, series={**log.series, HOSTILE: odd, **phases}, path=Path(HOSTILE)))])
     page = Page(html)
@@ -252,7 +251,7 @@ def test_a_validation_below_training_is_not_called_above(gap: float, told: str |
 UNKNOWN: dict[str, dict[str, Any]] = {
     "generalisation": {"gap": math.nan, "overfit_step": None, "recommended_step": None, "recommended_path": None},
     "learning_rate": {"anomalies_at_high_share": None},
-    "throughput": dict.fromkeys(("tokens_per_s", "mfu", "drift_percent", "leak_gib_per_1000_steps", "goodput")),
+    "throughput": dict.fromkeys(("tokens_per_s", "mfu", "goodput")),
 }
 
 
@@ -262,16 +261,14 @@ def test_what_is_not_known_is_left_out_of_every_sentence(lacks: tuple[str, ...])
     assert report.learning_rate is not None
     rate = replace(report.learning_rate, raised=(RaisedRate((40, 60), 1e-5, 3e-5, is_over=False),))
     scores = {"eval/code": {500: {"mean": 0.5, "low": 0.4, "high": 0.6}, 750: {"mean": 0.75}}, "eval/qa": {}}
-    full = replace(report, learning_rate=rate, evaluations=scores, correlations=(("kl", "reward", -0.7),))
+    full = replace(report, learning_rate=rate, evaluations=scores)
     told = replace(full, **{part: replace(getattr(full, part), **UNKNOWN[part]) for part in lacks})
     text = str([section for section in sections(told) if section.id != "top"])
     assert not re.search(r"None[^,)]|nan\b|Undefined|[a-zA-Z] –", text) and schema_faults(as_json(told), SCHEMA) == []
-    assert (
-        "'0.5 [0.4, 0.6]', '–'" in text and "'0.75', '–'" in text and "kl and reward move together (rho -0.7)." in text
-    )
+    assert "'0.5 [0.4, 0.6]', '–'" in text and "'0.75', '–'" in text
     assert "Raised 3 times, to 3e-5, at steps 40–60, to the end." in text
     assert ("It gains 0.3 over the last." in text) == ("generalisation" not in lacks)
-    assert ("MFU 41.0 %; step time grew by 8.6 %; memory grows by 0.11 GiB" in text) == ("throughput" not in lacks)
+    assert ("MFU 41.0 %; goodput 97.0 %." in text) == ("throughput" not in lacks)
     assert ("of the anomalies fell into that time" in text) == ("learning_rate" not in lacks)
     assert len(as_page([(told, log)])) > len(text)
 

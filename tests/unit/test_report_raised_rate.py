@@ -74,7 +74,7 @@ def test_every_tenth_batch_of_another_kind_is_no_interval() -> None:
     assert analyse(log).anomalies == (), f"seed {SEED}"
 
 
-def test_memory_of_the_first_steps_is_no_leak_and_no_rate_of_growth() -> None:
+def test_memory_of_the_first_steps_is_no_leak() -> None:
     series = {
         "train/loss": Series(STEPS, 2 - STEPS / 400),
         "train/time(s)": Series(STEPS, np.ones(400)),
@@ -82,7 +82,6 @@ def test_memory_of_the_first_steps_is_no_leak_and_no_rate_of_growth() -> None:
     }
     report = analyse(RunLog(Path("run"), "fsdp-sft", series, 400))
     assert not [f for f in report.findings if f.rule == "V26"]
-    assert report.throughput is not None and report.throughput.leak_gib_per_1000_steps is None
 
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.3, False), (0.8, True)])

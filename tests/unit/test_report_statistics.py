@@ -20,7 +20,6 @@ from trainer.report.statistics import (
     longest_run,
     mann_kendall,
     slope,
-    spearman,
     theil_sen,
     usual_range,
 )
@@ -68,12 +67,6 @@ def test_epoch_means_end_at_whole_epochs() -> None:
 def test_the_longest_run_is_found() -> None:
     assert longest_run(np.array([True, False, True, True, False])) == (2, 4)
     assert longest_run(np.array([False, False])) == (0, 0)
-
-
-def test_spearman_sees_order_and_not_shape() -> None:
-    x = np.random.default_rng(2).normal(0, 1, 300)
-    assert spearman(x, np.exp(x)) == pytest.approx(1.0) and spearman(x, -(x**3)) == pytest.approx(-1.0)
-    assert math.isnan(spearman(x, np.ones(300)))
 
 
 def test_bursts_do_not_hide_behind_each_other() -> None:

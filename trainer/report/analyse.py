@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.report.analysed_run import PROFILES, AnalysedRun, recognise_profile
-from trainer.report.anomalies import correlations, find_anomalies, observe
+from trainer.report.anomalies import find_anomalies, observe
 from trainer.report.checks_run import too_little
 from trainer.report.checks_speed import throughput
 from trainer.report.checks_validation import generalisation
@@ -48,7 +48,6 @@ def analyse(
     run = _evaluated(AnalysedRun(log, _profile(log, profile), limits, external=external))
     witnesses = observe(log, limits, is_generating=run.profile == "grpo")
     run = replace(run, anomalies=find_anomalies(witnesses, limits, last_step=run.total_steps))
-    pairs = correlations(witnesses, limits)
     del witnesses
     judged = judge(run)
     findings = worst_first(judged)
@@ -69,7 +68,6 @@ def analyse(
         metrics=metrics,
         trends=courses,
         anomalies=run.anomalies,
-        correlations=pairs,
         generalisation=generalisation(run),
         learning_rate=rate,
         throughput=throughput(run),

@@ -7,7 +7,6 @@ rewards and policy statistics jump alone now and then; they make one only where 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from trainer.detection.window import spread
 from trainer.report.learning_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import Floats, UsualRange, finite, runs, spearman, usual_range
+from trainer.report.statistics import Floats, UsualRange, finite, runs, usual_range
 from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_group
 
 Ints = NDArray[np.int64]
@@ -37,7 +36,6 @@ RATE_SPREAD = 0.05
 NUM_EARLIER, LEAST_RISE = 32, math.log(1.2)
 """Points whose middle and spread a rise that stays is held against, and how far it and what follows lie above."""
 MIN_POINTS = 48
-MAX_SAMPLES = 5000
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,14 @@ class Witness:
     is_log: bool
     """Whether it is looked at in logarithms."""
     z: NDArray[np.floating]
-    centre: Floats
-    """Middle of the points around each, in logarithms where `is_log`, as the next two,"""
     spread: NDArray[np.floating]
-    """the usual spread upwards of it,"""
+    """The usual spread upwards, in logarithms where `is_log`,"""
     levels: Floats
-    """and what was to be expected."""
+    """and what was to be expected there, likewise."""
     flagged: Ints
     """Indices into `series` of points that make an anomaly by themselves or with others."""
     moved: Ints
     """Indices of points that count as moving where there is one."""
-
-    @property
-    def values(self) -> Floats:
-        return np.log(self.series.values) if self.is_log else self.series.values
 
     def level(self, mover: Mover) -> float:
         """What was to be expected where it moved; a loss that stays up soon is expected to."""
@@ -112,7 +104,7 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
     least = limits["onset_z"]  # what moves along need not stand out by itself
     moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else np.flatnonzero(np.abs(z) > least)
     z, up = z.astype(np.float32), usual.up.astype(np.float32)  # half the memory: a log has many witnesses
-    return Witness(key, group, series, is_log, z, usual.centre, up, levels, flagged, moved)
+    return Witness(key, group, series, is_log, z, up, levels, flagged, moved)
 
 
 def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
@@ -126,7 +118,7 @@ def _of_rate(key: str, series: Series, limits: Mapping[str, float]) -> Witness:
         levels[inside] = math.log(stretch.level)
         flagged += inside.tolist() if stretch.is_over else inside[:1].tolist()
     indices = np.array(flagged, dtype=np.int64)
-    return Witness(key, "rate", series, True, z, levels, up, levels, indices, indices)
+    return Witness(key, "rate", series, True, z, up, levels, indices, indices)
 
 
 def _least_spread(key: str, group: str, values: Floats) -> float:
@@ -264,20 +256,6 @@ def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
     tolerance = 3 * float(witness.spread[np.searchsorted(witness.series.steps, mover.peak_step)])
     is_log_loss = witness.group == "loss" and witness.is_log
     return level - witness.level(mover) < (min(tolerance, LEAST_RISE) if is_log_loss else tolerance)
-
-
-def correlations(witnesses: tuple[Witness, ...], limits: Mapping[str, float]) -> tuple[tuple[str, str, float], ...]:
-    """Pairs of metrics whose deviations from their own course go together, strongest first."""
-    residuals = {}
-    for witness in (w for w in witnesses if w.group != "rate"):
-        kept = slice(None, None, -(-len(witness.series) // MAX_SAMPLES))
-        residuals[witness.key] = (witness.series.steps[kept], (witness.values - witness.centre)[kept])
-    pairs = []
-    for (left, (steps, a)), (right, (other_steps, b)) in combinations(residuals.items(), 2):
-        _, mine, its = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
-        if len(mine) >= MIN_POINTS and abs(rho := spearman(a[mine], b[its])) > limits["correlation"]:
-            pairs.append((left, right, rho))
-    return tuple(sorted(pairs, key=lambda pair: -abs(pair[2])))
 
 
 def group_of(key: str) -> str | None:

@@ -35,8 +35,6 @@ def throughput(run: AnalysedRun) -> Throughput | None:
         bottleneck=_sentence(shares),
         tokens_per_s=_told(run, "tokens_per_s", "median"),
         mfu=_told(run, "mfu", "median"),
-        drift_percent=100 * slope(times).relative_change,
-        leak_gib_per_1000_steps=_leak(run),
         goodput=_told(run, "goodput", "last"),
     )
 
@@ -62,14 +60,6 @@ def _sentence(shares: dict[str, float]) -> str:
     advice = table()["bottlenecks"].get(phase, table()["bottlenecks"]["others"])
     data = f"; waiting for data takes {share(shares['data'])}" if "data" in shares and phase != "data" else ""
     return f"{phase} takes {share(part)} of a step: {advice}{data}."
-
-
-def _leak(run: AnalysedRun) -> float | None:
-    """Growth of the process' memory in GiB per 1000 steps; of the device's where that is not logged."""
-    if run.last_step < MIN_LEAK_STEPS:
-        return None
-    series = run.find("rss") or run.find("allocated")
-    return 1000 * slope(series).per_step if series is not None else None
 
 
 def _told(run: AnalysedRun, role: str, statistic: str) -> float | None:

@@ -142,8 +142,6 @@ class Throughput:
     bottleneck: str
     tokens_per_s: float | None
     mfu: float | None
-    drift_percent: float | None
-    leak_gib_per_1000_steps: float | None
     goodput: float | None
 
 
@@ -175,7 +173,6 @@ class Report:
     metrics: tuple[MetricSummary, ...]
     trends: tuple[Trend, ...]
     anomalies: tuple[Anomaly, ...]
-    correlations: tuple[tuple[str, str, float], ...]
     generalisation: Generalisation | None
     learning_rate: LearningRate | None
     throughput: Throughput | None
@@ -188,7 +185,7 @@ class Report:
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
 
 
-SCHEMA = "fsdp-sft-report/2"
+SCHEMA = "fsdp-sft-report/3"
 ELSEWHERE = ("path", "profile", "headline", "facts", "closing", "evaluations")
 """Fields of a report that are part of others in JSON, or none."""
 
@@ -203,7 +200,6 @@ def as_json(report: Report) -> dict[str, Any]:
         "summary": {"headline": report.headline, "facts": report.facts, "closing": report.closing},
         "top": [finding.id for finding in report.top],
         "best_checkpoint": None if best is None else best.checkpoint,
-        "correlations": [{"metrics": pair, "rho": rho} for *pair, rho in report.correlations],
         "insufficient": [{"rule": rule, "reason": reason} for rule, reason in report.insufficient],
     }
     return dict(strict(tree, nonfinite=lambda _: None))

@@ -153,14 +153,6 @@ def runs(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     return edges[::2], edges[1::2]
 
 
-def spearman(left: Floats, right: Floats) -> float:
-    """Rank correlation, ties in order of appearance: for measured numbers. NaN if one side is constant."""
-    if np.ptp(left) == 0 or np.ptp(right) == 0:
-        return math.nan
-    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (left, right)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
 @dataclass(frozen=True)
 class UsualRange:
     """At each point a running median, and the spread around it upwards and downwards."""
