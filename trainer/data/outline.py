@@ -7,24 +7,25 @@ the texts say, the template takes the same way and writes the same around them.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import soft_str
 
-from trainer.data.conversation import Message
-from trainer.data.rows import UnusableError
 from trainer.data.tokens import Span
 
 MARK = "\U0010ffff"  # it will never be a character
-PLACE = re.compile(f"{MARK}([0-9]+){MARK}")
+BEGIN, END = "[", "]"
+PLACE = re.compile(rf"{MARK}([0-9]+|\{BEGIN}|\{END}){MARK}")
+"""Stands for a text by its number, and for the bounds of what generation tags enclose."""
 NODES: tuple[type[nodes.Node], ...] = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Break, nodes.Continue, nodes.Assign),
     *(nodes.NSRef, nodes.Const, nodes.Getattr, nodes.Slice, nodes.Keyword),
@@ -39,26 +40,33 @@ METHODS = (*TRIMS, *QUESTIONS, "split", "get", "items")
 
 
 class _GenerationTags(Extension):
-    """`{% generation %} … {% endgeneration %}`, of which only what stands between is looked at."""
+    """`{% generation %} … {% endgeneration %}`: what stands between, with a mark on each side."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(f"{MARK}{bound}{MARK}")]) for bound in (BEGIN, END))
+        return [begin, *parser.parse_statements(("name:endgeneration",), drop_needle=True), end]
 
 
-SYNTAX = Environment(extensions=[_GenerationTags, "jinja2.ext.loopcontrols"])
+# transformers' own makes plain data of all that it hands to a template, so of stand-ins, too
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, "jinja2.ext.loopcontrols"]
+)
+ENVIRONMENT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+ENVIRONMENT.globals["raise_exception"] = lambda _: _refuse()
 
 
-def is_blind(source: str) -> bool:
-    """Whether a template has only what a stand-in can tell apart from looking into the text it stands for."""
+def blind_template(source: str) -> Template | None:
+    """The template, if it has only what a stand-in can tell apart from looking into the text it stands for."""
     try:
-        tree = SYNTAX.parse(source)
+        tree = ENVIRONMENT.parse(source)
     except TemplateSyntaxError:  # broken, or of more than was known here
-        return False
+        return None
     probe: Any = _Text("")  # which markupsafe's C code once made a text of
-    return MARK not in source and soft_str(probe) is probe and all(map(_is_blind, tree.find_all(nodes.Node)))
+    is_blind = MARK not in source and soft_str(probe) is probe and all(map(_is_blind, tree.find_all(nodes.Node)))
+    return ENVIRONMENT.from_string(source) if is_blind else None
 
 
 def _is_blind(node: nodes.Node) -> bool:
@@ -92,11 +100,11 @@ class Outline:
     denied: set[tuple[int, Callable[[str, str], bool], str]]
     """What was asked of a message's text."""
     spans: list[Span]
-    """Bounds of spans, counted in parts."""
+    """Bounds of what generation tags enclose, counted in parts."""
 
     def filled(self, texts: Sequence[str]) -> tuple[str, list[Span]] | None:
-        """The rendering with these texts, one for each message, and its spans of characters. None where a text cannot
-        deny what was asked.
+        """The rendering with these texts, one for each message, and the characters that generation tags enclose. None
+        where a text cannot deny what was asked.
         """
         for message, is_so, other in self.denied:
             if is_so(texts[message], other):
@@ -108,21 +116,26 @@ class Outline:
         return "".join(parts), [(ends[first], ends[end]) for first, end in self.spans]
 
 
-def outline(roles: Sequence[str], render: Callable[[list[Message]], tuple[str, list[Span]]]) -> Outline | None:
+def outline(template: Template, roles: Sequence[str], **variables: Any) -> Outline | None:
     """How a blind template writes messages of these roles whose texts are not blank; None where it looks into one."""
     asked = _Asked()
-    with suppress(_LookedIntoError, UnusableError):
-        text, spans = render([{"role": role, "content": asked.text(i)} for i, role in enumerate(roles)])
-        places = {match.span(): asked.places[int(match[1])] for match in PLACE.finditer(text)}
-        bounds = {0, len(text), *itertools.chain.from_iterable((*places, *spans))}
-        numbers = {bound: number for number, bound in enumerate(sorted(bounds))}
-        return Outline(
-            [text[first:end] for first, end in itertools.pairwise(numbers)],
-            [(numbers[first], *how) for (first, _), how in places.items()],
-            asked.denied,
-            [(numbers[first], numbers[end]) for first, end in spans],
-        )
-    return None
+    messages = [{"role": role, "content": asked.text(i)} for i, role in enumerate(roles)]
+    try:
+        written = template.render(messages=messages, tools=None, documents=None, **variables)
+    except (_LookedIntoError, Exception):  # templates run arbitrary expressions: on the texts themselves they may do
+        return None
+    parts, places, begins, spans = [], [], [], []
+    for number, part in enumerate(PLACE.split(written)):
+        if number % 2 == 0:
+            parts.append(part)
+        elif part == BEGIN:
+            begins.append(len(parts))
+        elif part == END:
+            spans.append((begins.pop(), len(parts)))
+        else:
+            places.append((len(parts), *asked.places[int(part)]))
+            parts.append("")
+    return Outline(parts, places, asked.denied, spans)
 
 
 class _LookedIntoError(BaseException):

@@ -26,7 +26,7 @@ class Renderings:
     @cached_property
     def whole(self) -> tuple[str, list[Span]]:
         """The text, and what the template's generation tags enclose."""
-        text, tagged = self.template.render(self.messages, self.tools, tagged=self.template.has_generation_tags)
+        text, tagged = self.template.render(self.messages, self.tools)
         return text + self._open_end(len(self.messages)), tagged
 
     @property
@@ -88,7 +88,7 @@ class SpanFinder:
         if start is None:
             return None
         if template.has_generation_tags:
-            _, tagged = template.render(renderings.messages[: index + 1], renderings.tools, tagged=True)
+            _, tagged = template.render(renderings.messages[: index + 1], renderings.tools)
             own = [(max(first, start), end) for first, end in tagged if end > start]
             spans = list(self._tagged_spans(head, own))
         else:

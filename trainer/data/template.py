@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.conversation import Message
-from trainer.data.outline import Outline, is_blind, outline
+from trainer.data.outline import Outline, blind_template, outline
 from trainer.data.rows import UnusableError
 from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
@@ -62,21 +62,19 @@ class ChatTemplate:
         self._outline_of = lru_cache(NUM_OUTLINES)(self._make_outline)
         self._num_filled: Counter[tuple[bool | str, ...]] = Counter()
 
-    def render(
-        self, messages: list[Message], tools: Tools, *, prompt: bool = False, tagged: bool = False
-    ) -> tuple[str, list[Span]]:
-        """The text, and with `tagged` what its generation tags enclose. Raises `UnusableError`, and `DataError` for a
+    def render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> tuple[str, list[Span]]:
+        """The text, and the characters that generation tags enclose. Raises `UnusableError`, and `DataError` for a
         template that is none.
         """
         found = None
         plain = [(m["role"], m["content"]) for m in messages if len(m) == 2 and m["content"].strip()]
         if tools is None and len(plain) == len(messages) > 0:
             roles, texts = zip(*plain, strict=True)
-            outline = self._outline_of(prompt, tagged, *roles)
+            outline = self._outline_of(prompt, *roles)
             found = outline and outline.filled(texts)
-        text, spans = found or self._rendered(messages, tools, prompt=prompt, tagged=tagged)
-        is_to_check = found and self._is_to_check(prompt, tagged, *roles)
-        if is_to_check and found != self._rendered(messages, tools, prompt=prompt, tagged=tagged):
+        text, spans = found or self._rendered(messages, tools, prompt=prompt)
+        is_to_check = found and self._is_to_check(prompt, *roles)
+        if is_to_check and found != self._rendered(messages, tools, prompt=prompt):
             raise DataError(f"{OUTLINE_IS_WRONG}; the conversation: {json.dumps(messages)[:SHOWN_CHARS]}")
         require_unicode(text)
         return text, spans
@@ -86,22 +84,22 @@ class ChatTemplate:
         self._num_filled[outline] += 1
         return self._num_filled[outline].bit_count() == 1
 
-    def _make_outline(self, prompt: bool, tagged: bool, *roles: str) -> Outline | None:
-        render = partial(self._rendered, tools=None, prompt=prompt, tagged=tagged)
-        return outline(roles, render) if self._is_blind else None
+    def _make_outline(self, prompt: bool, *roles: str) -> Outline | None:
+        template = self._blind_template
+        return template and outline(template, roles, add_generation_prompt=prompt, **self._variables)
 
     @cached_property
-    def _is_blind(self) -> bool:
-        return is_blind(self.source)
+    def _blind_template(self) -> jinja2.Template | None:
+        return blind_template(self.source)
 
-    def _rendered(self, messages: list[Message], tools: Tools, *, prompt: bool, tagged: bool) -> tuple[str, list[Span]]:
+    def _rendered(self, messages: list[Message], tools: Tools, *, prompt: bool) -> tuple[str, list[Span]]:
         try:
             rendered: Any = render_jinja_template(  # annotated as str, returns two lists
                 conversations=[messages],
                 tools=tools,  # type: ignore[arg-type]  # list is invariant
                 chat_template=self.source,
                 add_generation_prompt=prompt,
-                return_assistant_tokens_mask=tagged,
+                return_assistant_tokens_mask=self.has_generation_tags,
                 **self._variables,
             )
         except jinja2.TemplateSyntaxError as error:
@@ -111,7 +109,7 @@ class ChatTemplate:
         except Exception as error:  # templates run arbitrary expressions on the row
             raise UnusableError(f"chat template: refuses the conversation: {type(error).__name__}: {error}") from error
         (text, *_), spans = rendered
-        return text, spans[0] if tagged else []
+        return text, spans[0] if self.has_generation_tags else []
 
     def _try(self, messages: list[Message]) -> str | None:
         try:
