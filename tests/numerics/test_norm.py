@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -119,7 +118,6 @@ class Grouped(LlamaRMSNorm):
         (Grouped, True),
         (partial(Grouped, num_groups=2), False),
         (GemmaRMSNorm, False),
-        (GraniteMoeHybridRMSNormGated, False),
         (FalconH1RMSNormGated, False),
         (Upright, False),
     ],

@@ -5,6 +5,7 @@ Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts,
 """
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -65,7 +66,7 @@ class Routers:
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
         coefficient = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", None)
-        obstacle = self._obstacle() if is_asked else "model.router_loss=off"
+        obstacle = self._obstacle(model) if is_asked else "model.router_loss=off"
         self._coefficient = coefficient if coefficient and not obstacle else 0.0
         if self._coefficient:
             for router, index in self._recorded:
@@ -77,7 +78,10 @@ class Routers:
         self._fractions_E = torch.zeros(num_experts, dtype=torch.float64, device=device)
         self._begin()
 
-    def _obstacle(self) -> str:
+    def _obstacle(self, model: PreTrainedModel) -> str:
+        modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
+        if not any(hasattr(module, "load_balancing_loss_func") for module in modules):
+            return "transformers has none for this architecture"
         if not self._experts or len(self._recorded) != len(self._experts):
             return "the routers of this architecture cannot be watched"
         if not any(parameter.requires_grad for router, _ in self._recorded for parameter in router.parameters()):
