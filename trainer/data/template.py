@@ -86,7 +86,7 @@ class ChatTemplate:
 
     def _make_outline(self, prompt: bool, *roles: str) -> Outline | None:
         template = self._blind_template
-        return template and outline(template, roles, add_generation_prompt=prompt, **self._variables)
+        return outline(template, roles, add_generation_prompt=prompt, **self._variables) if template else None
 
     @cached_property
     def _blind_template(self) -> jinja2.Template | None:
