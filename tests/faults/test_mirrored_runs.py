@@ -168,3 +168,34 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     assert ("does not hold what was saved last" in said.err) is (way != "all is up")
     assert ("a signal leaves at once" in said.out) or way in ("all is up", "it fails")
     assert set(psutil.Process().children()) <= processes
+
+
+def test_an_upload_process_that_is_killed_is_started_again_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run went on for days with no mirror behind it, and said so at its end."""
+    monkeypatch.setattr(mirroring, "RESTART_AFTER_S", (0.0,))
+    run_dir, before = tmp_path / "run", set(psutil.Process().children())
+    run_dir.mkdir()
+    with mirrored(load_config(config_words(run_dir, f"file://{tmp_path}/mirror")), NodeLayout()) as refusal:
+        assert refusal is None
+        (first,) = set(psutil.Process().children()) - before
+        first.kill()
+        save(run_dir, 2)
+        while not (tmp_path / "mirror" / "global_step_2" / "manifest.json").exists():
+            time.sleep(0.05)
+    said = capfd.readouterr().err
+    assert f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said and "does not hold" not in said
+    assert set(psutil.Process().children()) <= before
+
+
+def test_an_upload_process_that_is_killed_before_the_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run ended with exit code 1 and no word."""
+    (stands_for := tmp_path / "upload").write_text("#!/bin/bash\nkill -9 $$\n")
+    stands_for.chmod(0o755)
+    monkeypatch.setattr(mirroring.sys, "executable", str(stands_for))
+    with mirrored(load_config(config_words(tmp_path / "run", "file:///mirror")), NodeLayout()) as refusal:
+        assert refusal == 1
+    assert "ERROR: the process that uploads to file:///mirror was killed by SIGKILL" in capfd.readouterr().err

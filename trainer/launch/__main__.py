@@ -64,10 +64,13 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
                 say_behind(config)
             return EXIT_DONE
         with mirrored(config, layout) as refusal:
-            return _train(launch, arguments.overrides) if refusal is None else refusal
+            code = _train(launch, arguments.overrides) if refusal is None else refusal
     except (ConfigError, DataError, CannotWriteError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return next(code for kind, code in DOCUMENTED.items() if isinstance(error, kind))
+    if code == EXIT_RESUMABLE:
+        print("resume with the same command", flush=True)
+    return code
 
 
 def _train(launch: Launch, overrides: list[str]) -> int:
@@ -87,10 +90,7 @@ def _train(launch: Launch, overrides: list[str]) -> int:
         watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
         timeout_s = config.trainer.dist_timeout_s
         command = agent_command(num_ranks, layout, overrides, timeout_s=timeout_s)
-        code = supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
-    if code == EXIT_RESUMABLE:
-        print("resume with the same command", flush=True)
-    return code
+        return supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
 
 
 def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int) -> list[str]:

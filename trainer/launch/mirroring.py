@@ -1,5 +1,6 @@
 """The process that keeps the mirror of a run: started before its ranks, waited for after them (floor 5, no torch)."""
 
+import itertools
 import json
 import os
 import select
@@ -7,21 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.checkpoint.layout import STAGING_PREFIX, read_pointer
 from trainer.config import Config
 from trainer.errors import EXIT_CRASH, EXIT_RESUMABLE
+from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.ranks import NodeLayout
 from trainer.mirror import STATE
 from trainer.runtime.environment import call
 from trainer.runtime.json_lines import read_object
+from trainer.runtime.processes import begun
 from trainer.runtime.signals import REPEAT_S, heeded_signals
 
 POLL_S, PEERS_POLL_S, SAID_AFTER_S = 0.2, 1.0, 3.0
+RESTART_AFTER_S = (10.0, 60.0, 300.0)
+"""The last one again and again."""
 
 
 @contextmanager
@@ -34,23 +41,84 @@ def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
     if config.trainer.checkpoint.mirror is None or layout.node_rank > 0:
         yield None if config.trainer.checkpoint.mirror is None else _first_missing(config, layout)
         return
-    ready, told = os.pipe()
-    command = [sys.executable, "-m", "trainer.mirror", str(os.getpid()), str(told)]
-    env = {**os.environ, "PYTHONSAFEPATH": "1"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, pass_fds=[told], start_new_session=True)
-    os.close(told)
+    uploads = _Uploads(config)
     try:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(config.resolved).encode() + b"\n")
-        process.stdin.flush()
-        yield (code := _refusal(process, ready))
-        process.stdin.close()
-        if code is None and not _ends_within(process, config):
+        yield (code := uploads.begin())
+        uploads.end()
+        if code is None and not _ends_within(uploads.process, config):
             say_behind(config)
     finally:
-        process.kill()
-        process.wait()
-        os.close(ready)
+        uploads.kill()
+
+
+class _Uploads:
+    """The process, and a thread that starts it again where something ends it before the run does: the kernel, when
+    memory runs out. Nobody else would notice until a machine is lost.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._memory_kills = config, MemoryKills()
+        self._lock, self._is_ending = threading.Lock(), threading.Event()
+        self._keeper: Future[None] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._ready, told = os.pipe()
+        command = [sys.executable, "-m", "trainer.mirror", str(os.getpid()), str(told)]
+        env = {**os.environ, "PYTHONSAFEPATH": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, text=True, env=env, pass_fds=[told], start_new_session=True
+        )
+        os.close(told)
+        with suppress(BrokenPipeError):
+            print(json.dumps(self._config.resolved), file=self.process.stdin, flush=True)
+
+    def begin(self) -> int | None:
+        """What `_refusal` says; it is kept from here on."""
+        code = _refusal(self.process, self._ready)
+        if code is None:
+            self._keeper = begun(self._keep)
+        elif (self.process.returncode or 0) < 0:
+            print(f"ERROR: {self._how_it_ended()}; continue with the same command", file=sys.stderr)
+        return code
+
+    def end(self) -> None:
+        """Have it upload what is still to come, and leave."""
+        with self._lock:
+            self._is_ending.set()
+            assert self.process.stdin is not None
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+    def kill(self) -> None:
+        with self._lock:
+            self._is_ending.set()
+        self.process.kill()
+        self.process.wait()
+        if self._keeper is not None:
+            self._keeper.result()
+        os.close(self._ready)
+
+    def _how_it_ended(self) -> str:
+        code = self.process.wait()
+        why = f"was killed by {self._memory_kills.killer(-code)}" if code < 0 else f"left with exit code {code}"
+        return f"the process that uploads to {self._config.trainer.checkpoint.mirror} {why}"
+
+    def _keep(self) -> None:
+        """Ends after what it starts, which would be killed with this thread (`die_with_parent`)."""
+        for again_after_s in itertools.chain(RESTART_AFTER_S, itertools.repeat(RESTART_AFTER_S[-1])):
+            self.process.wait()
+            if self._is_ending.is_set():
+                return
+            print(
+                f"WARNING: {self._how_it_ended()}: started again in {again_after_s:.0f} s", file=sys.stderr, flush=True
+            )
+            self._is_ending.wait(again_after_s)
+            with self._lock:
+                if self._is_ending.is_set():
+                    return
+                os.close(self._ready)
+                self._start()
 
 
 def say_behind(config: Config) -> None:

@@ -124,16 +124,16 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
         with RunLock(run_dir):
             for manifest in held.candidates:
                 layout.clean_leftovers(run_dir)  # of the candidate before this one too, whose room it may need
-                started = time.monotonic()
+                name, started = layout.step_dir_name(manifest.step), time.monotonic()
+                size = readable(sum(record.size_bytes for record in manifest.files))
+                logger.info("taking %s (%s) from %s", name, size, storage.url)
                 try:
                     _take(run_dir, storage, manifest)
                 except _DamagedError as error:
                     problems.append(f"step {manifest.step}: {error}")
                     logger.warning("passed over step %d of %s: %s", manifest.step, storage.url, error)
                     continue
-                size = readable(sum(record.size_bytes for record in manifest.files))
-                what = f"{layout.step_dir_name(manifest.step)} ({size}, {time.monotonic() - started:.1f} s)"
-                logger.info("took %s from %s, every file as its manifest says", what, storage.url)
+                logger.info("took %s in %.1f s, every file as its manifest says", name, time.monotonic() - started)
                 return
     except StorageError as error:
         raise ResumableError(f"{error}; the same command tries again") from error
