@@ -14,6 +14,10 @@ from toy_runs import Recipe, checkpoint_manager, save_now
 from trainer.checkpoint import fsio, layout, save
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.lock import LOCK, RunLock
+from trainer.errors import CannotWriteError
+from trainer.progress import History, Position
+
+STAGED_BY_OTHER = ".staging_global_step_9.0a1b2c3d"
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +69,54 @@ def test_every_file_and_directory_is_synced_before_the_commit(source: Any, tmp_p
 
 
 def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
-    """Another run replaces the lock file while the manifest is written, as after a lease that ran out."""
+    """Another run, which is saving too, replaces the lock file while the manifest is written, as after a lease."""
     if world.is_main and operation.kind == "create" and operation.path.name == "manifest.json":
         (run_dir / "other").write_text("{}")
         os.replace(run_dir / "other", run_dir / LOCK)
+        (run_dir / STAGED_BY_OTHER).mkdir()
 
 
-def test_a_run_that_was_taken_over_commits_nothing(source: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_taken_over_commits_nothing_and_leaves_the_save_of_the_other(
+    source: Any, tmp_path: Path
+) -> None:
     for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, take_over):
         assert "another run has taken over" in error
     assert layout.checkpoints(tmp_path / "run") == []
+    assert [path.name for path in (tmp_path / "run").glob(".staging*")] == [STAGED_BY_OTHER]
+
+
+def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
+    """What a run that was taken over is told when it points to a checkpoint, and when it goes back to one."""
+    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
+    lock = RunLock(run_dir) if world.is_main else None
+    if lock is not None:
+        lock.acquire()
+    manager = checkpoint_manager(world, run_dir, source, parts, Recipe(), lock=lock)
+    for step in (10, 40):
+        manager.save(Position(step), loss=1.0, grad_norm=1.0, history=History(), is_required=True)
+    if lock is not None:
+        (run_dir / "other").write_text("{}")
+        os.replace(run_dir / "other", run_dir / LOCK)
+    told = []
+    for change in (
+        lambda: manager.settle(10, History()),
+        lambda: manager.decide_rollback(
+            onset=30, step=40, last_step=60, history=History(), reason="a spike that another run need not see"
+        ),
+    ):
+        with pytest.raises(CannotWriteError) as error:
+            change()
+        told.append(str(error.value))
+    return told
+
+
+def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(source: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for told in run_ranks(settle_and_roll_back, 2, run_dir, source):
+        assert all("another run has taken over" in text for text in told)
+    assert layout.read_pointer(run_dir).step == 40
+    assert [info.step for info in layout.committed(run_dir)] == [10, 40]
 
 
 def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> None:

@@ -137,8 +137,22 @@ SAFEGUARDS = (
     Mutation(
         "the lock is not checked before the commit",
         SAVE,
-        "        self._require_lock()\n        layout.commit",
+        "        self.require_lock()\n        layout.commit",
         "        layout.commit",
+        ("distributed/test_save_guards.py",),
+    ),
+    Mutation(
+        "a save that failed removes that of another run",
+        SAVE,
+        "                    fsio.remove_tree(self._staging)\n",
+        "                    layout.clean_leftovers(self.run_dir)\n",
+        ("distributed/test_save_guards.py",),
+    ),
+    Mutation(
+        "a run that was taken over goes back",
+        MANAGER,
+        "            self._saver.require_lock()\n            return",
+        "            return",
         ("distributed/test_save_guards.py",),
     ),
     Mutation(
@@ -200,8 +214,8 @@ SAFEGUARDS = (
     Mutation(
         "rotation takes what the pointer names",
         RETENTION,
-        "{*protect, layout.read_pointer(run_dir).step}",
-        "{*protect}",
+        "steps[-keep:] + [step for step in steps if pointed is not None and step <= pointed][-keep:]",
+        "steps[-keep:]",
         ("unit/test_checkpoint_layout.py",),
     ),
     Mutation(
@@ -279,6 +293,13 @@ SAFEGUARDS = (
         UPLOAD,
         "pointer not in held.whole or held.pointer != pointer",
         "pointer not in held.whole",
+        (MIRROR,),
+    ),
+    Mutation(
+        "a mirror points to a step before another of its past is gone",
+        UPLOAD,
+        "                if self._begun != (info.step, manifest.nonce):\n",
+        "                self._point(info.step)\n                if self._begun != (info.step, manifest.nonce):\n",
         (MIRROR,),
     ),
     Mutation(

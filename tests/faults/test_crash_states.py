@@ -220,7 +220,7 @@ SYNCS = {
 
 def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir: Path) -> None:
     def act(run: FakeRun) -> None:
-        save(25)(run)
+        save(22, 25)(run)  # with 25 the oldest goes
         move_back(run, 20)
 
     recorded = (

@@ -283,13 +283,14 @@ def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(t
     def victims(keep: int | None, protect: frozenset[int] = frozenset()) -> list[str]:
         return [path.name for path in retention.checkpoints_to_delete(tmp_path, keep=keep, protect=protect)]
 
-    assert victims(2) == ["global_step_5", "global_step_6", "global_step_10"]
-    assert victims(2, frozenset({6})) == ["global_step_5", "global_step_10"]
+    assert victims(1) == ["global_step_5", "global_step_6", "global_step_10", "global_step_20"]
+    assert victims(2) == ["global_step_5", "global_step_10"]
+    assert victims(1, frozenset({6})) == ["global_step_5", "global_step_10", "global_step_20"]
     assert victims(None) == [] and victims(9) == []
     with pytest.raises(ValueError, match="at least 1"):
         victims(0)
-    retention.rotate(tmp_path, keep=2)
-    assert sorted(os.listdir(tmp_path)) == sorted([f"global_step_{step}" for step in (1, 9, 20, 30, 40)] + [POINTER])
+    retention.rotate(tmp_path, keep=1)
+    assert sorted(os.listdir(tmp_path)) == sorted([f"global_step_{step}" for step in (1, 9, 30, 40)] + [POINTER])
 
 
 def test_a_failed_deletion_is_logged_and_the_next_victim_goes(

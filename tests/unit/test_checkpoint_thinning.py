@@ -172,3 +172,13 @@ def test_rotation_spares_what_a_person_pointed_back_to(tmp_path: Path) -> None:
     (tmp_path / POINTER).write_text("10")
     retention.rotate(tmp_path, keep=1)
     assert [info.step for info in layout.checkpoints(tmp_path)] == [10, 30]
+
+
+def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    (tmp_path / POINTER).write_text("10")
+    for step in (12, 14, 16):
+        commit(tmp_path, step)
+        retention.settle(tmp_path, step, Retention(keep=2))
+    candidates = [info.step for info in choice.select(tmp_path).candidates]
+    assert candidates == [16, 14], "a damaged newest one needs another to go back to"

@@ -115,6 +115,17 @@ def test_a_pointer_that_was_moved_back_holds_in_the_mirror_too(run_dir: Path, tm
     assert steps_in(storage) == [2, 4] and taken is not None and taken.name == "global_step_2"
 
 
+def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()  # no best one
+    storage = mirrored(run_dir, 2, 8, 9, mirror_keep=3)
+    (run_dir / layout.POINTER).write_text("2")
+    own = uploader(run_dir, storage, mirror_keep=2)
+    for step in (3, 4, 5):
+        save(run_dir, step)
+        own.sync()
+    assert steps_in(storage) == [4, 5, 8, 9] == read_object(run_dir / STATE)["steps"]
+
+
 def test_a_damaged_file_lets_the_one_before_be_taken(
     run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,10 +2,11 @@
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import content_of, expected_files, save
+from checkpoint_fakes import content_of, expected_files, save, stage
 from mirror_faults import (
     KINDS,
     URL,
@@ -23,6 +24,8 @@ from mirror_faults import (
 )
 from sweeps import some
 
+from trainer.checkpoint import layout
+from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.errors import ResumableError
 from trainer.mirror.contents import RUN_FILES
 from trainer.mirror.storage import StorageError
@@ -101,6 +104,25 @@ def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir: Path, t
     assert restored(tmp_path / "new", storage) is not None
     own.sync()
     assert steps_in(storage) == [4]
+
+
+def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path: Path) -> None:
+    for at in range(1, 12):
+        run_dir = tmp_path / f"{at}" / "run"
+        run_dir.mkdir(parents=True)
+        storage = mirrored(run_dir, 2, 4, 6, mirror_keep=3)
+        (run_dir / layout.POINTER).write_text("2")
+        uploader(run_dir, storage, mirror_keep=3).sync()
+        staging = stage(run_dir, 4)
+        manifest = replace(parse_manifest((staging / MANIFEST).read_bytes()), nonce="anew")
+        (staging / MANIFEST).write_text(manifest.to_json())
+        layout.commit(staging, 4, nonce="anew")
+        layout.publish(run_dir, 4)
+        storage.faults = {storage.count + at: "killed before"}
+        with pytest.raises(Killed):
+            uploader(run_dir, storage, mirror_keep=3).sync()
+        storage.revive()
+        assert restored(run_dir.with_name("new"), storage) == run_dir.with_name("new") / "global_step_2", at
 
 
 @pytest.mark.parametrize("kind", ["cut", "late"])

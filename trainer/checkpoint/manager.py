@@ -206,18 +206,22 @@ class CheckpointManager:
         else:
             logger.warning("no checkpoint from well before step %d to go back to; training goes on: %s", onset, reason)
             return None
-        rollbacks = self._on_main(
-            lambda: rollback.decide(
-                self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason
-            )
-        )
-        return info, rollbacks
+
+        def decide() -> Rollbacks:
+            self._saver.require_lock()
+            return rollback.decide(self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason)
+
+        return info, self._on_main(decide)
 
     def settle(self, step: int, history: History) -> None:
         """Point to the checkpoint of `step`, and delete those that are no longer to be kept."""
-        is_own = (self.run_dir / layout.step_dir_name(step)).is_dir()  # else a run branches from that of another
-        if self._world.is_main and is_own:
-            retention.settle(self.run_dir, step, self._saver.kept, history=history, protect={step})
+
+        def point_and_delete() -> None:
+            self._saver.require_lock()
+            if (self.run_dir / layout.step_dir_name(step)).is_dir():  # else a run branches from that of another
+                retention.settle(self.run_dir, step, self._saver.kept, history=history, protect={step})
+
+        self._on_main(point_and_delete)
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """However the run ends: give a save in flight a moment to end. After that nothing may be committed."""

@@ -71,8 +71,16 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
         return []
     if keep < 1:
         raise ValueError(f"at least 1 must be kept, got {keep}: the newest checkpoint always stays whole")
-    spared = {*protect, layout.read_pointer(run_dir).step}
-    return [info.path for info in layout.committed(run_dir)[:-keep] if info.step not in spared]
+    pointed, found = layout.read_pointer(run_dir).step, layout.committed(run_dir)
+    spared = {*protect, *newest([info.step for info in found], keep, pointed)}
+    return [info.path for info in found if info.step not in spared]
+
+
+def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
+    """The newest `keep` of rising steps, and as many up to a pointer that was moved back: a run that goes on from there
+    has none of the later ones to fall back on.
+    """
+    return steps[-keep:] + [step for step in steps if pointed is not None and step <= pointed][-keep:]
 
 
 def checkpoints_to_thin(run_dir: Path, *, keep_full: int | None, protect: Set[int]) -> list[Path]:

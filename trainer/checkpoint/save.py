@@ -27,6 +27,7 @@ from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig
+from trainer.errors import CannotWriteError
 from trainer.runtime.distributed import World
 from trainer.runtime.processes import begun
 
@@ -146,6 +147,7 @@ class Saver:
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
         self._source, self.fingerprints, self._lock = source, fingerprints, lock
         self._board, self._number, self._deadline = Board(world), 0, math.inf
+        self._staging: Path | None = None
         parameters = shards.saved_parameters(model)
         self._tensors = {
             name: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()
@@ -172,8 +174,10 @@ class Saver:
             records = [*shard_files, *exported]
             return int(self._together("commit", lambda: self._commit(staging, snapshot, records))[0])
         except SaveFailedError:
-            if self.world.is_main:
-                layout.clean_leftovers(self.run_dir)  # what cannot be removed now goes before the next save
+            # its own alone: a run that has taken over may be writing; what stays goes before the next save
+            if self.world.is_main and self._staging is not None:
+                with suppress(OSError):
+                    fsio.remove_tree(self._staging)
             raise
 
     def _together(self, phase: str, action: Callable[[], Any]) -> list[Any]:
@@ -198,10 +202,10 @@ class Saver:
         """Main rank: make room and the directories that all write into; their name."""
         if not self.world.is_main:
             return None
-        self._require_lock()
+        self.require_lock()
         layout.clean_leftovers(self.run_dir)
         retention.require_space(self.run_dir, self.size_bytes([snapshot.model, snapshot.optim]))
-        staging = layout.staging_dir(self.run_dir, snapshot.position.step)
+        self._staging = staging = layout.staging_dir(self.run_dir, snapshot.position.step)
         fsio.make_dir(staging)
         for directory in ("", *filter(None, self._plans)):
             fsio.make_dir(staging / layout.HUGGINGFACE / directory)
@@ -254,7 +258,7 @@ class Saver:
         fsio.fsync_tree(staging)
         if time.monotonic() > self._deadline:
             raise TimeoutError("the save took longer than trainer.checkpoint.save_timeout_s")
-        self._require_lock()
+        self.require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
         retention.settle(self.run_dir, manifest.step, self.kept, history=snapshot.history)
         return sum(record.size_bytes for record in records)
@@ -282,7 +286,7 @@ class Saver:
             grad_norm=snapshot.grad_norm,
         )
 
-    def _require_lock(self) -> None:
-        """Raise `RuntimeError` unless this run still owns its directory."""
+    def require_lock(self) -> None:
+        """Main rank: raise `CannotWriteError` unless this run still owns its directory."""
         if self._lock is not None and not self._lock.is_held():
-            raise RuntimeError(self._lock.why_lost())
+            raise CannotWriteError(self._lock.why_lost())

@@ -112,11 +112,11 @@ class Uploader:
             if not is_there:
                 return
             with logs as archive, self._storage.as_one(title):
+                if self._begun != (info.step, manifest.nonce):
+                    self._clear(manifest, held)  # before it is pointed to: another of this step is of a past undone
+                    self._begun, self._sent = (info.step, manifest.nonce), set()
                 if names_it:  # before its checkpoint: what came after it elsewhere no longer counts
                     self._point(info.step)
-                if self._begun != (info.step, manifest.nonce):
-                    self._clear(manifest, held)
-                    self._begun, self._sent = (info.step, manifest.nonce), set()
                 beside = list[FileRecord]()
                 if archive is not None:
                     self._storage.put(archive, self._name(info.step, RUN_FILES))
@@ -165,7 +165,8 @@ class Uploader:
         undone = {step for step, manifest in held.whole.items() if manifest.nonce in discarded}
         whole, keep = sorted(held.whole.keys() - undone), self._trainer.checkpoint.mirror_keep
         found = [CheckpointInfo(step, Path(), manifest=held.whole[step]) for step in whole]
-        kept = {pointer, *self._worth_keeping(found), *(whole if keep is None else whole[-keep:])}
+        newest = whole if keep is None else retention.newest(whole, keep, pointer)
+        kept = {*self._worth_keeping(found), *newest}
         for step in sorted(held.steps - kept):
             if step < whole[-1] or step in undone:
                 with self._storage.as_one(f"step {step} goes"):
