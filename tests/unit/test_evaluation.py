@@ -118,6 +118,11 @@ def test_the_program_is_the_first_fenced_block() -> None:
     assert program_of("```python\nx = 1") == "x = 1" and program_of("x = 1") == "x = 1"
 
 
+@pytest.mark.parametrize("fence", ["``` python", "```python ", '```python title="a.py"', "```python\r", "```c#"])
+def test_what_stands_behind_a_fence_is_no_part_of_the_program(fence: str) -> None:
+    assert program_of(f"Sure:\n{fence}\nx = 1\n```\nDone.") == "x = 1"
+
+
 def test_questions_of_rows(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = tmp_path / "q.jsonl"

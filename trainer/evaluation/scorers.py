@@ -93,7 +93,7 @@ PYTHON = "python:"
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 FINAL = "####"
 """In front of GSM8K's final answer."""
-FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+FENCED = re.compile(r"```[^`\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,11 @@ class TransformersEngine:
             max_new_tokens=sampling.max_new_tokens,
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature or None,
+            top_k=0 if sampling.temperature else None,  # transformers' own default is 50
             eos_token_id=chat.stop_ids,
             pad_token_id=pad,
         )
+        model.generation_config = settings  # from the model's own would come what is not set here
         for number, group in groupby(sorted(prompts), key=lambda index: index // BATCH):
             indices = list(group)
             rows = [chat.ids(prompts[index]) for index in indices]
