@@ -124,3 +124,14 @@ def test_padding_gets_no_gradient_and_gives_none() -> None:
     output.sum().backward()
     assert value.grad is not None
     torch.testing.assert_close(value.grad, torch.full_like(value.grad, N / M))
+
+
+def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents() -> None:
+    """A window that hides nothing needs no mask of its own: one for each length would fill the memory of a long run."""
+    grouped._mask.cache_clear()
+    keys = torch.zeros(1, 1, K)
+    for length in range(1, 700):
+        for block in grouped.blocks(length, 1, Scoring(0.3, sliding_window=600)):
+            block.probabilities(keys.expand(1, length, K), keys.expand(1, length, K), None)
+    assert grouped._mask.cache_info().currsize <= 3 * grouped.BLOCK_QUERIES
+    grouped._mask.cache_clear()

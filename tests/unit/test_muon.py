@@ -114,6 +114,18 @@ def test_a_step_left_out_changes_nothing(scale: float) -> None:
     assert optimizer.state[layer.bias]["step"] == 1
 
 
+def test_a_model_of_which_no_matrix_is_trained_takes_its_steps_with_adamw() -> None:
+    """As with `model.freeze` of all layers: embeddings, norms and the head are left."""
+    embeddings = nn.Embedding(5, 3)
+    optimizer = OPTIMIZERS["muon"](embeddings, optim_config())
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    before = embeddings.weight.detach().clone()
+    give_gradient(embeddings, 0)
+    step(embeddings, optimizer)
+    assert not torch.equal(embeddings.weight, before)
+
+
 def test_clipping_scales_what_enters_the_momentum() -> None:
     layer, optimizer = prepared()
     give_gradient(layer, 0)

@@ -223,3 +223,27 @@ def test_update_norm_is_that_of_the_difference_an_update_makes() -> None:
     param_square, update_square = clip.norm_squares(optimizer).tolist()
     assert update_square == pytest.approx(float(sum(changes)), rel=1e-3)
     assert param_square == pytest.approx(float(sum(p.double().square().sum() for p in after)), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_of_a_step_left_out_is_zero(name: str) -> None:
+    """The first of all too, for which AdamW has no moments to divide."""
+    layer = nn.Linear(3, 2)
+    optimizer = OPTIMIZERS[name](layer, optim_config())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, nan)
+    clip.clipped_step(
+        optimizer, total_norm=torch.tensor(nan), is_skipped=torch.tensor(True), max_norm=1.0, rounding_key=0
+    )
+    assert clip.norm_squares(optimizer)[1] == 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_squared_norms_keep_no_update_for_a_backward_pass(name: str) -> None:
+    """All updates together would take as much memory as the parameters, until the next step is over."""
+    layer = nn.Linear(3, 2)
+    optimizer = OPTIMIZERS[name](layer, optim_config())
+    optimizer.found_inf = torch.zeros(())
+    assert not clip.norm_squares(optimizer).requires_grad

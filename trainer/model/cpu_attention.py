@@ -125,9 +125,9 @@ class Block:
     def probabilities(self, queries: Tensor, keys: Tensor, sinks_MG: Tensor | None) -> Tensor:
         """softmax over the keys that each query may see: [D * M, B * G, C], and one column more for sinks."""
         scores = self._scores(queries, keys)
-        # without a window all keys before the block are seen by all of its queries
+        # what a window does not hide: all keys before the block are seen by all of its queries
         window = self.scoring.sliding_window
-        first_masked = self.first if window is None else self.first_key
+        first_masked = self.first if window is None or self.last <= window else self.first_key
         scores[:, :, first_masked - self.first_key :] += _mask(
             self.last - self.first, self.last - first_masked, self.heads_per_key, window, queries.dtype
         )

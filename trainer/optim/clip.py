@@ -47,25 +47,28 @@ def clipped_step(
     A step left out changes nothing, the optimizer's step counts included. Gradients are left scaled.
     torch's own clipping adds 1e-6 to the norm, which shifts every clipped update; this does not.
     """
-    device = optimizer.param_groups[0]["params"][0].device  # the host with CPU offload
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])  # the host with CPU offload
     optimizer.grad_scale = (total_norm / max_norm).clamp(min=1.0).to(device, torch.float32)
     optimizer.found_inf = is_skipped.to(device, torch.float32)
     optimizer.rounding_key = rounding_key
     optimizer.step()
 
 
+@torch.no_grad()
 def norm_squares(optimizer: Optimizer) -> Tensor:
-    """Squared norms of this rank's shards of the parameters and of the last update of them, float64 [2].
+    """Squared norms of this rank's shards of the parameters and of the last update of them, float64 [2]; of an update
+    that was left out 0.
 
     One pass over the shards, one temporary of a parameter's size.
     """
     sums = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for index, tensor in enumerate((local(parameter).detach(), optimizer.update_of(parameter, group))):
+            for index, tensor in enumerate((local(parameter), optimizer.update_of(parameter, group))):
                 squares = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
                 sums[index] = sums[index].to(squares.device) + squares
-    return torch.stack(sums)
+    param_square, update_square = sums
+    return torch.stack([param_square, update_square.where(optimizer.found_inf == 0, 0.0)])
 
 
 def local(tensor: Tensor) -> Tensor:
