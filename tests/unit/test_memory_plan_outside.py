@@ -13,9 +13,11 @@ from toy import START, build_toy_model, optim_config, write_model_config
 
 from trainer.checkpoint import shards, snapshot
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
+from trainer.cli.plan import disk_lines
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
 from trainer.planner import fake_step, forecast
+from trainer.planner.disk import DiskPlan
 from trainer.planner.forecast import Forecast
 from trainer.planner.memory_plan import SAVE_COPY
 from trainer.progress import History
@@ -29,6 +31,21 @@ def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine() -> None:
     needed = [Forecast(a_plan(ranks, 2**30), 80.0, is_cuda=True).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
     assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
     assert len({Forecast(a_plan(ranks, 2**30), 80.0, is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
+
+
+@pytest.mark.parametrize(("free_bytes", "is_warned"), [(10**10, False), (10**9, True)])
+def test_prepared_tokens_are_not_asked_of_the_disk_of_checkpoints(free_bytes: int, is_warned: bool) -> None:
+    """They lie in `data.cache_dir`, which may be on another."""
+    disk = DiskPlan(
+        shard_bytes=10**9,
+        optimizer_bytes=6 * 10**8,
+        export_bytes=10**8,
+        num_checkpoints=2,
+        keep_full=None,
+        token_bytes=10**12,
+        free_bytes=free_bytes,
+    )
+    assert ("WARNING" in " ".join(disk_lines(disk, load_config([CPU])))) == is_warned
 
 
 def test_host_memory_is_told_for_all_ranks_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,9 +146,10 @@ def disk_lines(disk: "DiskPlan", config: Config) -> Iterator[str]:
     whole, exported, optimizer = map(readable, (disk.checkpoint_bytes, disk.export_bytes, disk.optimizer_bytes))
     parts = f"{exported} of it huggingface/, {optimizer} the optimizer's state"
     yield f"disk: a checkpoint takes {whole}, {parts}; {kept}{full}{tokens}"
-    if disk.free_bytes < disk.needed_bytes * SPARE:
+    needed_bytes = disk.bytes_to_come(0)  # prepared tokens may lie on another disk
+    if disk.free_bytes < needed_bytes * SPARE:
         yield (
-            f"WARNING: {readable(disk.needed_bytes)} are needed and {readable(disk.free_bytes)} free here for {place}: "
+            f"WARNING: {readable(needed_bytes)} are needed and {readable(disk.free_bytes)} free here for {place}: "
             f"free some space, or {KEEP_LESS}"
         )
 

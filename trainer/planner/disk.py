@@ -32,10 +32,6 @@ class DiskPlan:
     def checkpoint_bytes(self) -> int:
         return self.shard_bytes + self.export_bytes
 
-    @property
-    def needed_bytes(self) -> int:
-        return self.bytes_to_come(0) + (self.token_bytes or 0)
-
     def bytes_to_come(self, num_here: int) -> int:
         """Of so many checkpoints there are, until there are as many as there will be; of one at least."""
         number = max(num_here + 1, self.num_checkpoints or 1)
