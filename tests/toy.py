@@ -221,7 +221,6 @@ def toy_run(
             skipped_steps=skipped_steps,
         ),
         "validation_batches": None,
-        "checkpoints": NoCheckpoints(),
         "tracking": Recorder(),
         "cadence": Cadence(total_steps, save_freq=-1, test_freq=-1),
         "seed": 3,
@@ -232,7 +231,10 @@ def toy_run(
         "heartbeat": Heartbeat(),
         **monitoring(world, model, total_steps=total_steps),
     }
-    return Run(**{**settings, **changes})
+    checkpoints = changes.pop("checkpoints", NoCheckpoints())
+    run = Run(**{**settings, **changes})
+    run.checkpoints = checkpoints
+    return run
 
 
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

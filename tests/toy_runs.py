@@ -27,7 +27,7 @@ from trainer.data.batch_plan import Schedule
 from trainer.data.order import Share
 from trainer.loop import step
 from trainer.loop.fit import fit
-from trainer.loop.run import Cadence, Run, stateful_parts
+from trainer.loop.run import Cadence, Run
 from trainer.model.load import whole_checkpoint
 from trainer.optim.clip import local_square_sum
 from trainer.progress import History, Position
@@ -141,18 +141,7 @@ def checkpoint_manager(
 
 
 def saved_parts(parts: Run) -> dict[str, Stateful]:
-    return stateful_parts(
-        parts.world,
-        parts.model,
-        parts.routers,
-        parts.optimizer,
-        parts.lr_schedule,
-        parts.batches,
-        parts.guard,
-        parts.loop,
-        parts.meter,
-        None,
-    )
+    return {name: part for name, part in parts.stateful_parts().items() if name != "tracking"}
 
 
 def save_now(manager: CheckpointManager, parts: Run, *, is_required: bool = True) -> None:

@@ -30,6 +30,8 @@ from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
 from trainer.tracking import Tracking
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Cadence:
@@ -69,7 +71,6 @@ class Run:
     detail: RollDetail
     tracking: Tracking | None
     """On the main rank only."""
-    checkpoints: CheckpointManager
     cadence: Cadence
     seed: int
     max_norm: float
@@ -78,6 +79,8 @@ class Run:
     save_timeout_s: float
     stop: StopRequest
     heartbeat: Heartbeat
+    checkpoints: CheckpointManager = field(init=False)
+    """It saves and loads the others, and so comes last."""
     is_stopping: bool = field(default=False, init=False)
     """Whether any rank was asked to stop, as of the last time they told each other."""
     is_save_requested: bool = field(default=False, init=False)
@@ -97,43 +100,28 @@ class Run:
                 blocks.setdefault(layer[1] if layer else name.rpartition(".")[0], []).append(parameter)
         return blocks
 
+    def stateful_parts(self) -> dict[str, Stateful]:
+        """All that is saved, loaded and rolled back. A new part is a line here, and its two methods.
+
+        A checkpoint from before a part was there leaves it as it begins.
+        """
+        return {
+            "model": ModelShards(self.model),
+            "optimizer": OptimizerShards(self.model, self.optimizer),
+            "data": self.batches,
+            "lr_scheduler": RateState(self.lr_schedule, self.batches),
+            "rng": seeding.GeneratorState(self.world.device),
+            "buffers": WeightBuffers(self.model),
+            "routers": self.routers,
+            "guard": self.guard,
+            "loop": self.loop,
+            "meter": self.meter,
+            **({} if self.tracking is None else {"tracking": self.tracking}),
+        }
+
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
         if self.tracking is not None:
             self.tracking.log(row, step, kind)
-
-
-logger = logging.getLogger(__name__)
-
-
-def stateful_parts(
-    world: World,
-    model: PreTrainedModel,
-    routers: Routers,
-    optimizer: Optimizer,
-    lr_schedule: LrSchedule,
-    batches: TrainLoader,
-    guard: Guard,
-    loop: LoopState,
-    meter: Meter,
-    tracking: Tracking | None,
-) -> dict[str, Stateful]:
-    """All that is saved, loaded and rolled back. A new part is a line here, and its two methods.
-
-    A checkpoint from before a part was there leaves it as it begins.
-    """
-    return {
-        "model": ModelShards(model),
-        "optimizer": OptimizerShards(model, optimizer),
-        "data": batches,
-        "lr_scheduler": RateState(lr_schedule, batches),
-        "rng": seeding.GeneratorState(world.device),
-        "buffers": WeightBuffers(model),
-        "routers": routers,
-        "guard": guard,
-        "loop": loop,
-        "meter": meter,
-        **({} if tracking is None else {"tracking": tracking}),
-    }
 
 
 class RateState:

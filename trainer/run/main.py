@@ -21,7 +21,6 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
-from trainer.checkpoint.state import State
 from trainer.config import AUTO, MAX_TOKENS, RECOMPUTE, Config, require_consistent
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
@@ -31,7 +30,7 @@ from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import longest_delay
 from trainer.loop.fit import fit
-from trainer.loop.run import Cadence, Run, stateful_parts
+from trainer.loop.run import Cadence, Run
 from trainer.model import adapters, flops
 from trainer.model.assemble import build_model
 from trainer.model.experts import Routers
@@ -141,34 +140,27 @@ def make_run(
     schedule = _schedule(config, inputs, start.position)
     total_steps = _total_steps(config, schedule)
     model = build_model(config.model, inputs.source, world=world, seed=trainer.seed, max_length=config.data.max_length)
-    routers = Routers(model, world.device, is_asked=config.model.router_loss == AUTO)
-    optimizer = OPTIMIZERS[config.optim.name](model, config.optim)
-    lr_schedule = _lr_schedule(config, inputs, total_steps)
     plan = _rank_plan(config, model, world)
     batches, validation_batches = _batches(config, inputs, schedule, plan, total_steps, start)
     meter = make_meter(
         config, inputs, model, memory, world=world, schedule=schedule, total_steps=total_steps, tracking=tracking
     )
-    guard = make_guard(trainer, inputs, rollbacks=start.rollbacks, tracking=tracking)
-    loop = LoopState()
-    state = stateful_parts(world, model, routers, optimizer, lr_schedule, batches, guard, loop, meter, tracking)
-    return Run(
+    parts = Run(
         world=world,
         model=model,
-        routers=routers,
-        optimizer=optimizer,
-        lr_schedule=lr_schedule,
+        routers=Routers(model, world.device, is_asked=config.model.router_loss == AUTO),
+        optimizer=OPTIMIZERS[config.optim.name](model, config.optim),
+        lr_schedule=_lr_schedule(config, inputs, total_steps),
         batches=batches,
         validation_batches=validation_batches,
-        guard=guard,
-        loop=loop,
+        guard=make_guard(trainer, inputs, rollbacks=start.rollbacks, tracking=tracking),
+        loop=LoopState(),
         meter=meter,
         evidence=EvidenceKeeper(
             Path(trainer.default_local_dir), world=world, location=inputs.train.location, seed=trainer.seed
         ),
         detail=RollDetail(memory, level=trainer.roll_detail),
         tracking=tracking,
-        checkpoints=_checkpoints(config, inputs, start, world, model, state, tracking),
         cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq, trainer.stop_at_step),
         seed=trainer.seed,
         max_norm=config.optim.clip_grad,
@@ -177,6 +169,8 @@ def make_run(
         stop=stop,
         heartbeat=heartbeat,
     )
+    parts.checkpoints = _checkpoints(config, inputs, start, parts)
+    return parts
 
 
 def _shape(config: Config, inputs: Inputs, lineage: Lineage, unfinished: Callable[..., list[str]]) -> RunShape:
@@ -240,15 +234,9 @@ def _batches(
     return train, ValidationBatches(inputs.validation, plan, batch_size=config.data.train_batch_size)
 
 
-def _checkpoints(
-    config: Config,
-    inputs: Inputs,
-    start: Start,
-    world: World,
-    model: PreTrainedModel,
-    state: State,
-    tracking: Tracking | None,
-) -> CheckpointManager:
+def _checkpoints(config: Config, inputs: Inputs, start: Start, parts: Run) -> CheckpointManager:
+    model, tracking = parts.model, parts.tracking
+
     def tell(kind: str, step: int, message: str, level: str) -> None:
         """To the run's events, which put warnings on the console too."""
         if tracking is not None:
@@ -260,7 +248,7 @@ def _checkpoints(
     saver = Saver(
         Path(config.trainer.default_local_dir),
         model,
-        world=world,
+        world=parts.world,
         config=config.trainer.checkpoint,
         source=ExportSource(
             Path(inputs.source.path),
@@ -278,7 +266,7 @@ def _checkpoints(
         lock=start.lock,
         fingerprints=start.fingerprints,
     )
-    return CheckpointManager(saver, state=state, tell=tell)
+    return CheckpointManager(saver, state=parts.stateful_parts(), tell=tell)
 
 
 def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
