@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from trainer.report.curves import Scale, axis_labels, bin_means, decimate, gaps, scale_of, smooth
+from trainer.report.curves import Scale, axis_labels, decimate, gaps, scale_of, smooth
 from trainer.report.formatting import interval, number
 from trainer.report.page import NUM_COLUMNS, Curve, Figure
 from trainer.report.run_log import Series
@@ -51,11 +51,6 @@ def test_smoothing_starts_at_the_first_value_and_passes_over_what_is_not_finite(
     expected = (4.0 * weights[0] + 2.0 * weights[1] + 2.0 * weights[2]) / sum(weights)
     assert smoothed.values.tolist() == pytest.approx([4.0, (0.6 * 4 + 2) / 1.6, expected])
     assert len(smooth(series(), 0.9)) == 0
-
-
-def test_bins_without_values_have_no_mean() -> None:
-    means = bin_means(Series(np.array([1, 2, 9]), np.array([1.0, 3.0, 5.0])), np.array([0.0, 3.0, 6.0, 9.0]))
-    assert np.array_equal(means, [2.0, np.nan, 5.0], equal_nan=True)
 
 
 def test_a_window_holds_both_its_ends() -> None:

@@ -88,6 +88,7 @@ def test_memory_of_the_first_steps_is_no_leak() -> None:
 def test_large_gradients_of_the_start_are_not_said_to_be_clipped_throughout(share: float, is_told: bool) -> None:
     norms = np.where(STEPS <= 200, 3.0, np.where(10 * share > STEPS % 10, 1.2, 0.8))
     series = {"train/loss": Series(STEPS, 2 - STEPS / 400), "train/grad_norm": Series(STEPS, norms)}
+    series["optim/clipped_frac"] = Series(STEPS, (norms > 1.0).astype(float))
     report = analyse(RunLog(Path("run"), "fsdp-sft", series, 400, config={"optim.clip_grad": 1.0}))
     assert ("grad_unclipped:clipped" in {f.id for f in report.findings}) == is_told
 

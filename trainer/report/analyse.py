@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.report.analysed_run import PROFILES, AnalysedRun, recognise_profile
+from trainer.report.analysed_run import AnalysedRun, recognise_profile
 from trainer.report.anomalies import find_anomalies, observe
 from trainer.report.checks_run import too_little
 from trainer.report.checks_speed import throughput
 from trainer.report.checks_validation import generalisation
 from trainer.report.formatting import counted, duration, listed
 from trainer.report.inventory import group_counts, inventory, trends
-from trainer.report.judge import checklist, judge, worst_first
+from trainer.report.judge import checklist, judge
 from trainer.report.learning_rate import learning_rate
 from trainer.report.result import LEVELS, Finding, MetricSummary, Report
 from trainer.report.rule_table import merged, table
@@ -42,18 +42,20 @@ def analyse(
 
     `thresholds` override single limits of the table of rules. `external` is a metric measured elsewhere, step -> value,
     higher is better: it outranks the validation loss, as an evaluation of the run does where it is absent. Raises
-    `ValueError` for an unknown profile or limit.
+    `ValueError` for an unknown limit.
     """
     limits = merged(thresholds)
-    run = _evaluated(AnalysedRun(log, _profile(log, profile), limits, external=external))
+    kind = recognise_profile(log) if profile == "auto" else profile
+    run = _evaluated(AnalysedRun(log, kind, limits, external=external))
     witnesses = observe(log, limits, is_generating=run.profile == "grpo")
     run = replace(run, anomalies=find_anomalies(witnesses, limits, last_step=run.total_steps))
     del witnesses
     judged = judge(run)
-    findings = worst_first(judged)
+    found = [finding for one in judged for finding in one.findings]
+    findings = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
     courses, rates = trends(run), run.find("lr")
     rate = None if rates is None else learning_rate(rates, run.anomalies, limits=limits, total_steps=run.total_steps)
-    metrics = inventory(run, courses, rate)
+    metrics = inventory(run, courses)
     verdict = _verdict(run, findings)
     return Report(
         title=_title(log.path),
@@ -79,12 +81,6 @@ def analyse(
         closing=_closing(run, verdict, findings),
         evaluations=log.evaluations,
     )
-
-
-def _profile(log: RunLog, asked: str) -> str:
-    if asked not in ("auto", *PROFILES):
-        raise ValueError(f"unknown profile {asked!r}: use auto, {', '.join(PROFILES)}")
-    return recognise_profile(log) if asked == "auto" else asked
 
 
 def _evaluated(run: AnalysedRun) -> AnalysedRun:

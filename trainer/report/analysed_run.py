@@ -187,6 +187,7 @@ PARTS: Mapping[str, Callable[[AnalysedRun, Series], Series]] = {
     "first": _first,
     "compiling": lambda _, series: _at_least(series, MIN_ORDINARY // 2, "of step time")[:NUM_COMPILE],
     "ordinary": lambda run, series: _at_least(run.ordinary(series), MIN_ORDINARY, "of ordinary step time"),
+    "late": lambda _, series: _at_least(series, MIN_ORDINARY, "logged")[len(series) // 2 :],
     "warm": lambda _, series: _at_least(series[series.steps > NUM_WARMING], 1, f"after step {NUM_WARMING}"),
 }
 """Of a series what some rules look at alone."""

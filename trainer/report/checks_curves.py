@@ -183,24 +183,14 @@ def _never_got_better(run: AnalysedRun) -> bool:
     return bool(is_bad and violation.values.min() > run.limits["violation"])
 
 
-def clipping(run: AnalysedRun) -> Iterator[Measure]:
-    """Bursts that went into the weights, and how many of the later updates were clipped."""
+def unclipped(run: AnalysedRun) -> Iterator[Measure]:
+    """Bursts that went into the weights."""
+    if not run.is_configured:
+        raise NotJudged("the configuration is not known")
     bursts = [a for a in run.anomalies if is_of(a, "grad")]
-    clip = run.setting("clip")
-    if bursts and run.is_configured and not clip:
+    if bursts and not run.setting("clip"):
         steps = bursts[0].steps[0], bursts[-1].steps[1]
         yield Measure(value=float(len(bursts)), steps=steps, words={"count": len(bursts)})
-    norms, logged = run.get("grad").values, run.find("clipped_steps")
-    share = None
-    if len(norms) >= run.limits["min_points"]:  # the second half: first gradients are large
-        if isinstance(clip, int | float) and clip > 0:
-            share = float((norms[len(norms) // 2 :] > clip).mean())
-        elif logged is not None:
-            share = float(logged.values[len(logged) // 2 :].mean())
-    if share is not None:
-        yield Measure("clipped", share, is_fault=share > run.limits["clipped_share"])
-    elif not run.is_configured:
-        raise NotJudged("the configuration is not known, nor how many updates were clipped")
 
 
 def schedule(run: AnalysedRun) -> Iterator[Measure]:

@@ -55,14 +55,6 @@ def column_bounds(series: Series, num_columns: int) -> Iterator[tuple[int, int]]
     return (pair for pair in pairwise(bounds) if pair[0] < pair[1])
 
 
-def bin_means(series: Series, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean of the finite values between neighbouring `edges`, NaN where there are none."""
-    known = finite(series)
-    counts = np.histogram(known.steps, edges)[0]
-    sums = np.histogram(known.steps, edges, weights=known.values)[0]
-    return np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
-
-
 def gaps(series: Series, kept: Series) -> NDArray[np.bool_]:
     """For each point of `kept` whether values that are not finite lie before it: there the line is interrupted."""
     bad_steps = series.steps[~np.isfinite(series.values)]

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun
-from trainer.report.formatting import capitalised, listed, number, share
-from trainer.report.learning_rate import scheduled
-from trainer.report.result import LearningRate, MetricSummary, Mover, Trend
+from trainer.report.formatting import listed, number
+from trainer.report.result import MetricSummary, Mover, Trend
 from trainer.report.run_log import Series
 from trainer.report.statistics import bins, epoch_means, finite, noise, slope
 from trainer.report.vocabulary import meaning, role_order
@@ -55,18 +54,12 @@ def phases(run: AnalysedRun, role: str) -> str:
 GROUPS = ("optimisation", "reward", "length", "state", "timing", "memory", "data", "other")
 WANTED = {"rising": "up", "falling": "down"}
 """What a metric with a trend would have to want."""
-NEAR_PEAK = 0.95
 
 
-def inventory(run: AnalysedRun, trends: tuple[Trend, ...], rate: LearningRate | None) -> tuple[MetricSummary, ...]:
+def inventory(run: AnalysedRun, trends: tuple[Trend, ...]) -> tuple[MetricSummary, ...]:
     """All metrics with at least one point, by group; those that rules look at come first, then by name."""
     by_key = {trend.key: trend for trend in trends}
-    rates = {run.key("lr"): rate} if rate is not None and rate.peak > 0 else {}
-    summaries = [
-        _summary(run, key, series, by_key.get(key), rates.get(key))
-        for key, series in run.log.series.items()
-        if len(series)
-    ]
+    summaries = [_summary(run, key, series, by_key.get(key)) for key, series in run.log.series.items() if len(series)]
     return tuple(sorted(summaries, key=lambda s: (GROUPS.index(s.group), role_order(s.key))))
 
 
@@ -76,14 +69,11 @@ def group_counts(metrics: tuple[MetricSummary, ...]) -> str:
     return f"{len(metrics)}: " + listed(f"{count} {group}" for group, count in counts.items() if count)
 
 
-def _summary(
-    run: AnalysedRun, key: str, series: Series, trend: Trend | None, rate: LearningRate | None
-) -> MetricSummary:
+def _summary(run: AnalysedRun, key: str, series: Series, trend: Trend | None) -> MetricSummary:
     entry, known = meaning(key), finite(series)
     points = known if len(known) else Series(series.steps[:1], np.array([math.nan]))
     low, high = int(np.argmin(points.values)), int(np.argmax(points.values))
     course = direction(trend, run.limits)
-    said = _of_rate(points, rate) if rate else _observation(run, key, points, trend, course)
     return MetricSummary(
         key=key,
         group=entry.group,
@@ -99,7 +89,7 @@ def _summary(
         maximum_step=int(points.steps[high]),
         median=float(np.median(points.values)),
         trend=course,
-        observation=said if len(known) else "Never a number.",
+        observation=_observation(run, key, points, trend, course) if len(known) else "Never a number.",
     )
 
 
@@ -130,17 +120,4 @@ def _of_bursts(points: Series, movers: list[Mover]) -> str:
     return (
         f"{number(low)} to {number(high)} until step {first}; {'rises' if movers[0].sign > 0 else 'falls'} to {reach} "
         f"near {listed(str(mover.peak_step) for mover in movers)}."
-    )
-
-
-def _of_rate(points: Series, rate: LearningRate) -> str:
-    """Schedule, peak, and how long it stays near the peak."""
-    warmup = f"warms up over {rate.warmup_steps} steps, " if rate.warmup_steps else ""
-    usual = scheduled(points, rate.raised)
-    near = usual.steps[usual.values >= NEAR_PEAK * rate.peak]
-    overlap = rate.anomalies_at_high_share
-    unstable = f"; {share(overlap)} of the unstable intervals lie at a high rate" if overlap is not None else ""
-    return capitalised(
-        f"{rate.schedule} with peak {number(rate.peak)}: {warmup}is within 5 % of the peak until step {near[-1]}, "
-        f"ends at {number(rate.last)}{unstable}."
     )

@@ -1,38 +1,21 @@
 """The rules put to a run, each row measured, compared with its limit and told in its words; and the checklists."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
-from trainer.report import checks_curves, checks_policy, checks_run, checks_speed, checks_validation
 from trainer.report.analysed_run import AnalysedRun, NotJudged, keys_of, recognise_profile
 from trainer.report.measures import Measure, limit_of, measured_by
 from trainer.report.readers.json_logs import read_own
-from trainer.report.result import LEVELS, CheckItem, Finding
+from trainer.report.result import CheckItem, Finding
 from trainer.report.rule_table import FindingRow, Rule, default_limits, rules, table
 from trainer.report.words import filled, reasons
 from trainer.runtime.json_lines import JsonLines
-
-Check = Callable[[AnalysedRun], Iterable[Measure]]
-ROOMS = {
-    "curves": checks_curves,
-    "validation": checks_validation,
-    "speed": checks_speed,
-    "run": checks_run,
-    "policy": checks_policy,
-}
-"""Where the functions are that the table names: `curves.falling` is `checks_curves.falling`."""
-
-
-def find_check(name: str) -> Check:
-    """Raises `KeyError` or `AttributeError` for a name that the table should not hold."""
-    room, _, function = name.partition(".")
-    check: Check = getattr(ROOMS[room], function)
-    return check
 
 
 @dataclass(frozen=True)
@@ -50,11 +33,6 @@ class Judged:
 def judge(run: AnalysedRun, names: Collection[str] | None = None) -> tuple[Judged, ...]:
     """The rules of these names, else all of the table, in its order."""
     return tuple(_judged(rule, run) for rule in rules() if names is None or rule.name in names)
-
-
-def worst_first(judged: Iterable[Judged]) -> tuple[Finding, ...]:
-    findings = [finding for one in judged for finding in one.findings]
-    return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))
 
 
 def _judged(rule: Rule, run: AnalysedRun) -> Judged:
@@ -83,7 +61,7 @@ def _measured(rule: Rule, run: AnalysedRun) -> Iterator[Measure]:
     for role in rule.needs:
         run.get(role)
     if rule.check:
-        yield from find_check(rule.check)(run)
+        yield from resolve_name(f"trainer.report.checks_{rule.check}")(run)
     by_itself = {key: row for key, row in rule.rows.items() if row.is_measured and row.is_of(run.profile)}
     present = {key: row for key, row in by_itself.items() if run.key(row.role or "") is not None}
     if by_itself and not present and not rule.check:

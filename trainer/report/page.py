@@ -19,7 +19,6 @@ from trainer.report.curves import (
     SMOOTHINGS,
     Scale,
     axis_labels,
-    bin_means,
     column_bounds,
     decimate,
     gaps,
@@ -30,7 +29,7 @@ from trainer.report.formatting import interval, number, percent, step
 from trainer.report.result import Anomaly, Report
 from trainer.report.run_log import RunLog, Series
 from trainer.report.sections import sections, templates
-from trainer.report.statistics import finite, within
+from trainer.report.statistics import bins, finite, within
 
 UNITS = 1000
 """Of a path, from the left and from above: the width and height of the template's viewBox."""
@@ -217,14 +216,14 @@ class Plots:
         found = {name: known for name, series in named.items() if len(known := finite(series))}
         if not found:
             return
-        edges = np.linspace(self._x.low, self._x.high, min(NUM_TIME_BINS, max(map(len, found.values()))) + 1)
-        means = {name: np.nan_to_num(bin_means(known, edges)) for name, known in found.items()}
+        steps = np.rint(np.linspace(self._x.low, self._x.high, NUM_TIME_BINS)).astype(np.int64)
+        parts_of = {name: bins(known, NUM_TIME_BINS) for name, known in found.items()}
+        means = {name: np.interp(steps, part.steps, part.values) for name, part in parts_of.items()}
         largest = sorted(means, key=lambda name: -means[name].sum())
         parts = {name: means[name] for name in largest[:MAX_PHASES]}
         if rest := largest[MAX_PHASES:]:
             parts["rest"] = np.sum([means[name] for name in rest], axis=0)
-        steps, top = np.rint((edges[:-1] + edges[1:]) / 2).astype(np.int64), np.zeros(len(edges) - 1)
-        areas = []
+        areas, top = [], np.zeros(NUM_TIME_BINS)
         for place, (name, seconds) in enumerate(parts.items(), 1):
             top = top + seconds
             areas.append(Curve(Series(steps, top), f"s{place} area", name, (float(top[-1] - seconds[-1] / 2), name)))
