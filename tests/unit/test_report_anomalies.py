@@ -151,7 +151,7 @@ def test_the_schedule_is_recognised_and_the_rate_called_too_high() -> None:
     rate = report.learning_rate
     assert rate is not None and (rate.schedule, rate.peak, rate.warmup_steps) == ("cosine", 5e-5, 300)
     assert rate.anomalies_at_high_share == 1.0
-    assert 0.4 < rate.high_share < 0.6, "it stays near the peak and falls only after step 3000"
+    assert rate.high_share > 0.9, "it stays near its peak nearly to the end"
     assert "too high" in finding(report, "V15").title
 
 

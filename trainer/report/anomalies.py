@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.detection.window import spread
 from trainer.report.learning_rate import is_raised, raised_rates
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import RunLog, Series
-from trainer.report.statistics import Floats, UsualRange, finite, runs, usual_range
+from trainer.report.statistics import Floats, finite, runs, usual_range
 from trainer.report.vocabulary import CHAIN_GROUPS, ROLES, meaning, witness_group
 
 Ints = NDArray[np.int64]
@@ -29,12 +28,12 @@ LEAST = {
 """Limits of score, factor (of what is looked at in logarithms) and distance beyond which a group counts alone."""
 LOGARITHMIC = (*EFFECTS, "length")
 """Groups that vary by factors; shares and rewards, which may come near 0, by differences."""
-NUM_BEFORE = 16
-"""A departure must also stand out against this many points before it: a steep start or a new level is none."""
+NUM_START = 16
+"""Points of a steep start, in which nothing stands out."""
 RATE_SPREAD = 0.05
 """Of the logarithm of a learning rate, which has no noise of its own."""
-NUM_EARLIER, LEAST_RISE = 32, math.log(1.2)
-"""Points whose middle and spread a rise that stays is held against, and how far it and what follows lie above."""
+NUM_AFTER, LEAST_RISE = 16, math.log(1.2)
+"""Points by which it is judged whether a metric has recovered, and how far above its level a loss may stay."""
 MIN_POINTS = 48
 
 
@@ -97,9 +96,8 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
         floor=floor,
         relative_floor=0 if is_log else 0.05,
     )
-    z, levels = _against_the_points_before(values, usual, limits["onset_z"]), usual.centre
-    if group in ("loss", "gradient") and is_log:
-        levels = _judge_rises_that_stay(z, levels, values, floor=floor)
+    z, levels = usual.z(values), usual.centre
+    z[:NUM_START] = 0
     flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
     least = limits["onset_z"]  # what moves along need not stand out by itself
     moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else np.flatnonzero(np.abs(z) > least)
@@ -128,22 +126,6 @@ def _least_spread(key: str, group: str, values: Floats) -> float:
     return max(1e-3, 0.02 * float(np.ptp(values)), 0.02 if meaning(key).unit == "share" else 0.0)
 
 
-def _before(values: Floats, at: Ints, num_points: int) -> Floats:
-    """The points before each of `at`, one row each."""
-    return np.asarray(values[at[:, None] - np.arange(1, num_points + 1)])
-
-
-def _against_the_points_before(values: Floats, usual: UsualRange, limit: float) -> Floats:
-    """Scores; where beyond `limit`, the smaller of the two against the window and against the points just before."""
-    z = usual.z(values)
-    z[:NUM_BEFORE] = 0
-    candidates = np.flatnonzero(np.abs(z) > limit)
-    sign = np.sign(z[candidates])
-    rise = values[candidates] - np.median(_before(values, candidates, NUM_BEFORE), axis=1)
-    z[candidates] = sign * np.clip(sign * rise / usual.scale(sign, candidates), 0, np.abs(z[candidates]))
-    return z
-
-
 def _flagged(
     group: str, z: Floats, values: Floats, levels: Floats, *, is_log: bool, limits: Mapping[str, float]
 ) -> Ints:
@@ -157,26 +139,6 @@ def _flagged(
     if rise is not None:
         mask &= (np.exp(values) - np.exp(levels) if is_log else values - levels) > limits[rise]
     return np.flatnonzero(mask)
-
-
-def _judge_rises_that_stay(z: Floats, centre: Floats, values: Floats, *, floor: float) -> Floats:
-    """The levels: lower ones for points far above those before them, which are all that the guard sees; raises scores.
-
-    A loss that jumps and stays up soon is the middle of the window around it, and no point of it stands out there.
-    """
-    at = np.flatnonzero(values[NUM_EARLIER:] - centre[:-NUM_EARLIER] > LEAST_RISE) + NUM_EARLIER
-    past = _before(values, at, NUM_EARLIER)
-    just_before = np.median(past[:, :NUM_BEFORE], axis=1)
-    past.sort(axis=1)  # in place: of a long log it is the largest array of all
-    middle = past[:, NUM_EARLIER // 2 - 1 : NUM_EARLIER // 2 + 1].mean(axis=1)
-    tail = (past[:, int(0.9 * NUM_EARLIER)] - middle) / 1.282
-    expected = np.maximum(middle, just_before)
-    scores = (values[at] - expected) / np.maximum(np.maximum(spread(past - middle[:, None]), tail), floor)
-    after = np.median(values[(at[:, None] + np.arange(NUM_BEFORE)).clip(max=len(values) - 1)], axis=1)
-    is_higher = (scores > z[at]) & (after - expected > LEAST_RISE)
-    levels = centre.copy()
-    z[at[is_higher]], levels[at[is_higher]] = scores[is_higher], expected[is_higher]
-    return levels
 
 
 def _qualified(witnesses: tuple[Witness, ...], grid: Ints) -> Ints:
@@ -249,7 +211,7 @@ def _place_in_chain(witness: Witness, mover: Mover) -> tuple[int, bool, float]:
 def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
     """Whether what follows lies where the metric was expected at its peak: within 3 spreads, a loss within 20 %."""
     index = int(np.searchsorted(witness.series.steps, last_step, side="right"))
-    after = witness.series.values[index : index + NUM_BEFORE]
+    after = witness.series.values[index : index + NUM_AFTER]
     if len(after) < 3:
         return False
     level = float(np.median(np.log(after) if witness.is_log else after))

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,35 +154,33 @@ def runs(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class UsualRange:
-    """At each point a running median, and the spread around it upwards and downwards."""
+    """At each point the median of those before it, and their spread around it upwards and downwards."""
 
     centre: Floats
     up: Floats
     down: Floats
 
-    def scale(self, distance: Floats, at: Any = slice(None)) -> Floats:
-        """The spread on the side that each distance points to; `at` selects the points it is of."""
-        return np.where(distance > 0, self.up[at], self.down[at])
-
     def z(self, values: Floats) -> Floats:
-        """Distance of each point from the running median, in spreads of that side."""
+        """Distance of each point from the median, in spreads of that side."""
         distance = values - self.centre
-        return np.asarray(distance / self.scale(distance))
+        return np.asarray(distance / np.where(distance > 0, self.up, self.down))
 
 
 def usual_range(
     values: Floats, *, level_window: int, spread_window: int, floor: float, relative_floor: float
 ) -> UsualRange:
-    """Median of half-overlapping windows of `level_window` points; the spread of what is left, of `spread_window`.
+    """Median of the last window of `level_window` points before each; the spread of what is left, of `spread_window`.
 
-    The level follows a new level within half its window, so that one does not widen the spread. The spread is the
-    larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches of two kinds; at least `floor`
-    and `relative_floor` times the level. Up to 5 % outliers in most windows do not move it.
+    A point is held against the past alone, as the guard does: what stays at a new level stands out until half of the
+    window has it. The spread is the larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches
+    of two kinds; at least `floor` and `relative_floor` times the level. Up to 5 % outliers in most windows do not move
+    it.
     """
-    windows, nearest = _windowed(values, level_window)
-    centre = np.median(windows, axis=1)[nearest]
-    windows, nearest = _windowed(values - centre, spread_window)
-    ordered = np.sort(windows, axis=1)
+    windows, before = _windowed(values, level_window)
+    centre = np.median(windows, axis=1)[before]
+    windows, before = _windowed(values - centre, spread_window)
+    ordered = windows - np.median(windows, axis=1)[:, None]
+    ordered.sort(axis=1)
     least = np.maximum(spread(ordered), floor)
     if relative_floor:
         levels = np.median(np.abs(_windowed(centre, spread_window)[0]), axis=1)
@@ -192,17 +189,16 @@ def usual_range(
     tail = int(0.05 * last)
     # at most twice as heavy as in the run's usual window: a heavier tail is a burst, not the usual spread
     tails = [np.minimum(t, 2 * np.median(t)) for t in (ordered[:, last - tail] / 1.645, -ordered[:, tail] / 1.645)]
-    up, down = (np.maximum(least, heavy)[nearest] for heavy in tails)
+    up, down = (np.maximum(least, heavy)[before] for heavy in tails)
     return UsualRange(centre, up, down)
 
 
 def _windowed(values: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
-    """(half-overlapping windows that cover all points, one a row; for each point the window nearest to it)."""
-    width = min(width, len(values))
-    starts = np.unique(np.append(np.arange(0, len(values) - width + 1, max(1, width // 2)), len(values) - width))
-    middles = starts + width / 2
-    nearest = np.searchsorted((middles[1:] + middles[:-1]) / 2, np.arange(len(values)))
-    return np.lib.stride_tricks.sliding_window_view(values, width)[starts], nearest
+    """(overlapping windows, one a row; for each point the last one that lies before it, at the start the first)."""
+    width = min(width, len(values) // 2)
+    stride = max(1, width // 4)
+    windows = np.lib.stride_tricks.sliding_window_view(values, width)[::stride]
+    return windows, ((np.arange(len(values)) - width) // stride).clip(0)
 
 
 NUM_WINDOWS = 20
