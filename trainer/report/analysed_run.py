@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.metrics.words import pattern
-from trainer.report.formatting import written
+from trainer.report.formatting import shown
 from trainer.report.result import Anomaly
 from trainer.report.rule_table import table
 from trainer.report.run_log import RunLog, Series
@@ -113,7 +113,7 @@ class AnalysedRun:
         if not self.is_configured:
             return dict.fromkeys(self.options, "the run's configuration is not known")
         found = {name: self.setting(purpose) for purpose, name in self.options.items()}
-        told = (f"{name} is not set" if at is None else f"{name} = {written(at)}" for name, at in found.items())
+        told = (f"{name} is not set" if at is None else f"{name} = {shown(at)}" for name, at in found.items())
         return dict(zip(self.options, told, strict=True))
 
     def checkpoint(self, step: int) -> str:

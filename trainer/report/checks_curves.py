@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged
 from trainer.report.anomalies import is_of
-from trainer.report.formatting import listed, number, span
+from trainer.report.formatting import interval, listed, number
 from trainer.report.inventory import phases
 from trainer.report.learning_rate import learning_rate, scheduled
 from trainer.report.measures import Measure, going_wrong
@@ -212,9 +212,9 @@ def schedule(run: AnalysedRun) -> Iterator[Measure]:
 def _raised(run: AnalysedRun, told: LearningRate) -> Measure:
     """Where the rate was lifted off its schedule, and what followed."""
     worst = max(told.raised, key=lambda stretch: stretch.factor)
-    where = [f"{span(stretch.steps)}{'' if stretch.is_over else ', to the end'}" for stretch in told.raised]
+    where = [f"{interval(stretch.steps)}{'' if stretch.is_over else ', to the end'}" for stretch in told.raised]
     words = {"level": worst.level, "peak": worst.peak, "where": where, "at": worst.steps[0]}
-    followed = tuple(f"{moved_along(a)} at {span(a.steps)}" for a in run.anomalies if is_led_by_rate(a))
+    followed = tuple(f"{moved_along(a)} at {interval(a.steps)}" for a in run.anomalies if is_led_by_rate(a))
     return Measure("raised", worst.factor, (told.raised[0].steps[0], told.raised[-1].steps[1]), words, followed)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from trainer.report.analysed_run import AnalysedRun, NotJudged
-from trainer.report.formatting import listed, number, span
+from trainer.report.formatting import interval, listed, number
 from trainer.report.measures import Measure, going_wrong
 from trainer.report.result import Anomaly, Mover
 from trainer.report.statistics import bins, onset, rolling_median, slope
@@ -56,7 +56,7 @@ def left_reference(run: AnalysedRun) -> Iterator[Measure]:
     values = series.values[: int(np.searchsorted(series.steps, above.steps[0])) + 1]
     left = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
     bursts = [a for a in run.anomalies if any(m.metric == name for m in a.movers)]
-    told = (story(run.anomalies), *(f"{span(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
+    told = (story(run.anomalies), *(f"{interval(a.steps)} ({a.percent:.1f} %): {moved_along(a)}" for a in bursts[:10]))
     words = {"at": above.steps[np.argmax(above.values)], "times": max(1, len(bursts))}
     steps = int(series.steps[left]), above.ends[1]
     yield Measure(value=float(above.values.max()), steps=steps, words=words, evidence=tuple(filter(None, told)))
@@ -103,7 +103,7 @@ def reward_drops(run: AnalysedRun) -> Iterator[Measure]:
 def _drop_line(anomaly: Anomaly, fallen: list[Mover]) -> str:
     fell = listed(f"{mover.metric} down to {number(mover.peak_value)}" for mover in fallen)
     rose = listed(mover.metric for mover in anomaly.movers if mover.sign > 0)
-    return f"{span(anomaly.steps)}: {fell}, in phase with {rose}"
+    return f"{interval(anomaly.steps)}: {fell}, in phase with {rose}"
 
 
 def _has_halved(run: AnalysedRun, mover: Mover) -> bool:

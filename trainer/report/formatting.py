@@ -27,11 +27,6 @@ def number(value: float | None) -> str:
     return f"{value:.{NUM_DIGITS}g}"
 
 
-def written(found: object) -> str:
-    """A value of a configuration."""
-    return number(float(found)) if isinstance(found, int | float) and not isinstance(found, bool) else str(found)
-
-
 def share(value: float | None) -> str:
     """A share of one as a percentage with one decimal."""
     return percent(None if value is None else 100 * value)
@@ -63,11 +58,6 @@ def interval(steps: tuple[int, int] | None) -> str:
         return ""
     first, last = steps
     return f"step {step(first)}" if first == last else f"steps {step(first)}–{step(last)}"
-
-
-def span(steps: tuple[int, int]) -> str:
-    """The same in a sentence: `step 2800`, `steps 2855 to 2870`."""
-    return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
 
 
 def listed(items: Iterable[str], limit: int = 10) -> str:

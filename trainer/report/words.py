@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.anomalies import group_of
-from trainer.report.formatting import counted, listed, number, share, span, written
+from trainer.report.formatting import counted, interval, listed, number, share, shown
 from trainer.report.learning_rate import raised_rates, scheduled
 from trainer.report.measures import STATISTICS
 from trainer.report.result import Anomaly
@@ -89,7 +89,7 @@ class _Sentence(string.Formatter):
         if format_spec:
             return share(float(value)) if format_spec == "%" else counted(int(value), format_spec)
         if isinstance(value, tuple):
-            return span(value)
+            return interval(value)
         if isinstance(value, list):
             return listed(map(str, value))
         return number(value) if isinstance(value, float) else str(value)
@@ -132,5 +132,5 @@ def advised(name: str, run: AnalysedRun) -> str:
         now = float(scheduled(rates, raised_rates(rates, jump=run.limits["lr_jump"])).values.max())
     if not isinstance(now, int | float) or not 0 < now <= entry.get("at_most", now):
         return filled(entry["unset"], run, {})
-    lowered = int(now) // entry["by"] if entry.get("is_whole") else written(now / entry["by"])
-    return filled(entry["set"], run, {"now": written(now), "lowered": lowered})
+    lowered = int(now) // entry["by"] if entry.get("is_whole") else shown(now / entry["by"])
+    return filled(entry["set"], run, {"now": shown(now), "lowered": lowered})
