@@ -99,8 +99,8 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
     z, levels = usual.z(values), usual.centre
     z[:NUM_START] = 0
     flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
-    least = limits["onset_z"]  # what moves along need not stand out by itself
-    moved = np.flatnonzero(z > limits["metric_z"]) if group in EFFECTS else np.flatnonzero(np.abs(z) > least)
+    # what moves along need not stand out by itself
+    moved = np.flatnonzero((z if group in EFFECTS else np.abs(z)) > limits["onset_z"])
     z, up = z.astype(np.float32), usual.up.astype(np.float32)  # half the memory: a log has many witnesses
     return Witness(key, group, series, is_log, z, up, levels, flagged, moved)
 
