@@ -236,6 +236,11 @@ def test_a_dump_that_is_none_is_refused_by_line(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
 
 
+def test_an_override_is_not_taken_for_the_dump(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--with", "trl", "data.max_length=64"]) == 2
+    assert "--with NAME and DUMP are needed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_dump_scripts_are_printed_and_are_python(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--dump-script", name]) == 0

@@ -38,6 +38,14 @@ def call(**message: object) -> dict[str, object]:
     return {"role": "assistant", "content": "", **message}
 
 
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def json_calls(text: str) -> list[object]:
+    return [{"type": "function", "function": {"name": "f", "arguments": text}}]
+
+
 LINES: dict[bytes, str] = {
     b"\x00\x01\x02\x03": "broken JSON: ",
     b'{"messages": [': "broken JSON: Expecting value at column 15",
@@ -69,6 +77,9 @@ LINES: dict[bytes, str] = {
     chat(USER, call()): "empty assistant turn: message 2",
     chat(USER, call(tool_calls="f()")): "broken tool_calls: 'tool_calls' of message 2",
     chat(USER, ANSWER, tools="[{"): "broken tools: 'tools' is text but not JSON",
+    chat(USER, ANSWER, tools=nested(2000)): "nested too deeply: ",
+    chat(USER, call(tool_calls=json_calls(nested(2000)))): "nested too deeply: ",
+    b'{"conversations": [{"from": "function_call", "value": "%s"}]}' % nested(2000).encode(): "nested too deeply: ",
     chat(USER, {**ANSWER, "weight": 0.5}): "bad flag: 'weight' of message 2 (assistant) is 0.5",
     chat(USER, {**ANSWER, "content": "a<|im_end|>"}): "special token in content: message 2 (assistant)",
     chat(USER, {**ANSWER, "content": "a" * 500}): "over-long: ",

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.preview import preview
-from trainer.data.rows import NUM_COLUMNS, Row, UnusableError
+from trainer.data.rows import NUM_COLUMNS, Row, Seen, UnusableError, excerpt
 from trainer.data.shapes import RowParser
 from trainer.data.token_rows import vocabulary_digest
 
@@ -107,6 +107,35 @@ def test_chats_come_before_other_columns(tmp_path: Path) -> None:
     dataset = run(write_rows(tmp_path / "rows.jsonl", both, other), replace(OPTIONS, keys=RowKeys()), cache=tmp_path)
     (chat, texts), counts = dataset.summary.rows_by_shape, [*dataset.summary.rows_by_shape.values()]
     assert chat == "messages in 'messages'" and texts.startswith("plain text in 'prompt'") and counts == [1, 1]
+
+
+ALPACA = {"instruction": "a", "output": "b", "input": "", "history": []}
+TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "unread"),
+    [
+        ({"messages": [USER, ASSISTANT], "system": "Be brief.", "prompt": "hi"}, {"system": 1, "prompt": 1}),
+        ({"messages": [USER, ASSISTANT], "system": "", "prompt": None, "tools": []}, {}),
+        ({"conversations": TURNS, "system": "Be brief.", "input": "c"}, {"input": 1}),
+        ({**ALPACA, "system": "Be brief.", "labels": [1]}, {"labels": 1}),
+        ({"prompt": "a", "completion": " b", "system": "Be brief."}, {"system": 1}),
+    ],
+)
+def test_a_column_that_only_rows_of_another_shape_have_is_named(record: dict[str, Any], unread: dict[str, int]) -> None:
+    """Each was lost without a word."""
+    seen = Seen()
+    item = RowParser(RowKeys(), TOKENIZER, seen=seen).parse(Row(Path("a"), 1, record))
+    assert not isinstance(item, UnusableError) and seen.unread_columns == unread
+
+
+def test_a_row_that_is_nested_deeply_is_a_bad_one() -> None:
+    deep: Any = "a"
+    for _ in range(2000):
+        deep = {"b": deep}
+    item = RowParser(RowKeys(), TOKENIZER).parse(Row(Path("a"), 1, {"text": deep}))
+    assert str(item).startswith("nested too deeply: ") and excerpt(deep) == str(item)
 
 
 def test_of_columns_that_nothing_reads_only_some_are_kept(tmp_path: Path) -> None:

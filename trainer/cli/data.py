@@ -94,7 +94,8 @@ def _compare(parser: Parser, argv: list[str]) -> int:
     if arguments.dump_script:
         print(FRAMEWORKS[arguments.dump_script].script, end="")
         return EXIT_DONE
-    if not arguments.framework or not arguments.dump:
+    is_word = arguments.dump is not None and "=" in str(arguments.dump) and not arguments.dump.exists()
+    if not arguments.framework or not arguments.dump or is_word:
         raise ConfigError(f"--with NAME and DUMP are needed\n{parser.format_usage().rstrip()}")
 
     from trainer.data_tools.compare import as_lines, compare, read_dump

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.content import REASONING_KEYS, StructuralTokens, num_left_out
 from trainer.data.conversation import Conversation, Message
 from trainer.data.plain_text import Continuation, TextEncoder
-from trainer.data.rows import Seen, UnusableError
+from trainer.data.rows import TOO_DEEP, Seen, UnusableError
 from trainer.data.shapes import Item
 from trainer.data.spans import Renderings
 from trainer.data.template import ChatTemplate, Tools
@@ -96,6 +96,8 @@ class ChatEncoder:
                     num_chars += sum(len(sample.text) for sample in samples)
             except UnusableError as error:
                 batch.append(error)
+            except RecursionError:
+                batch.append(UnusableError(TOO_DEEP))
             if num_chars >= BATCH_CHARS or len(batch) == BATCH_ROWS:
                 yield batch
                 batch, num_chars = [], 0

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from trainer.config import RowKeys
 from trainer.data.rows import Row, UnusableError
@@ -43,6 +44,19 @@ def columns_of(keys: RowKeys) -> tuple[str, ...]:
     return tuple(dict.fromkeys((keys.messages_key, keys.tools_key, *known)))
 
 
+class Shape(NamedTuple):
+    """What a row was taken for."""
+
+    words: str
+    columns: frozenset[str]
+    """That are read of it then, nested ones by the name of the outer one too."""
+
+
+@cache
+def shape_of(words: str, *columns: str) -> Shape:
+    return Shape(words, frozenset(columns) | {name.partition(".")[0] for name in columns})
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Checked messages as a chat template takes them: `content` is always text, `tools` a list of objects or None."""
@@ -53,7 +67,7 @@ class Conversation:
     """Indices of the assistant messages that are left out of the loss."""
 
 
-def to_conversation(row: Row, keys: RowKeys) -> tuple[str, Conversation]:
+def to_conversation(row: Row, keys: RowKeys) -> tuple[Shape, Conversation]:
     """What a row was taken for, and the conversation in it: prompt and response columns, chat messages, ShareGPT,
     Alpaca, or TRL's two lists. Raises `UnusableError`.
     """
@@ -73,20 +87,23 @@ def has_conversation(record: dict[str, Any], keys: RowKeys) -> bool:
     return is_named or record.get(SHAREGPT_KEY) is not None or ("instruction" in record and "output" in record)
 
 
-def _messages(row: Row, keys: RowKeys) -> tuple[str, list[Any], int]:
+def _messages(row: Row, keys: RowKeys) -> tuple[Shape, list[Any], int]:
     """What the row was taken for, its messages, and how many of these are only given."""
     record = row.record
     if keys.prompt_key is not None and keys.response_key is not None:
-        shape = f"prompts in '{keys.prompt_key}' and responses in '{keys.response_key}'"
+        shape = shape_of(f"prompts in '{keys.prompt_key}' and responses in '{keys.response_key}'", *columns_of(keys))
         return shape, _from_prompt_response(row, keys.prompt_key, keys.response_key), 0
     for key in (keys.messages_key, SHAREGPT_KEY):
         if (turns := _lookup(record, key)) is not None:
-            return f"messages in '{key}'", _from_turns(record, key, turns), 0
+            messages, others = _from_turns(record, key, turns)
+            return shape_of(f"messages in '{key}'", key, keys.tools_key, *others), messages, 0
     if "instruction" in record and "output" in record:
-        return "Alpaca's 'instruction' and 'output'", _from_alpaca(record), 0
+        shape = shape_of("Alpaca's 'instruction' and 'output'", *ALPACA_KEYS, SYSTEM_KEY, keys.tools_key)
+        return shape, _from_alpaca(record), 0
     prompt, completion = record.get(PROMPT), record.get(COMPLETION)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return f"messages in '{PROMPT}' and '{COMPLETION}'", [*prompt, *completion], len(prompt)
+        shape = shape_of(f"messages in '{PROMPT}' and '{COMPLETION}'", *TRL_KEYS, keys.tools_key)
+        return shape, [*prompt, *completion], len(prompt)
     if keys.messages_key in record:
         raise UnusableError(f"messages not a list: '{keys.messages_key}' is null")
     tried = f"'{keys.messages_key}' (data.messages_key), 'conversations' (ShareGPT), 'instruction' + 'output' (Alpaca)"
@@ -154,19 +171,20 @@ def _is_chat(value: Any) -> bool:
     return any(SHAREGPT_ROLES.get(speaker) == "assistant" for speaker in speakers)
 
 
-def _from_turns(record: dict[str, Any], key: str, turns: Any) -> list[Any]:
+def _from_turns(record: dict[str, Any], key: str, turns: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """The messages, and what columns besides they are made of."""
     if isinstance(turns, str):
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError):
             turns = json.loads(turns)
     if not isinstance(turns, list):
         raise UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
     if not turns:
         raise UnusableError(f"no messages: '{key}' is an empty list")
     if not (isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]):
-        return turns
-    system = record.get("system")
+        return turns, ()
+    system = record.get(SYSTEM_KEY)
     head = [{"role": "system", "content": system}] if system else []
-    return head + [_from_sharegpt(turn, index) for index, turn in enumerate(turns)]
+    return head + [_from_sharegpt(turn, index) for index, turn in enumerate(turns)], (SYSTEM_KEY,)
 
 
 def _from_sharegpt(turn: Any, index: int) -> Message:

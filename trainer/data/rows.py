@@ -13,6 +13,7 @@ UNITS = {".json": "element", ".parquet": "row"}
 """What `line` counts in files without lines, or whose lines are not known."""
 EXCERPT_CHARS = 200
 NUM_COLUMNS = 30
+TOO_DEEP = "nested too deeply: lists or objects in the row stand inside of hundreds of others"
 
 
 class UnusableError(Exception):
@@ -79,7 +80,10 @@ def excerpt(value: Any) -> str:
     if isinstance(value, bytes):
         text = value[: 2 * EXCERPT_CHARS].decode("utf-8", errors="replace")
     else:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        except RecursionError:
+            text = TOO_DEEP
     # Lone surrogates can be read from JSON but not written to a file.
     text = " ".join(text[: 2 * EXCERPT_CHARS].split()).encode("utf-8", errors="replace").decode("utf-8")
     return text if len(text) <= EXCERPT_CHARS else text[:EXCERPT_CHARS] + "…"

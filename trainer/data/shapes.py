@@ -1,6 +1,7 @@
 """Which of the known shapes a row has, and what stands in it to be encoded."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,15 +10,18 @@ from trainer.data.conversation import (
     COMPLETION,
     IDS_KEY,
     PROMPT,
+    TOKEN_KEYS,
+    TRL_KEYS,
     Conversation,
+    Shape,
     column,
-    columns_of,
     has_conversation,
     require_text,
+    shape_of,
     to_conversation,
 )
 from trainer.data.plain_text import Continuation
-from trainer.data.rows import NUM_COLUMNS, Row, Seen, UnusableError
+from trainer.data.rows import NUM_COLUMNS, TOO_DEEP, Row, Seen, UnusableError
 from trainer.data.token_rows import TokenRows
 from trainer.data.tokens import Encoded
 
@@ -27,6 +31,8 @@ TEXTS_SHAPE = (
     f"plain text in '{PROMPT}' and '{COMPLETION}' (data.prompt_key={PROMPT} data.response_key={COMPLETION} would make "
     f"them chats)"
 )
+SAY_NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Values of columns that may stand there for the sake of other rows."""
 
 
 class RowParser:
@@ -42,7 +48,6 @@ class RowParser:
         """`new_tokens`: what the vocabulary got since rows of tokens may have been made. `seen`: what is added to."""
         self._keys, self._token_rows = keys, TokenRows(tokenizer, keys.vocabulary_digest, new_tokens or {})
         self._seen = Seen() if seen is None else seen
-        self._columns = frozenset(name.partition(".")[0] for name in columns_of(keys)) | set(columns_of(keys))
 
     def parse(self, row: Row) -> Item:
         if row.problem is not None:
@@ -51,21 +56,24 @@ class RowParser:
             shape, item = self._recognised(row)
         except UnusableError as error:
             return error
-        self._seen.rows_by_shape[shape] += 1
-        if row.unread or not self._columns.issuperset(row.record):
-            unread = [*(name for name in row.record if name not in self._columns), *row.unread]
+        except RecursionError:
+            return UnusableError(TOO_DEEP)
+        self._seen.rows_by_shape[shape.words] += 1
+        if row.unread or not shape.columns.issuperset(row.record):
+            others = (name for name in row.record if name not in shape.columns)
+            unread = [*(name for name in others if row.record[name] not in SAY_NOTHING), *row.unread]
             self._seen.add_columns(dict.fromkeys(unread[:NUM_COLUMNS], 1))
         return item
 
-    def _recognised(self, row: Row) -> tuple[str, Item]:
+    def _recognised(self, row: Row) -> tuple[Shape, Item]:
         record, keys = row.record, self._keys
         if keys.text_key is not None:
             text = require_text(column(row, keys.text_key, "text_key"), f"'{keys.text_key}'")
-            return f"plain text in '{keys.text_key}'", Continuation("", text)
+            return shape_of(f"plain text in '{keys.text_key}'", keys.text_key), Continuation("", text)
         if not has_conversation(record, keys):
             if IDS_KEY in record:
-                return f"tokens in '{IDS_KEY}'", self._token_rows.encoded(record)
+                return shape_of(f"tokens in '{IDS_KEY}'", *TOKEN_KEYS), self._token_rows.encoded(record)
             texts = record.get(PROMPT), record.get(COMPLETION)
             if isinstance(texts[0], str) and isinstance(texts[1], str):
-                return TEXTS_SHAPE, Continuation(*texts)
+                return shape_of(TEXTS_SHAPE, *TRL_KEYS), Continuation(*texts)
         return to_conversation(row, keys)
