@@ -117,15 +117,8 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        return replace(
-            self,
-            input_ids_T=fn(self.input_ids_T),
-            labels_T=fn(self.labels_T),
-            position_ids_T=fn(self.position_ids_T),
-            cu_seqlens_D1=fn(self.cu_seqlens_D1),
-            supervised_S=fn(self.supervised_S),
-            sources_D=fn(self.sources_D),
-        )
+        changed: dict[str, Any] = {name: fn(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
 
 
 def share_lengths(num_tokens: int, size: int) -> list[int]:

@@ -40,9 +40,9 @@ def test_resolve_files(tmp_path: Path) -> None:
         ("notes.log", "unsupported format '.log': supported are .jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet$"),
         ("rows.csv", r"unsupported format '.csv': .* convert it: python -c .*rows.csv'"),
         ("rows.json.gz", "unpack it: gunzip '.*rows.json.gz'"),
-        ("pipe.jsonl", "'.*pipe.jsonl' is a pipe, but data is read more than once: write it to a file first"),
-        ("link.jsonl", "'.*link.jsonl' is a device: name a file"),
-        ("socket.jsonl", "'.*socket.jsonl' is a socket: name a file"),
+        ("pipe.jsonl", "'.*pipe.jsonl' is a pipe, a socket or a device; data is read more than once"),
+        ("link.jsonl", "'.*link.jsonl' is a pipe, a socket or a device"),
+        ("socket.jsonl", "'.*socket.jsonl' is a pipe, a socket or a device"),
         ("dangling.jsonl", "no such file: '.*dangling.jsonl'"),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_pat
     assert dataset.num_rows == 2 and len(pieces) > 2 and all(len(piece) == 16 for piece in pieces[:-1])
     labels = np.concatenate([piece[1:] for piece in pieces])
     assert labels.tolist() == ids[1:].tolist(), "a piece begins with the last token of the one before"
-    assert dataset.summary.num_loss_tokens == len(ids) - 1 + int(dataset.num_loss_tokens[-1])
+    assert dataset.summary.num_loss_tokens == len(ids) - 1 + int(dataset.rows["num_loss_tokens"][-1])
     assert dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0 and not dataset.notes
     exact = split(tmp_path, {"text": LONG}, max_length=len(ids))
     assert len(exact) == 1

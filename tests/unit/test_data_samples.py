@@ -102,8 +102,7 @@ def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> Source
     summary = SimpleNamespace(fingerprint=changes.get("fingerprint", name), end_token_ids=changes.get("ends", [7]))
     dataset: Any = SimpleNamespace(
         summary=summary,
-        lengths=np.arange(count) + 1,
-        num_loss_tokens=np.arange(count),
+        rows=np.array([(i + 1, i) for i in range(count)], dtype=[("num_tokens", "i4"), ("num_loss_tokens", "i4")]),
         bounds=changes.get("bounds"),
         num_rows=count,
         sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),

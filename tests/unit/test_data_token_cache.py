@@ -54,14 +54,14 @@ def test_samples_are_those_of_the_encoder_over_batches_writes_and_files(
     for index, answer in enumerate([*(row["a"] for row in good_rows(6)), "row 🙂"]):
         input_ids, loss_mask = dataset.sample(index)
         assert tokenizer.decode(input_ids[loss_mask]) == f"{answer}<|im_end|>"
-        assert dataset.lengths[index] == len(input_ids)
-        assert dataset.num_loss_tokens[index] == loss_mask.sum()
+        assert dataset.rows["num_tokens"][index] == len(input_ids)
+        assert dataset.rows["num_loss_tokens"][index] == loss_mask.sum()
     assert (dataset.location(0), dataset.location(6)) == (f"{first}:1", f"{second}:2")
     assert isinstance(dataset.tokens, np.memmap) and not dataset.tokens.flags.writeable
     summary = dataset.summary
     assert (summary.num_rows, summary.num_samples, summary.num_bad_rows) == (7, 7, 0)
-    assert summary.num_tokens == dataset.lengths.sum() == len(dataset.tokens)
-    assert summary.num_loss_tokens == dataset.num_loss_tokens.sum()
+    assert summary.num_tokens == dataset.rows["num_tokens"].sum() == len(dataset.tokens)
+    assert summary.num_loss_tokens == dataset.rows["num_loss_tokens"].sum()
     assert summary.end_token_ids == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
@@ -191,7 +191,7 @@ def test_a_supervised_first_token_is_no_label(tmp_path: Path) -> None:
     options = replace(OPTIONS, truncation="left", max_length=20)
     dataset = run(path, options, cache=tmp_path / "cache")
     _, mask = dataset.sample(0)
-    assert mask[0] and dataset.num_loss_tokens[0] == mask.sum() - 1
+    assert mask[0] and dataset.rows["num_loss_tokens"][0] == mask.sum() - 1
 
 
 def test_drop_is_counted_and_not_bad(tmp_path: Path) -> None:

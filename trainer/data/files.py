@@ -37,12 +37,6 @@ FIXES = {
     "for part in sorted(glob.glob('{folder}/*.arrow'))), '{folder}.parquet')\"",
 }
 """By the suffix in small letters. What datasets saves with `save_to_disk` is `.arrow`."""
-KINDS = (
-    (stat.S_ISFIFO, "a pipe, but data is read more than once: write it to a file first"),
-    (stat.S_ISSOCK, "a socket: name a file"),
-    (stat.S_ISCHR, "a device: name a file"),
-    (stat.S_ISBLK, "a device: name a file"),
-)
 NUM_LOOKED_AT = 1000  # files in a directory
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -86,9 +80,8 @@ def _check_file(path: Path) -> None:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
     if stat.S_ISDIR(mode):
         raise DataError(f"'{path}' is a directory: {_inside(path)}")
-    for is_kind, what in KINDS:
-        if is_kind(mode):
-            raise DataError(f"'{path}' is {what}")
+    if not stat.S_ISREG(mode):
+        raise DataError(f"'{path}' is a pipe, a socket or a device; data is read more than once: write it to a file")
     if not path.name.endswith(SUFFIXES):
         fix = _fix(path)
         supported = f"supported are {', '.join(SUFFIXES)}"

@@ -19,7 +19,8 @@ TOKEN = np.dtype("<i4")
 """Ids of samples end to end; those that are supervised have the sign bit too."""
 SUPERVISED = np.int32(-(2**31))
 ROW = np.dtype([("file", "<i4"), ("line", "<i8"), ("num_tokens", "<i4"), ("num_loss_tokens", "<i4"), ("end", "<i8")])
-"""Of a sample: index of its file and its line there, tokens, how many of them are labels, where it ends."""
+"""Of a sample: index of its file and its line there, tokens, how many of them are labels (the first never is: nothing
+predicts it), where it ends."""
 
 Result = list[Encoded] | UnusableError
 

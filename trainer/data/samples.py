@@ -40,19 +40,10 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.rows["num_tokens"]
-
-    @property
-    def num_loss_tokens(self) -> np.ndarray:
-        """Labels each sample contributes: a supervised first token has nothing to be predicted from."""
-        return self.rows["num_loss_tokens"]
-
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and loss mask (bool) of one sample."""
         end = int(self.rows["end"][index])
-        tokens = self.tokens[end - int(self.lengths[index]) : end]
+        tokens = self.tokens[end - int(self.rows["num_tokens"][index]) : end]
         return tokens & ~SUPERVISED, tokens < 0
 
     def location(self, index: int) -> str:
@@ -220,8 +211,8 @@ class Samples:
         for number, source in enumerate(self.sources):
             own = np.flatnonzero(numbers == number)
             indices = source.samples[ids[own] - self._bounds[number]]
-            lengths[own] = source.dataset.lengths[indices]
-            num_loss_tokens[own] = source.dataset.num_loss_tokens[indices]
+            lengths[own] = source.dataset.rows["num_tokens"][indices]
+            num_loss_tokens[own] = source.dataset.rows["num_loss_tokens"][indices]
         if len(self._left_out):
             num_loss_tokens[np.isin(ids, self._left_out)] = 0
         return lengths, num_loss_tokens
