@@ -53,8 +53,8 @@ HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
 """Its kernels on CPU take heads of 32 and more."""
 
 
-def random_ids(num_values: int) -> list[int]:
-    return torch.randint(0, num_values, (48,), generator=torch.Generator().manual_seed(1)).tolist()
+def random_ids(num_values: int, count: int = 48) -> list[int]:
+    return torch.randint(0, num_values, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def log_prob(model: Any, ids: list[int]) -> float:
@@ -154,9 +154,11 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
     ids = random_ids(VOCAB)
     # so many steps make the tokens of its answers certain; a second rank would take half as long again
     export = trained(root / "run", 150, cache, num_ranks=1) / "huggingface"
+    longest = random_ids(500, AutoConfig.from_pretrained(export).max_position_embeddings)
     return {
         "quickstart": {"model": export, "question": QUESTION},
         "evaluate": asked_by_evaluate(root / "run"),
+        "longest": {"model": export, "adapter": None, "ids": [longest], "masks": [[1] * len(longest)]},
         "adapter": {"model": base, "adapter": checkpoint / "huggingface" / "lora_adapter", "ids": random_ids(500)},
         "merged": {"model": checkpoint / "huggingface", "ids": random_ids(500)},
         **{name: {"model": root / f"{name}-export", "ids": ids} for name in (*FAMILIES, WHOLE)},
@@ -222,6 +224,12 @@ def is_solved(completion: str, check: str) -> bool:
         return bool(eval(check, namespace))
     except Exception:  # whatever a wrong program does
         return False
+
+
+def test_a_sample_that_fills_the_model_is_proven(jobs: dict[str, dict[str, Any]], served: dict[str, Any]) -> None:
+    """vLLM writes a token more, for which the model has no place."""
+    model = AutoModelForCausalLM.from_pretrained(jobs["longest"]["model"], dtype=torch.float32)
+    assert served["longest"]["sums"] == pytest.approx([log_prob(model, *jobs["longest"]["ids"])], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", (*FAMILIES, WHOLE))

@@ -1,7 +1,8 @@
 """Runs in vLLM's own environment: several models one after the other in this process; JSON on the last line.
 
 python vllm_serve.py JOBS: a JSON file of {name: {"model": DIRECTORY, ...}}. A job with a `question` is answered
-greedily with nothing but the directory said; one with `sampling` is what `evaluate` asks, answered by its own engine;
+greedily with nothing but the directory said; one with `sampling` is what `evaluate` asks, one with `masks` what `prove`
+does, answered by their own engine;
 one with `ids` alone gives their summed log-probability in float32, and with an `adapter` also what it is with it.
 """
 
@@ -35,7 +36,7 @@ def log_prob(llm: Any, ids: list[int], adapter: LoRARequest | None = None) -> fl
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     if "question" in job:
         return answer(LLM(job["model"], enforce_eager=True, max_model_len=512), job["question"])
-    if "sampling" in job:
+    if "sampling" in job or "masks" in job:
         return vllm_engine.serve(job)
     adapter = job.get("adapter")
     settings = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True}

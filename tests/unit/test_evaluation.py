@@ -60,6 +60,7 @@ def run_with(root: Path, *steps: int) -> Path:
         path = commit(root, step)
         (path / "huggingface").mkdir(exist_ok=True)
         (path / "huggingface" / "config.json").write_text("{}")
+        (path / "huggingface" / "model.safetensors").write_bytes(b"")
     return root
 
 
@@ -80,6 +81,14 @@ def test_killed_five_times_it_goes_on_and_writes_every_sample_once(tmp_path: Pat
     again = FakeEngine()
     assert not evaluate(run_dir, info, asked_of(again), tell=print) and again.asked == []
     assert all(json.loads(line) for line in (run_dir / FILE_NAME).read_text().splitlines())
+
+
+def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path: Path) -> None:
+    """Its huggingface/ has config.json and the tokenizer all the same, and what passes through."""
+    export = run_with(tmp_path, 10) / "global_step_10" / "huggingface"
+    (export / "model.safetensors").rename(export / "model-other-parts.safetensors")
+    with pytest.raises(ConfigError, match=r"huggingface' holds no weights, .*save_contents had no hf_model"):
+        evaluate(tmp_path, layout.committed(tmp_path)[0], asked_of(FakeEngine()), tell=print)
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,18 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     return meta_model
 
 
+def require_export(info: layout.CheckpointInfo) -> None:
+    """Raises `ConfigError` for a checkpoint that was saved without weights of its export, and got none since."""
+    export = info.path / layout.HUGGINGFACE
+    saved = [record.path for record in info.manifest.files if layout.is_export(record.path)] if info.manifest else []
+    names = [*saved, *(str(path) for path in export.glob("*.safetensors"))]
+    if not any(name.endswith(".safetensors") and not name.endswith(OTHER_PARTS) for name in names):
+        raise ConfigError(
+            f"'{export}' holds no weights, because trainer.checkpoint.save_contents had no hf_model: take a checkpoint "
+            f"that was saved with it"
+        )
+
+
 def write_export(
     plans: Plans,
     target: Path,

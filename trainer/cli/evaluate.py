@@ -198,7 +198,8 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
 def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
     """Names of what was found, each written down; a checkpoint is asked the same only once."""
     from trainer.checkpoint import retention
-    from trainer.evaluation.evaluate import Z, append_result, require_export, run_tasks
+    from trainer.checkpoint.export import require_export
+    from trainer.evaluation.evaluate import Z, append_result, run_tasks
 
     asked = {"tasks": arguments.tasks, "engine": arguments.engine, "seed": arguments.seed, "words": arguments.words}
     for info in _checkpoints(run_dir, arguments):

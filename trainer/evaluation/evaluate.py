@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import fsio, layout, retention
+from trainer.checkpoint.export import require_export
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError
@@ -35,7 +36,7 @@ from trainer.runtime.evaluations import (
 )
 from trainer.runtime.json_lines import AppendFile, strict
 from trainer.runtime.processes import run_in
-from trainer.serving.engines import PEFT_CONFIG, VLLM, adapter_of, require_module, vllm_rank
+from trainer.serving.engines import VLLM, adapter_of, require_module, vllm_rank
 from trainer.serving.generation import BATCH, Engine, Sampling
 from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
 
@@ -235,15 +236,6 @@ def append_result(run_dir: Path, *, name: str, step: int, value: float, **about:
     row = {"kind": SUMMARY, "name": PREFIX + name, "step": step, "nonce": nonce, "mean": value}
     file.append(strict(row | {"low": None, "high": None, "n": None} | about | {"ts": time.time()}))
     file.close()
-
-
-def require_export(info: CheckpointInfo) -> None:
-    export = info.path / layout.HUGGINGFACE
-    if not (export / "config.json").exists() and not (export / PEFT_CONFIG).exists():
-        raise ConfigError(
-            f"'{export}' holds no model, because trainer.checkpoint.save_contents had no hf_model: make it with "
-            f"{call(f'checkpoint export {info.path} DIRECTORY')}"
-        )
 
 
 def _ask(file: AppendFile, info: CheckpointInfo, asked: Evaluation, key: str, done: set[int]) -> None:

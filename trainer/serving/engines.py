@@ -35,14 +35,6 @@ class Sample:
     """`file:line` of its row."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """Log-probability of the supervised tokens of each sample, float64; which program said so."""
-
-    sums: np.ndarray
-    program: str
-
-
 def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
     """(model, adapter, rank): of an exported adapter its base and itself, of a model None and 0.
 
@@ -98,11 +90,11 @@ def _sum(model: Any, sample: Sample) -> float:
     return -F.cross_entropy(logits.double(), ids[1:][mask[1:]], reduction="sum").item()
 
 
-def in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> Served:
-    """Sums as vLLM serves them, in a process of `python`, an interpreter that has it. Raises `ConfigError`."""
+def in_vllm(export: Path, samples: Sequence[Sample], *, python: str) -> tuple[np.ndarray, str]:
+    """(sums as vLLM serves them, its version), in a process of `python`, which has it. Raises `ConfigError`."""
     masks = [sample.mask.tolist() for sample in samples]
     answer = ask_vllm(export, {"ids": [sample.ids.tolist() for sample in samples], "masks": masks}, python=python)
-    return Served(np.array(answer["sums"]), f"vllm {answer['version']}")
+    return np.array(answer["sums"]), f"vllm {answer['version']}"
 
 
 def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str, Any]:

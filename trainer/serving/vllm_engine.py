@@ -26,7 +26,6 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     if job["adapter"]:
         request = LoRARequest("trained", 1, job["adapter"])
         settings |= {"enable_lora": True, "max_lora_rank": job["max_lora_rank"]}
-    llm = vllm.LLM(job["model"], **settings)
     if wanted:
         parameters = vllm.SamplingParams(
             temperature=wanted["temperature"],
@@ -37,6 +36,9 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         )
     else:
         parameters = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        # vLLM counts the token that it must write too: a sample may fill the model without it, which is never read
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    llm = vllm.LLM(job["model"], **settings)
     answers = llm.generate([{"prompt_token_ids": ids} for ids in job["ids"]], parameters, lora_request=request)
     if wanted:
         return {"ids": [list(answer.outputs[0].token_ids) for answer in answers], "version": vllm.__version__}

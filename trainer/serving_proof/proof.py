@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from trainer.checkpoint import layout
+from trainer.checkpoint.export import require_export
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.state import saved_data
 from trainer.config import Config, ConfigError, parse_config
@@ -92,9 +93,7 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     trained = read_trained(checkpoint)
     export = checkpoint / layout.HUGGINGFACE
     transformers.logging.disable_progress_bar()
-    if not (export / "config.json").exists() and not (export / engines.PEFT_CONFIG).exists():
-        text = f"'{export}' holds no model, because trainer.checkpoint.save_contents had no hf_model"
-        raise ConfigError(f"{text}: prove a checkpoint saved with it")
+    require_export(trained.info)
     found = diagnosis.causes(trained.info, trained.config, trained.data, trained.samples)
     measured = ServedLoss(math.nan, math.nan, None, engine, None)
     try:
@@ -178,9 +177,9 @@ def _dtypes(config: Config) -> tuple[torch.dtype, torch.dtype]:
 def measure(trained: Trained, export: Path, engine: str, python: str) -> ServedLoss:
     narrow, wide = _dtypes(trained.config)
     exact, rounded = (engines.in_transformers(export, trained.samples, dtype=dtype) for dtype in (wide, narrow))
-    served = engines.Served(rounded, f"transformers {transformers.__version__}")
+    served, program = rounded, f"transformers {transformers.__version__}"
     if engine == engines.VLLM:
-        served = engines.in_vllm(export, trained.samples, python=python)
+        served, program = engines.in_vllm(export, trained.samples, python=python)
     differences = np.stack([rounded - exact, *_of_rounded_weights(trained, narrow)])
     spread = NUM_DEVIATIONS * float(np.sqrt((differences**2).sum()))
     tolerance = (float(np.abs(differences.sum(axis=1)).sum()) + spread) / trained.num_loss_tokens
@@ -189,9 +188,9 @@ def measure(trained: Trained, export: Path, engine: str, python: str) -> ServedL
     if engines.adapter_of(export)[1] is not None:
         base = engines.in_transformers(export, trained.samples, dtype=wide, has_adapter=False)
         base_loss = -float(base.sum()) / trained.num_loss_tokens
-    loss = -float(served.sums.sum()) / trained.num_loss_tokens
+    loss = -float(served.sum()) / trained.num_loss_tokens
     rounding = spread / math.sqrt(len(trained.samples))
-    return ServedLoss(loss, tolerance, base_loss, served.program, served.sums, rounding)
+    return ServedLoss(loss, tolerance, base_loss, program, served, rounding)
 
 
 def _of_rounded_weights(trained: Trained, narrow: torch.dtype) -> Iterator[np.ndarray]:
