@@ -89,19 +89,18 @@ def _witness(key: str, group: str, series: Series, limits: Mapping[str, float]) 
     is_log = group in LOGARITHMIC and bool(np.all(series.values > 0))
     values = np.log(series.values) if is_log else series.values
     floor = (0.10 if group == "gradient" else 0.05) if is_log else _least_spread(key, group, values)
-    usual = usual_range(
+    z, levels, up = usual_range(
         values,
         level_window=int(limits["level_points"]),
         spread_window=int(limits["spread_points"]),
         floor=floor,
         relative_floor=0 if is_log else 0.05,
     )
-    z, levels = usual.z(values), usual.centre
     z[:NUM_START] = 0
     flagged = _flagged(group, z, values, levels, is_log=is_log, limits=limits)
     # what moves along need not stand out by itself
     moved = np.flatnonzero((z if group in EFFECTS else np.abs(z)) > limits["onset_z"])
-    z, up = z.astype(np.float32), usual.up.astype(np.float32)  # half the memory: a log has many witnesses
+    z, up = z.astype(np.float32), up.astype(np.float32)  # half the memory: a log has many witnesses
     return Witness(key, group, series, is_log, z, up, levels, flagged, moved)
 
 

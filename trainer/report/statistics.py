@@ -152,24 +152,13 @@ def runs(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     return edges[::2], edges[1::2]
 
 
-@dataclass(frozen=True)
-class UsualRange:
-    """At each point the median of those before it, and their spread around it upwards and downwards."""
-
-    centre: Floats
-    up: Floats
-    down: Floats
-
-    def z(self, values: Floats) -> Floats:
-        """Distance of each point from the median, in spreads of that side."""
-        distance = values - self.centre
-        return np.asarray(distance / np.where(distance > 0, self.up, self.down))
-
-
 def usual_range(
     values: Floats, *, level_window: int, spread_window: int, floor: float, relative_floor: float
-) -> UsualRange:
-    """Median of the last window of `level_window` points before each; the spread of what is left, of `spread_window`.
+) -> tuple[Floats, Floats, Floats]:
+    """(z, centre, spread upwards) of each point.
+
+    The centre is the median of the last window of `level_window` points before it, z the distance from that in spreads
+    of its side, which are those of what is left in the last `spread_window` points.
 
     A point is held against the past alone, as the guard does: what stays at a new level stands out until half of the
     window has it. The spread is the larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches
@@ -190,7 +179,8 @@ def usual_range(
     # at most twice as heavy as in the run's usual window: a heavier tail is a burst, not the usual spread
     tails = [np.minimum(t, 2 * np.median(t)) for t in (ordered[:, last - tail] / 1.645, -ordered[:, tail] / 1.645)]
     up, down = (np.maximum(least, heavy)[before] for heavy in tails)
-    return UsualRange(centre, up, down)
+    distance = values - centre
+    return distance / np.where(distance > 0, up, down), centre, up
 
 
 def _windowed(values: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
