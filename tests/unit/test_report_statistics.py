@@ -78,6 +78,16 @@ def test_bursts_do_not_hide_behind_each_other() -> None:
     assert z[600:606].min() > 6 and np.abs(z[1000:]).max() < 6, "seed 3"
 
 
+def test_a_point_is_held_against_the_past_alone() -> None:
+    values = np.random.default_rng(5).normal(0, 1, 1000)
+    changed = np.where(np.arange(1000) < 600, values, values + 9)
+    before, after = (
+        usual_range(one, level_window=32, spread_window=128, floor=1e-3, relative_floor=0)[1]
+        for one in (values, changed)
+    )
+    assert np.array_equal(before[:600], after[:600]) and np.median(after[700:] - before[700:]) == pytest.approx(9)
+
+
 def test_batches_of_two_kinds_are_usual() -> None:
     rng = np.random.default_rng(4)
     values = np.where(rng.random(4000) < 0.1, 1.8, 1.0) * np.exp(rng.normal(0, 0.03, 4000))
