@@ -117,7 +117,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 10: groups of the mesh keep torch's half hour",
         WORLD,
-        "        _set_pg_timeout(timeout, group)\n",
+        "        set_timeout(timeout, group)\n",
         "        pass\n",
         ("distributed/test_groups.py::test_every_group_of_the_mesh_has_the_configured_limit",),
     ),

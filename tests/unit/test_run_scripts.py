@@ -192,8 +192,8 @@ def test_absent_and_other_versions_are_unmet(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_image_build_counts_as_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.11.0a0+abc.nv26.1"}
+    versions = {"torch": "2.13.0a0+abc.nv26.1"}
     monkeypatch.setattr(requirements.importlib.metadata, "version", lambda name: versions.get(name, "999"))
     assert not any(text.startswith("torch>") for text in requirements.unmet_requirements())
-    versions["torch"] = "2.10.0"
+    versions["torch"] = "2.12.0"
     assert any(text.startswith("torch>") for text in requirements.unmet_requirements())

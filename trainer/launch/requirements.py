@@ -28,7 +28,7 @@ def _is_met(text: str) -> bool:
         from packaging.version import Version
 
         requirement = Requirement(text)
-        # GPU images carry builds such as 2.11.0a0+...: what counts is the release they were made from.
+        # GPU images carry builds such as 2.13.0a0+...: what counts is the release they were made from.
         installed = Version(importlib.metadata.version(requirement.name)).base_version
     except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
         return False

@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.config import AUTO, ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.environment import local_rank, rank_and_size
 from trainer.runtime.heartbeat import Heartbeat
+
+try:  # torch 2.15
+    from torch.distributed import set_timeout  # type: ignore[attr-defined]
+except ImportError:
+    from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 LATE_S = 30.0
 """The launcher gives up first when ranks do not meet in time: it knows their stacks, and that the run is resumable."""
@@ -120,7 +124,7 @@ def start(
     world = make_world(device, dimensions, sequence_size=sequence_size)
     groups = [world.sequence_group] if world.sequence_group is not None else []
     for group in [*world.mesh.get_all_groups(), *groups]:  # else those of single dimensions have torch's own half hour
-        _set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
     return world
 
 
