@@ -18,6 +18,7 @@ import pytest
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
+from trainer.runtime import heartbeat
 
 
 def start_holder(run_dir: Path, *, with_worker: bool = False) -> tuple[int, int | None]:
@@ -206,6 +207,15 @@ def test_a_file_system_that_does_not_answer_is_not_held(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(CannotWriteError, match=r"Input/output error.*\.train\.lock"):
         RunLock(tmp_path).acquire(timeout_s=0)
+
+
+def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_path: Path) -> None:
+    """As after a restart of a container: `doctor` and `Tracking` refused the directory, `evaluate --watch` waited."""
+    with RunLock(tmp_path):
+        assert heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) == os.getpid()
+        left = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps(left | {"pid": os.getppid()}))
+    assert not heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) is None
 
 
 def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

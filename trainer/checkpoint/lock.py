@@ -16,6 +16,7 @@ from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.files import try_lock
 from trainer.runtime.heartbeat import LOCK
+from trainer.runtime.processes import born_at
 
 POLL_S = 0.1
 REPLACED = (errno.ENOENT, errno.ESTALE)
@@ -44,7 +45,7 @@ class RunLock:
             raise ValueError(f"a live lease looks dead: {observe_s=} must be at least 3 * {renew_s=} + {settle_s=}")
         self._path = run_dir / LOCK
         self._renew_s, self._observe_s, self._settle_s = renew_s, observe_s, settle_s
-        self._record: dict[str, str | int] = {}
+        self._record: dict[str, str | int | None] = {}
         self._descriptor: int | None = None
         self._renewer: threading.Thread | None = None
         self._stop_renewing = threading.Event()
@@ -59,6 +60,7 @@ class RunLock:
         self._record = {
             "nonce": secrets.token_hex(16),
             "pid": os.getpid(),
+            "born": born_at(os.getpid()),
             "host": socket.gethostname(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }

@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer.runtime.environment import local_rank
 from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import read_object
-from trainer.runtime.processes import is_alive
+from trainer.runtime.processes import born_at, is_alive
 
 MAX_PHASE_BYTES = 24
 REPORT_DIRECTORY = "heartbeat"
@@ -139,4 +139,5 @@ def trainer_pid(run_dir: Path) -> int | None:
     pid = record.get("pid")
     if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
         return None
-    return pid if is_alive(pid) else None
+    is_holder = record.get("born") in (None, born_at(pid))  # else another process has its number by now
+    return pid if is_holder and is_alive(pid) else None

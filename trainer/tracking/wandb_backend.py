@@ -119,10 +119,11 @@ class WandbBackend(Backend):
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:
-            self._continue_offline(run_id)
+            self._held = Held(last_steps(self._points(run_id), self._info.rollbacks()))
         else:
             logger.info("wandb: %s", self._run.url)
-            self._continue_online()
+            self._next_step = self._run.step
+            self._held = Held({}, self._last_steps_online())
         for row in self._info.earlier_rows():
             self.log(row)
 
@@ -162,9 +163,6 @@ class WandbBackend(Backend):
         # finish() returns before wandb's service has written its file; a container that ends now would cut it.
         wandb.teardown(exit_code=exit_code)
 
-    def _continue_offline(self, run_id: str) -> None:
-        self._held = Held(last_steps(self._points(run_id), self._info.rollbacks()))
-
     def _points(self, run_id: str) -> Iterator[tuple[str, int, float]]:
         """(metric, step, Unix seconds) of the offline files; counts their rows on the way."""
         for path in offline_files(self._info.run_dir / "wandb", run_id):
@@ -173,10 +171,6 @@ class WandbBackend(Backend):
                 if STEP in row:
                     step, ts = int(row[STEP]), float(row["_timestamp"])
                     yield from ((key, step, ts) for key in row)
-
-    def _continue_online(self) -> None:
-        self._next_step = self._run.step
-        self._held = Held({}, self._last_steps_online())
 
     def _last_steps_online(self) -> dict[str, int]:
         """By kind of row, from the summary, which a continued run brings along."""
