@@ -31,6 +31,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(free: None, tmp_
             retention.require_space(tmp_path, int(9.8 * GIB))
 
 
+def test_what_is_at_its_lowest_is_not_advised(free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With `max_ckpt_to_keep=1` the best checkpoint stays too; the advice was to lower that."""
+    save(tmp_path, 1, 2)
+    for kept, way in (
+        (Retention(keep=1), ", or keep less of the 2 here: lower trainer.checkpoint.keep_full"),
+        (Retention(keep=2, keep_full=1), ", or keep less of the 2 here: lower trainer.max_ckpt_to_keep"),
+        (Retention(keep=1, keep_full=1), ""),
+    ):
+        with pytest.raises(OSError, match=f"are free: free some space{way}: '"):
+            retention.require_space(tmp_path, 10 * GIB, kept)
+    retention.warn_if_tight(tmp_path / "new", 9 * GIB, optimizer_bytes=GIB, kept=Retention(keep=1))
+    assert caplog.messages[0].endswith("free some space")
+
+
 @pytest.mark.covers("S3.25:C")
 def test_a_disk_that_fills_before_rotation_begins_is_warned_of(
     free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -73,7 +73,7 @@ class RunLock:
             self._let_go()
             if isinstance(error, ConfigError):
                 raise
-            reason = f"cannot lock the run directory: {error.strerror}"
+            reason = f"cannot lock the run directory: {error.strerror}; make it writable, or choose another directory"
             raise CannotWriteError(error.errno, reason, str(self._path)) from error
 
     def is_held(self) -> bool:

@@ -55,7 +55,7 @@ class CheckpointManager:
         optimizer_bytes = size_bytes - self._saver.size_bytes(model)
 
         def check() -> None:
-            retention.require_space(self.run_dir, size_bytes)
+            retention.require_space(self.run_dir, size_bytes, self._saver.kept)
             retention.warn_if_tight(self.run_dir, size_bytes, optimizer_bytes=optimizer_bytes, kept=self._saver.kept)
 
         self._on_main(check)

@@ -40,6 +40,9 @@ class Retention:
     rollback_delay: int | None = None
 
 
+ALL = Retention()
+
+
 def settle(
     run_dir: Path, step: int, kept: Retention, *, history: History | None = None, protect: Set[int] = frozenset()
 ) -> None:
@@ -146,17 +149,15 @@ def _change(paths: list[Path], change: Callable[[Path], None], done: str) -> lis
 
 SPARE = 1.05
 """Space asked for before a save, over what is written: directories, logs, and other writers."""
-KEEP_FEWER = "lower trainer.max_ckpt_to_keep"
-KEEP_LESS = f"{KEEP_FEWER} or trainer.checkpoint.keep_full"
 
 
-def require_space(run_dir: Path, needed_bytes: int) -> None:
+def require_space(run_dir: Path, needed_bytes: int, kept: Retention = ALL) -> None:
     """Raise `OSError` with the numbers unless one more checkpoint of `needed_bytes` fits, with a little to spare."""
     free_bytes = fsio.free_bytes(run_dir)
     if free_bytes < needed_bytes * SPARE:
         here = layout.committed(run_dir)
-        way = KEEP_LESS if sum(not info.thinned for info in here) > 1 else KEEP_FEWER
-        fewer = f", or keep less of the {len(here)} here: {way}" if len(here) > 1 else ""
+        way = _less(kept, is_some_whole=sum(not info.thinned for info in here) > 1) if len(here) > 1 else ""
+        fewer = f", or keep less of the {len(here)} here: {way}" if way else ""
         reason = f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: free some space"
         raise OSError(errno.ENOSPC, reason + fewer, str(run_dir))
 
@@ -171,11 +172,25 @@ def warn_if_tight(run_dir: Path, needed_bytes: int, *, optimizer_bytes: int, kep
         num_here, number, needed_bytes, optimizer_bytes=optimizer_bytes, keep_full=kept.keep_full
     )
     if free_bytes < total_bytes * SPARE:
+        way = _less(kept, is_some_whole=kept.keep > 1)
         logger.warning(
             f"{run_dir} has {readable(free_bytes)} free, but {number - num_here} more checkpoints of "
             f"{readable(needed_bytes)} come before old ones are deleted ({readable(total_bytes)} more): free some "
-            f"space, or {KEEP_FEWER if kept.keep_full == 1 else KEEP_LESS}"
+            f"space{way and f', or {way}'}"
         )
+
+
+def _less(kept: Retention, *, is_some_whole: bool) -> str:
+    """What can still be lowered for checkpoints to take less room; the best one stays beside the newest."""
+    can_be_lowered = {
+        "trainer.max_ckpt_to_keep": kept.keep != 1,
+        "trainer.checkpoint.keep_full": kept.keep_full != 1 and is_some_whole,
+    }
+    names = [name for name, can in can_be_lowered.items() if can]
+    return f"lower {' or '.join(names)}" if names else ""
+
+
+KEEP_LESS = _less(ALL, is_some_whole=True)
 
 
 def bytes_to_come(
