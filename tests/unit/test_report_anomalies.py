@@ -48,6 +48,15 @@ def test_a_calm_run_of_6000_steps_has_no_interval(seed: int) -> None:
     assert report.anomalies == (), f"seed {seed}: {[(a.steps, a.metric) for a in report.anomalies]}"
 
 
+def test_the_end_of_a_stretch_of_zero_losses_is_no_spike() -> None:
+    log = sft_run(0)
+    loss = log.series["train/loss"]
+    values = np.where((loss.steps > 300) & (loss.steps <= 340), 0.0, loss.values)
+    report = analyse(replace(log, series={**log.series, "train/loss": Series(loss.steps, values)}))
+    assert report.anomalies == ()
+    assert [found.rule for found in report.findings if found.level == "fail"] == ["V02"]
+
+
 @pytest.mark.covers("S2.22")
 def test_neighbouring_points_merge_and_neighbouring_bursts_do_not() -> None:
     first, second = report_of(0).anomalies[:2]

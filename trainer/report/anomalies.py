@@ -67,7 +67,12 @@ def observe(log: RunLog, limits: Mapping[str, float], *, is_generating: bool) ->
     found = []
     for key, series in log.series.items():
         group = witness_group(key, is_generating=is_generating)
-        if group and len(series) >= MIN_POINTS and len(known := finite(series)) >= MIN_POINTS:
+        if group is None or len(series) < MIN_POINTS:
+            continue
+        known = finite(series)
+        if group == "loss" and not is_generating:
+            known = known[known.values != 0]  # of no token: a rule of its own, and no level to rise from
+        if len(known) >= MIN_POINTS:
             found.append(_of_rate(key, known, limits) if group == "rate" else _witness(key, group, known, limits))
     return tuple(found)
 
