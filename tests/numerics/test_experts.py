@@ -6,8 +6,10 @@ tolerances of `test_invariance.py`.
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,7 +44,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def train(world: Any, source: Any, *, is_asked: bool = True, **settings: Any) -> dict[str, list[float]]:
     """Columns of a short run's rows; `settings` of the model but for the limits of a micro-batch."""
     limits = {name: settings.pop(name) for name in ("max_samples", "max_tokens") if name in settings}
-    model = build_toy_model(world, source, **settings)
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        model = build_toy_model(world, source, **settings)
     routers = Routers(model, world.device, is_asked=is_asked)
     parts = toy_run(world, model, ToySamples(), total_steps=STEPS, routers=routers, **limits)
     parts.validation_batches = ValidationBatches(ToySamples(5, seed=1), parts.batches.plan, batch_size=4)
@@ -118,8 +121,9 @@ def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> l
         (2, {"max_samples": 1, "enable_gradient_checkpointing": "selective"}),
         (4, {"max_tokens": 48, "fsdp_size": 2}),
         (5, {"max_samples": 1}),
+        (2, {"max_samples": 2, "compile": True}),
     ],
-    ids=["1 rank", "per document, recomputed", "2 ranks", "4 ranks, HSDP", "a rank without samples"],
+    ids=["1 rank", "per document, recomputed", "2 ranks", "4 ranks, HSDP", "a rank without samples", "compiled"],
 )
 def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(
     source: Any, expected: dict[str, list[float]], world_size: int, settings: dict[str, Any]
