@@ -32,9 +32,18 @@ CASES = [pytest.param(1, name, id=f"{name}, 1 rank") for name in NAMES]
 CASES += [pytest.param(2, name, id=f"{name}, 2 ranks") for name in DOZEN]
 TRAINED = [case for case in CASES if TRIED[case.values[1]]["how"] != REFUSED]
 FULL_LOGITS = {
-    *("cohere", "cohere2", "cohere2_moe", "gemma2", "gemma3n_text", "gemma4_text", "granite", "granite_swa"),
+    *("beam", "cohere", "cohere2", "cohere2_moe", "gemma2", "gemma3n_text", "gemma4_text", "granite", "granite_swa"),
     *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoehybrid attention", "granitemoeshared"),
-    *("hyperclovax", "inkling_text", "minicpm3", "modernbert-decoder", "nanochat", "recurrent_gemma", "vaultgemma"),
+    *(
+        "hyperclovax",
+        "inkling_text",
+        "inkling2_text",
+        "minicpm3",
+        "modernbert-decoder",
+        "nanochat",
+        "recurrent_gemma",
+        "vaultgemma",
+    ),
     "xlstm",
 }
 

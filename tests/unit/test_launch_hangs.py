@@ -201,3 +201,8 @@ distributed.start(torch.device("cpu"), timeout_s=2, fsdp_size=-1, heartbeat=hear
     assert "): phase 'meet', silent for " in stderr and " s, limit 2 s" in stderr
     assert " in init_process_group" in (run.run_dir / "hang_1" / "rank_0.txt").read_text()
     assert " in wait_for_a_peer" in (run.run_dir / "hang_1" / "rank_1.txt").read_text()
+
+
+def test_a_port_to_meet_at_is_none_that_another_connection_may_get() -> None:
+    least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < free_port() < least for _ in range(100))

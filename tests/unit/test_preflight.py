@@ -57,7 +57,7 @@ MISTAKES = {
     "model.partial_pretrain=some/model": (2, "run 'hf download some/model' where there is one"),
     "experiment=nope": (2, "no recipe 'nope'"),
     "trainer.logger=comet": (2, "'trainer.logger' must be one of"),
-    "trainer.logger=mlflow": (2, "pip install 'mlflow-skinny>=3.1' 'sqlalchemy>=2' 'alembic>=1.13'"),
+    "trainer.logger=mlflow": (2, "pip install 'mlflow-skinny>=3.17' 'sqlalchemy>=2' 'alembic>=1.13'"),
     "trainer.guard.rules=['train/loss >']": (2, "'trainer.guard.rules': rule 'train/loss >'"),
     "trainer.guard.rules=['kl > 10: stop']": (2, "the guard does not see 'kl'"),
     "trainer.resume_mode=resume_path\ttrainer.resume_from_path=gone/global_step_4": (2, "is no usable checkpoint"),

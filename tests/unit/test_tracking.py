@@ -305,7 +305,7 @@ def test_the_advice_names_the_packages_of_the_extra(repository: Path) -> None:
 def test_a_missing_package_is_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     facade.require_installed(["console", "tensorboard", "mlflow", "wandb"])
     monkeypatch.setitem(sys.modules, "alembic", None)
-    with pytest.raises(ConfigError, match=r"'mlflow'.*no module 'alembic'.*pip install 'mlflow-skinny>=3\.1' 'sqlalc"):
+    with pytest.raises(ConfigError, match=r"'mlflow'.*no module 'alembic'.*pip install 'mlflow-skinny>=3\.17' 'sqlalc"):
         facade.require_installed(["mlflow"])
     monkeypatch.setenv("USE_WANDB", "true")
     monkeypatch.setitem(sys.modules, "wandb", None)

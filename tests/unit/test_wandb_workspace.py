@@ -74,7 +74,7 @@ def test_without_the_package_or_the_network_it_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     assert main(["sft"]) == 2
-    assert "pip install 'wandb-workspaces>=0.4'" in capsys.readouterr().err
+    assert "pip install 'wandb-workspaces>=0.4.13'" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wandb_workspaces", sys)
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert main(["sft"]) == 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -218,6 +219,11 @@ def stop() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine on which nobody listens; below those that Linux gives to connections, one of which may get
+    it before it is used.
+    """
+    while True:
+        port = secrets.choice(range(10000, 32768))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -67,7 +67,7 @@ BACKENDS: dict[str, BackendSpec] = {
         MlflowBackend,
         close_timeout_s=30.0,
         modules=("mlflow", "sqlalchemy", "alembic"),
-        install="'mlflow-skinny>=3.1' 'sqlalchemy>=2' 'alembic>=1.13'",
+        install="'mlflow-skinny>=3.17' 'sqlalchemy>=2' 'alembic>=1.13'",
         environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
         where=mlflow_backend.where,
     ),

@@ -12,7 +12,7 @@ from trainer.tracking import wandb_backend
 
 NAME = "fsdp-sft"
 PACKAGE = "wandb_workspaces"
-INSTALL = "'wandb-workspaces>=0.4'"
+INSTALL = "'wandb-workspaces>=0.4.13'"
 
 
 def make_workspace(project: str, *, entity: str | None) -> str:
