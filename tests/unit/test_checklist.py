@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ def test_a_save_that_lacks_files_is_said_until_it_is_in_order_and_not_again_afte
     train(tracking, range(1, 11))
     file.unlink()
     train(tracking, range(11, 12), **SAVED)
+    while not said(tmp_path):  # by the thread that looks, before there is another checkpoint to compare with
+        time.sleep(0.01)
     save(tmp_path, 20)
     train(tracking, range(12, 22), **SAVED)
     tracking.finish(75)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -231,7 +232,7 @@ def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
     assert "--attach takes STEP NAME VALUE" in capsys.readouterr().err
 
 
-HARNESS = """#!/usr/bin/env python
+HARNESS = """\
 import json, pathlib, sys
 if "lm_eval" in sys.argv:
     words = sys.argv[sys.argv.index("lm_eval") + 1 :]
@@ -258,7 +259,7 @@ def test_results_of_lm_evaluation_harness_land_in_the_log_once(
     (export / "tokenizer_config.json").write_text("{}")
     (export / "chat_template.jinja").write_text("")
     (run_dir / "run.json").write_text(json.dumps({"config": {"trainer": {"logger": "console"}}}))
-    python.write_text(HARNESS)
+    python.write_text(f"#!{sys.executable}\n{HARNESS}")
     python.chmod(0o755)
     words = [str(run_dir), "--tasks", "mine", "--engine", engine, "--python", str(python), "--"]
     assert command.main([*words, "--include_path", "tasks", "--model_args", "pretrained=other"]) == 0
