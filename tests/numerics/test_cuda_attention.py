@@ -144,7 +144,7 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(tmp
     with (
         patch.object(varlen, "varlen_attn", of_torch_2_10),
         patch.object(packed_lm, "build_on_meta", side_effect=AssertionError("built")),
-        pytest.raises(ConfigError, match=r"varlen_attn.*'scale'.*install torch 2.12.*model.attention=per_document"),
+        pytest.raises(ConfigError, match=r"varlen_attn.*'scale'.*install torch 2.13.*model.attention=per_document"),
     ):
         build_model(model_config(), source, world=world, seed=1, max_length=64)
 

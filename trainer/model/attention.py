@@ -253,7 +253,7 @@ def require_kernel() -> None:
     except (ImportError, TypeError) as error:
         raise ConfigError(
             f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA needs it ({error}); "
-            f"install torch 2.12 or 2.13, or set model.attention=per_document"
+            f"install torch 2.13 to 2.15, or set model.attention=per_document"
         ) from error
 
 
