@@ -50,6 +50,9 @@ class OneSource:
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
+    def require_unchanged(self) -> None:
+        """No file is behind them."""
+
     def counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.lengths[ids], self.num_loss_tokens[ids]
 

@@ -308,7 +308,7 @@ def test_preparing_shows_progress_with_every_row_and_block(tmp_path: Path, monke
     monkeypatch.setattr(readers, "BLOCK_ROWS", 10)
     beats: list[int] = []
     run(write_rows(tmp_path / "rows.jsonl", *good_rows(50)), cache=tmp_path / "cache", progress=lambda: beats.append(1))
-    assert len(beats) == 50 + 5 + 1, "and once for the file that is hashed"
+    assert len(beats) == 50 + 5 + 2, "and twice for the file, which is hashed before and after"
 
 
 @pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])

@@ -99,6 +99,7 @@ class _StepDataset(Dataset[StepBatch]):
         self.samples, self.plan, self.schedule = samples, plan, schedule
 
     def __getitem__(self, step: int) -> StepBatch:
+        self.samples.require_unchanged()  # to read beyond the end of a file that was cut would kill this process
         epoch = self.schedule.position(step - 1).epoch
         ids = self.samples.of_rows(self.schedule.rows(step))
         batch = build_step(self.samples, ids, self.plan, step=step, epoch=epoch)
@@ -172,8 +173,12 @@ class TrainLoader:
             for step, batch in zip(steps, batches, strict=True):
                 if batch.step != step:
                     raise RuntimeError(f"loader returned step {batch.step} where step {step} was due")
+                self._samples.require_unchanged()  # until here the batch may have been read
                 self.step = step
                 yield batch
+        except RuntimeError:  # a worker's message is its traceback, and a killed worker knows no reason
+            self._samples.require_unchanged()
+            raise
         finally:
             if self._num_workers:  # the frames of an error may keep the iterator, which would stop them when it goes
                 batches._shutdown_workers()
@@ -223,5 +228,7 @@ class ValidationBatches:
     def __iter__(self) -> Iterator[StepBatch]:
         for index, start in enumerate(range(0, self._num_samples, self._batch_size)):
             ids = np.arange(start, min(start + self._batch_size, self._num_samples))
+            self._samples.require_unchanged()
             batch = build_step(self._samples, ids, self._plan, step=index + 1, epoch=0)
+            self._samples.require_unchanged()
             yield batch.pin_memory() if self._plan.pin_memory else batch

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.config import ConfigError
 from trainer.data import sample_writer
+from trainer.data.mapped import MappedFile, read_checksums
 from trainer.data.order import AllBut, Draw, Rows, Share
 from trainer.data.row_encoder import ROW, SUPERVISED, TOKEN
 from trainer.data.rows import location
@@ -36,6 +37,8 @@ class TokenDataset:
     """`ROW` of each sample."""
     bounds: np.ndarray | None
     """Where the samples of each kept row begin, int64 with the end of the last; None: each row is one sample."""
+    mapped: tuple[MappedFile, ...] = ()
+    """The files behind `tokens` and `rows`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -45,6 +48,11 @@ class TokenDataset:
         end = int(self.rows["end"][index])
         tokens = self.tokens[end - int(self.rows["num_tokens"][index]) : end]
         return tokens & ~SUPERVISED, tokens < 0
+
+    def require_unchanged(self) -> None:
+        """Raise `ResumableError` if a mapped file was written to since it was opened."""
+        for file in self.mapped:
+            file.require_unchanged()
 
     def location(self, index: int) -> str:
         """Where a sample comes from, as `file:line`."""
@@ -95,14 +103,17 @@ class TokenDataset:
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
     """Map a prepared directory. `files` are where its rows came from, for messages."""
-    tokens: np.ndarray = np.memmap(directory / sample_writer.TOKENS, TOKEN, "r")
-    rows: np.ndarray = np.memmap(directory / sample_writer.ROWS, ROW, "r")
+    checksums = read_checksums(directory)
+    mapped = tuple(
+        MappedFile(directory / name, sha256=checksums[name]) for name in (sample_writer.TOKENS, sample_writer.ROWS)
+    )
+    tokens, rows = mapped[0].array(TOKEN), mapped[1].array(ROW)
     summary = Summary(**json.loads((directory / "summary.json").read_text()))
     bounds = None
     if len(rows) != summary.num_kept_rows:
         places = rows[["file", "line"]]
         bounds = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1], [True]]))
-    return TokenDataset(directory, files, summary, tokens, rows, bounds)
+    return TokenDataset(directory, files, summary, tokens, rows, bounds, mapped)
 
 
 def _samples_of(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -280,6 +291,11 @@ class Samples:
         dataset, index = self._locate(sample_id)
         ids, mask = dataset.sample(index)
         return ids, mask & (sample_id not in self._left_out)
+
+    def require_unchanged(self) -> None:
+        """Raise `ResumableError` if prepared tokens were written to since they were opened; takes microseconds."""
+        for source in self.sources:
+            source.dataset.require_unchanged()
 
     def location(self, sample_id: int) -> str:
         """`file:line` of a sample."""

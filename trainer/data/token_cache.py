@@ -21,6 +21,7 @@ from pathlib import Path
 import tokenizers
 import transformers
 
+from trainer.data.mapped import CHECKSUMS, HASHED_BYTES
 from trainer.data.row_encoder import PrepareOptions, RowEncoder
 from trainer.data.sample_writer import BAD_ROWS, BadRows, SampleWriter, Summary, write_samples
 from trainer.data.samples import TokenDataset, open_dataset
@@ -28,10 +29,6 @@ from trainer.errors import CannotWriteError, DataError
 from trainer.runtime.files import locked, publish, try_lock
 
 logger = logging.getLogger(__name__)
-
-HASHED_BYTES = 1 << 24
-CHECKSUMS = "SHA256SUMS"
-"""Lists every other file of a prepared directory, in the format of `sha256sum`."""
 
 
 class NotPreparedError(Exception):
@@ -54,32 +51,71 @@ def prepare(
     is watched by itself. Raises `DataError` for rows or files that cannot be trained on, `CannotWriteError` when the
     cache cannot be written, `NotPreparedError` for what is not there and would have to be, as `only_cached` says.
     """
-    directory = cache_dir / "tokens" / _content_hash(files, tokenizer_digest, options, progress)
+    contents = RowFiles(files, progress)
+    directory = cache_dir / "tokens" / _content_hash(contents, tokenizer_digest, options)
     if only_cached and not (directory.is_dir() and find_damage(directory) is None):
         raise NotPreparedError(directory)
     try:
-        _make_whole(directory, partial(_fill, files, tokenizer, options, progress), progress)
+        _make_whole(directory, partial(_fill, contents, tokenizer, options, progress), progress)
     except OSError as error:
         fix = "free space or point data.cache_dir to a writable directory"
         raise CannotWriteError(f"cannot write prepared tokens to '{directory}': {error}; {fix}") from error
     return open_dataset(directory, tuple(files))
 
 
-def _content_hash(
-    files: list[Path], tokenizer_digest: str, options: PrepareOptions, progress: Callable[[], None]
-) -> str:
-    versions = tokenizers.__version__, transformers.__version__
-    parts = [_code_digest(), *versions, tokenizer_digest, dataclasses.asdict(options)]
-    for path in files:
+class RowFiles:
+    """Data files and what they held when this was made."""
+
+    def __init__(self, paths: list[Path], progress: Callable[[], None]) -> None:
+        """Hash all of them; `progress` is called as they are read. Raises `DataError`."""
+        self.paths, self._progress = paths, progress
+        # the state comes first: a write while the file is hashed then shows as a later change
+        self._found = [(_state_of(path), self._digest(path)) for path in paths]
+
+    @property
+    def digests(self) -> list[str]:
+        """sha256 of each file."""
+        return [digest for _, digest in self._found]
+
+    def require_unchanged(self, *, is_hashed: bool) -> None:
+        """Raise `DataError` if a file was written to or replaced since it was hashed.
+
+        Its times tell of a content that came and went again. They may be coarse, or come from a cache of a network file
+        system: with `is_hashed` each file is hashed once more, too.
+        """
+        for path, (state, digest) in zip(self.paths, self._found, strict=True):
+            if _state_of(path) != state or (is_hashed and self._digest(path) != digest):
+                raise DataError(
+                    f"'{path}' changed while its rows were prepared: some of them may be old and some new.\n"
+                    f"Fix: start again when nothing writes to this file, or train on a copy of it"
+                )
+
+    def _digest(self, path: Path) -> str:
+        digest = hashlib.sha256()
         try:
-            digest = hashlib.sha256()
             with path.open("rb") as file:
                 while piece := file.read(HASHED_BYTES):
                     digest.update(piece)
-                    progress()
-            parts.append([path.suffix, digest.hexdigest()])
+                    self._progress()
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
+        return digest.hexdigest()
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What changes with the content of a path; `st_ctime` cannot be set back, unlike `st_mtime`. Raises `DataError`."""
+    try:
+        with path.open("rb") as file:  # on NFS, to open a file asks the server what it is now
+            state = os.fstat(file.fileno())
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from error
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _content_hash(contents: RowFiles, tokenizer_digest: str, options: PrepareOptions) -> str:
+    versions = tokenizers.__version__, transformers.__version__
+    parts = [_code_digest(), *versions, tokenizer_digest, dataclasses.asdict(options)]
+    parts += [[path.suffix, digest] for path, digest in zip(contents.paths, contents.digests, strict=True)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -133,7 +169,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _fill(
-    files: list[Path],
+    contents: RowFiles,
     tokenizer: transformers.PreTrainedTokenizerBase,
     options: PrepareOptions,
     progress: Callable[[], None],
@@ -141,11 +177,17 @@ def _fill(
 ) -> None:
     encoder = RowEncoder(tokenizer, options)
     with SampleWriter(staging, options) as writer:
-        write_samples(writer, encoder, files, progress)
+        try:
+            write_samples(writer, encoder, contents.paths, progress)
+        except DataError:
+            contents.require_unchanged(is_hashed=False)
+            raise
+    contents.require_unchanged(is_hashed=False)  # before bad rows are told of: a change may be why they are bad
     summary = writer.summary()
     if not summary.num_rows:
-        raise DataError(f"no row to train on: there is none in {', '.join(map(str, files))}")
+        raise DataError(f"no row to train on: there is none in {', '.join(map(str, contents.paths))}")
     _check_usable(summary, writer.bad_rows, options, staging)
+    contents.require_unchanged(is_hashed=True)
     (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
 
 

@@ -1,0 +1,180 @@
+"""Files of rows that change while they are prepared, and prepared tokens that change while they are mapped."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prepared import good_rows, run, write_rows
+
+from trainer.data import readers
+from trainer.data.batch_plan import Limits, Schedule
+from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
+from trainer.data.sample_writer import ROWS, TOKENS
+from trainer.data.samples import Samples, TokenDataset
+from trainer.errors import DataError, ResumableError
+
+NUM_ROWS = 30
+
+
+def grow(path: Path) -> None:
+    """Append rows, as a process that still writes the file."""
+    with path.open("a") as file:
+        file.write('{"q": "new question", "a": "new answer"}\n')
+
+
+def overwrite(path: Path) -> None:
+    """Put other rows of the same length into the same file."""
+    rows = path.read_bytes().replace(b"answer", b"ANSWER")
+    with path.open("r+b") as file:
+        file.write(rows)
+
+
+def replace(path: Path) -> None:
+    """Rename another file to this name."""
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER"))
+    other.replace(path)
+
+
+def tear(path: Path) -> None:
+    """Cut the file in the middle of a row."""
+    os.truncate(path, path.stat().st_size - 9)
+
+
+def replace_for_a_moment(path: Path) -> None:
+    """Rename another file to this name, to be put back by `put_back`."""
+    path.rename(path.with_suffix(".first"))
+    path.write_bytes(path.with_suffix(".first").read_bytes().replace(b"answer", b"ANSWER"))
+
+
+def put_back(path: Path) -> None:
+    path.with_suffix(".first").replace(path)
+
+
+class ActsAt:
+    """A `progress` that calls an action at its calls of these numbers."""
+
+    def __init__(self, actions: dict[int, Callable[[], None]]) -> None:
+        self._actions, self.num_calls = actions, 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        if self.num_calls in self._actions:
+            self._actions[self.num_calls]()
+
+
+def tokens_of(dataset: TokenDataset) -> list[int]:
+    tokens: list[int] = dataset.tokens.tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("change", [grow, overwrite, replace, tear])
+@pytest.mark.parametrize("moment", ["hash", "first row", "middle", "last row"])
+def test_tokens_are_never_kept_under_the_hash_of_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], moment: str
+) -> None:
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
+    first_content = path.read_bytes()
+    undisturbed = ActsAt({})
+    expected = run(path, cache=tmp_path / "clean", progress=undisturbed)
+    num_calls = undisturbed.num_calls - 1  # the last one is of the hash that finds the change
+    call = {"hash": 1, "first row": 2, "middle": num_calls // 2, "last row": num_calls}[moment]
+    with pytest.raises(DataError, match=rf"'{path}' changed while its rows were prepared") as error:
+        run(path, cache=tmp_path / "cache", progress=ActsAt({call: lambda: change(path)}))
+    assert "Fix: " in str(error.value)
+    assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
+    path.write_bytes(first_content)
+    assert tokens_of(run(path, cache=tmp_path / "cache")) == tokens_of(expected)
+
+
+def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path: Path) -> None:
+    """The file has its first content again when it is hashed once more."""
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
+    changes = ActsAt({1: lambda: replace_for_a_moment(path), NUM_ROWS: lambda: put_back(path)})
+    with pytest.raises(DataError, match="changed while its rows were prepared"):
+        run(path, cache=tmp_path / "cache", progress=changes)
+
+
+def test_prepared_tokens_outlive_the_rows_they_were_made_of(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
+    expected = tokens_of(run(path, cache=tmp_path / "cache"))
+    changes = ActsAt({1: lambda: path.unlink()})
+    assert tokens_of(run(path, cache=tmp_path / "cache", progress=changes)) == expected
+
+
+def rewrite(path: Path) -> None:
+    """Other tokens in the same file."""
+    data = np.fromfile(path, dtype=np.uint8)
+    data[len(data) // 2] ^= 1
+    with path.open("r+b") as file:
+        file.write(data.tobytes())
+
+
+def truncate(path: Path) -> None:
+    """To read a mapping of what is gone would kill the process."""
+    os.truncate(path, 0)
+
+
+def empty_and_write_again(path: Path) -> None:
+    """As `cp` over a file does."""
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def steps_of(dataset: TokenDataset, num_workers: int = 0) -> TrainLoader:
+    samples = Samples([dataset.whole("rows")])
+    schedule = Schedule(samples.shares, 5, seed=1)
+    plan = RankPlan(0, 1, Limits(None, None), 0.01)
+    return TrainLoader(samples, plan=plan, schedule=schedule, total_steps=4, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", [TOKENS, ROWS])
+@pytest.mark.parametrize("change", [rewrite, truncate, empty_and_write_again])
+def test_no_batch_comes_from_prepared_tokens_that_have_changed(
+    tmp_path: Path, change: Callable[[Path], None], name: str, num_workers: int
+) -> None:
+    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    batches = iter(steps_of(dataset, num_workers))
+    assert next(batches).step == 1
+    change(dataset.directory / name)
+    with pytest.raises(ResumableError) as error:
+        next(batches)
+    place = dataset.directory / name
+    assert str(error.value).startswith(f"prepared tokens changed while the run trained on them: {place}")
+    assert "Traceback" not in str(error.value) and "Fix: " in str(error.value)
+
+
+@pytest.mark.parametrize("name", [TOKENS, ROWS])
+@pytest.mark.parametrize("change", [rewrite, truncate])
+def test_no_validation_comes_from_prepared_tokens_that_have_changed(
+    tmp_path: Path, change: Callable[[Path], None], name: str
+) -> None:
+    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    batches = ValidationBatches(
+        Samples([dataset.whole("rows")]), RankPlan(0, 1, Limits(None, None), 0.01), batch_size=5
+    )
+    change(dataset.directory / name)
+    with pytest.raises(ResumableError, match="prepared tokens changed"):
+        next(iter(batches))
+
+
+def touch(path: Path) -> None:
+    """As those do who keep files from being purged."""
+    os.utime(path)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("change", [touch, Path.unlink, lambda path: path.replace(path.with_suffix(".moved"))])
+def test_a_run_keeps_its_tokens_when_their_files_are_touched_moved_or_deleted(
+    tmp_path: Path, change: Callable[[Path], None], num_workers: int
+) -> None:
+    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    expected = [batch.sample_ids for batch in steps_of(dataset)]
+    batches = iter(steps_of(dataset, num_workers))
+    found = [next(batches).sample_ids]
+    for name in (TOKENS, ROWS):
+        change(dataset.directory / name)
+    assert found + [batch.sample_ids for batch in batches] == expected
