@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import source_rules as rules
 
+from trainer.data.token_cache import TOKEN_MODULES
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 FREE_OF_TORCH = (
     "trainer.config",
@@ -240,3 +242,15 @@ def test_a_thread_that_uses_cuda_on_device_0_is_caught(start: str, use: str) -> 
     assert len(rules.threads_without_device({**handed_on, "trainer.b": writes})) == 1, "a function that is handed on"
     function = f"def wait():\n    {use}\n"
     assert rules.threads_without_device({**late, "trainer.b": function}) == [], "no method of anything"
+
+
+def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(sources: rules.Sources) -> None:
+    """`TOKEN_MODULES` are `sample_writer` and all that it imports of its package, directly or not."""
+    package = "trainer.data."
+    found: set[str] = set()
+    waiting = {"trainer.data.sample_writer"}
+    while waiting:
+        found |= waiting
+        targets = {entry.target for module in waiting for entry in rules.imports_of(module, sources[module], sources)}
+        waiting = {target for target in targets if target.startswith(package)} - found
+    assert sorted(TOKEN_MODULES) == sorted(module.removeprefix(package) for module in found)

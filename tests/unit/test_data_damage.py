@@ -89,12 +89,15 @@ def test_no_rank_maps_damaged_tokens(tmp_path: Path) -> None:
     assert found == [expected] * 4
 
 
-def test_the_name_of_a_cache_covers_the_code_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "decides"), [("conversation.py", True), ("loader.py", False)])
+def test_the_name_of_a_cache_covers_the_code_that_makes_it_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, decides: bool
+) -> None:
     sources = tmp_path / "data"
     shutil.copytree(Path(token_cache.__file__).parent, sources)
     monkeypatch.setattr(token_cache, "__file__", str(sources / "token_cache.py"))
     digest = token_cache._code_digest.__wrapped__
     before = digest()
-    with (sources / "conversation.py").open("a") as file:
+    with (sources / name).open("a") as file:
         file.write("# another rule\n")
-    assert digest() != before
+    assert (digest() != before) == decides
