@@ -135,3 +135,22 @@ def test_long_documents_in_one_group_of_parquet_are_read_in_little_memory(tmp_pa
     before = pa.total_allocated_bytes()
     used = [pa.total_allocated_bytes() - before for _ in iter_blocks(tmp_path / "rows.parquet", columns_of(KEYS))]
     assert len(used) > 25 and max(used) < 12 * BLOCK_BYTES, "of 32 MiB"
+
+
+def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path: Path) -> None:
+    path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="q", response_key="a")
+    table = pa.Table.from_arrays([pa.array(["hi"]), pa.array(["hello"]), pa.array(["bye"])], names=["q", "a", "a"])
+    pq.write_table(table, path)
+    with pytest.raises(DataError, match=rf"'{path}' has 2 columns 'a'.*\n.*Fix: "):
+        list(read(path, keys))
+    pq.write_table(table.rename_columns(["extra", "q", "extra"]).append_column("a", pa.array(["hello"])), path)
+    (row,) = iter_rows(path, columns_of(keys))
+    assert (row.record, row.unread) == ({"q": "hello", "a": "hello"}, ("extra", "extra"))
+
+
+def test_two_nested_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="x.q", response_key="x.a")
+    fields = [pa.array(["hi"]), pa.array(["hello"]), pa.array(["bye"])]
+    pq.write_table(pa.table({"x": pa.StructArray.from_arrays(fields, ["q", "a", "a"])}), path)
+    with pytest.raises(DataError, match=r"has 2 columns 'x\.a'"):
+        list(read(path, keys))

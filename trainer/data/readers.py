@@ -4,6 +4,7 @@ import codecs
 import io
 import json
 import marshal
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,6 +163,7 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
             names = tuple(_column_names(file.schema_arrow))
             read = [column for column in columns if any(_is_part(name, column) for name in names)]
             unread = tuple(name for name in names if not any(_is_part(name, column) for column in read))
+            _require_distinct(path, [name for name in names if name not in unread])
             for group in range(file.num_row_groups):
                 num_rows = _rows_of_a_block(file.metadata.row_group(group), read)
                 for batch in file.iter_batches(num_rows, row_groups=[group], columns=read):
@@ -170,6 +172,16 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
                         number += len(part)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"'{path}' is not a readable parquet file (after row {number}): {error}") from error
+
+
+def _require_distinct(path: Path, names: list[str]) -> None:
+    """Raise `DataError` for columns that share a name: nothing tells which of them is meant."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise DataError(
+                f"'{path}' has {count} columns '{name}', and only one of them could be trained.\n"
+                f"Fix: write the file again with a name of its own for each column"
+            )
 
 
 def _rows_of_a_block(group: pq.RowGroupMetaData, columns: list[str]) -> int:
