@@ -33,7 +33,7 @@ def place_of(module: str) -> Place:
         return Place(0, "trainer")
     head = parts[1]
     floors = {"config": 0, "errors": 0, "progress": 0, "metrics": 0}
-    ones = "batch", "losses", "weights", "weight_files", "adapter_names", "runtime", "detection"
+    ones = "batch", "losses", "weights", "weight_files", "sampled_weights", "adapter_names", "runtime", "detection"
     floors |= dict.fromkeys(ones, 1)
     floors |= {"loop": 3, "mirror": 3, "report": 3, "run": 4}
     if head in floors:

@@ -166,11 +166,13 @@ def test_the_plan_shows_what_it_would_take_and_why(tmp_path: Path, capsys: pytes
 
 def test_machines_that_chose_otherwise_do_not_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def gathered(found: list[object], own: object) -> None:
-        found[:] = [own, ("other", None, "a=2")]
+        found[:] = [own, ("other", None, {"a": "2"})]
 
     monkeypatch.setattr(distributed.dist, "all_gather_object", gathered)
-    with pytest.raises(ConfigError, match=r"(?s)do not train alike:.*(other: a=2|: a=1)\n.*: a=[12]\n"):
-        distributed._require_all(torch.device("cpu"), 2, card=None, settings="a=1")
+    with pytest.raises(
+        ConfigError, match=r"(?s)different inputs.*\n  a: 1 on .* \(rank 0\), 2 on other \(rank 1\)\nFix: "
+    ):
+        distributed._require_all(torch.device("cpu"), 2, card=None, facts={"a": "1"})
 
 
 @pytest.mark.parametrize("word", [f"{MAX_TOKENS}=automatic", f"{MAX_TOKENS}=0", f"{RECOMPUTE}=automatic"])

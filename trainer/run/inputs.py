@@ -29,6 +29,7 @@ from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason, require_parts, require_splittable
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
+from trainer.model.source import ModelFiles
 from trainer.progress import Position
 from trainer.run import preflight
 from trainer.run.preflight import TEMPLATE_NAMES, DataFiles, Files, find_files, find_model_dir, read_chat_template
@@ -200,6 +201,8 @@ class Inputs(PreparedData):
     """Where the model is the text part of a checkpoint of several parts."""
     stamp: str
     """Of all that, for `finished`."""
+    model_files: ModelFiles
+    """As they were before any was read."""
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
@@ -210,11 +213,12 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     files, model_dir = find_files(config), find_model_dir(config.model, progress=progress)
     stamp = preflight.stamp_of(config, files, model_dir, num_ranks=rank_and_size()[1])
     source = source_at(config, model_dir)
+    model_files = ModelFiles(source.path)
     require_trainable(config, source)
     if (whole := whole_checkpoint(source)) is not None:
         logger.info("the text part is trained; %d other tensors go into exports unchanged", len(whole.others))
     data = prepare_data(config, files, source, progress=progress)
-    return Inputs(**vars(data), source=source, whole=whole, stamp=stamp)
+    return Inputs(**vars(data), source=source, whole=whole, stamp=stamp, model_files=model_files)
 
 
 def require_trainable(config: Config, source: ModelSource) -> str | None:

@@ -21,7 +21,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
-from trainer.config import AUTO, MAX_TOKENS, RECOMPUTE, Config, require_consistent
+from trainer.config import AUTO, Config, require_consistent
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import DATA_EVENT, RankPlan, TrainLoader, ValidationBatches
@@ -38,6 +38,7 @@ from trainer.monitor.memory import Memory, RollDetail
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
+from trainer.run.agreement import facts_of, require_model_unchanged
 from trainer.run.end import RunResources, giving_back, remember_end, unfinished
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter, make_tracking
@@ -66,14 +67,14 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     distributed.require_divided(rank_and_size()[1], config.model.ulysses_sequence_parallel_size)
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)
+    facts = facts_of(config, inputs, progress=heartbeat.beat)
     world = distributed.start(
         device,
         timeout_s=trainer.dist_timeout_s,
         fsdp_size=config.model.fsdp_config.fsdp_size,
         sequence_size=config.model.ulysses_sequence_parallel_size,
         heartbeat=heartbeat,
-        settings=f"{MAX_TOKENS}={config.data.max_token_len_per_gpu} "
-        f"{RECOMPUTE}={config.model.enable_gradient_checkpointing}",
+        facts=facts,
     )
     # from here to the first step no longer in silence than it takes to save, and to wait for each other
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + trainer.checkpoint.save_timeout_s)
@@ -114,6 +115,7 @@ def train(config: Config, inputs: Inputs, start: Start, world: World, stop: Stop
             held.tracking = make_tracking(config, total_steps=total_steps)
         parts = make_run(config, inputs, start, world, held.tracking, stop, heartbeat)
         held.checkpoints = parts.checkpoints
+        require_model_unchanged(inputs.model_files)
         if start.checkpoint is not None:
             _resume(parts, start.checkpoint, config)
         parts.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept

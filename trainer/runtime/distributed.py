@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ except ImportError:
 
 LATE_S = 30.0
 """The launcher gives up first when ranks do not meet in time: it knows their stacks, and that the run is resumable."""
+MAX_DIFFERENCES = 20
+"""A message names so many."""
 T = TypeVar("T")
 
 
@@ -102,11 +104,11 @@ def start(
     fsdp_size: int,
     heartbeat: Heartbeat,
     sequence_size: int = 1,
-    settings: str = "",
+    facts: Mapping[str, str] | None = None,
 ) -> World:
     """Join the process group, build the mesh, and see that every rank answers on its device.
 
-    `settings`: what must be the same on every rank, as `key=value`.
+    `facts`: what must be equal on all ranks, by name (`run.agreement`).
     Collective: every rank calls it once. Raises `ConfigError`.
     """
     rank, size = rank_and_size()
@@ -121,7 +123,7 @@ def start(
     timeout = timedelta(seconds=timeout_s + LATE_S)
     heartbeat.enter("meet", limit_s=timeout_s)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size)
-    _require_all(device, size, card=card, settings=settings)
+    _require_all(device, size, card=card, facts=facts)
     world = make_world(device, dimensions, sequence_size=sequence_size)
     groups = [world.sequence_group] if world.sequence_group is not None else []
     for group in [*world.mesh.get_all_groups(), *groups]:  # else those of single dimensions have torch's own half hour
@@ -160,27 +162,69 @@ def make_world(device: torch.device, dimensions: dict[str, int], *, sequence_siz
     )
 
 
-def _require_all(device: torch.device, size: int, *, card: str | None, settings: str = "") -> None:
-    """A first sum over all ranks on the device; no two of them may share a card, all have the same settings.
+def _require_all(device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str] | None = None) -> None:
+    """A first sum over all ranks on the device; no two of them may share a card, all have the same facts.
 
-    Raises `ConfigError`. Collective.
+    Raises `ConfigError`, on every rank the same. Collective.
     """
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, (socket.gethostname(), card, settings))
-    (host, shared, _), count = Counter(found).most_common(1)[0]
+    found: list[tuple[str, str | None, dict[str, str]]] = [("", None, {})] * size
+    dist.all_gather_object(found, (socket.gethostname(), card, dict(facts or {})))
+    (host, shared), count = Counter((host, card) for host, card, _ in found).most_common(1)[0]
     if shared is not None and count > 1:
         raise ConfigError(f"{count} ranks use the same card of {host}, {shared}: start at most one rank a card")
-    if len({own for *_, own in found}) > 1:
-        different = "\n".join(sorted({f"  {host}: {own}" for host, _, own in found}))
-        raise ConfigError(
-            f"the machines do not train alike:\n{different}\ngive each the same command; what is auto is chosen by "
-            f"each machine for its own memory: write the values that are to hold on all"
-        )
+    _require_equal([(host, own) for host, _, own in found])
     total = torch.ones((), device=device)
     dist.all_reduce(total)
     if int(total) != size:
         text = f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound"
         raise RuntimeError(f"{text}; `accept` looks for the card or machine that is broken")
+
+
+def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Raise `ConfigError` unless the facts of all ranks (host, facts) are equal."""
+    names = dict.fromkeys(name for _, facts in found for name in facts)
+    lines = []
+    for name in names:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, (_, facts) in enumerate(found):
+            ranks_by_value.setdefault(facts.get(name, "none"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            places = (f"{value} on {_places(ranks, found)}" for value, ranks in ranks_by_value.items())
+            lines.append(f"  {name}: {', '.join(places)}")
+    if lines:
+        cut = [f"  … and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
+        raise ConfigError(
+            "\n".join(
+                [
+                    "the ranks of this run have different inputs and would train a mixture of them:",
+                    *lines[:MAX_DIFFERENCES],
+                    *cut,
+                    "Fix: give every machine the same command and the same files (data.train_files, "
+                    "model.partial_pretrain), and write no file while a run starts; "
+                    "where a key is auto, write its value",
+                ]
+            )
+        )
+
+
+def _places(ranks: Sequence[int], found: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+    """Hosts with their ranks: `node1 (ranks 0-7), node2 (rank 8)`."""
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(found[rank][0], []).append(rank)
+    return ", ".join(f"{host} ({_spans(own)})" for host, own in by_host.items())
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Ascending numbers as `rank 3` or `ranks 0-3, 5`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def on_main(action: Callable[[], T], world: World, *, describe: Callable[[OSError], CannotWriteError]) -> T:

@@ -1,0 +1,314 @@
+"""Ranks that read different files, or files that change while a run starts, never train a mixture of them.
+
+Each rank has a working directory of its own, as machines have, and all share the run directory.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from several_machines import REPOSITORY, rows
+from transformers import AutoConfig, AutoModelForCausalLM
+from whole_runs import run, started, tiny_model
+
+from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, EXIT_USAGE
+from trainer.quickstart import TRAIN_FILE
+from trainer.run.compose import load_config
+from trainer.run.inputs import prepare_inputs
+from trainer.run.preflight import TEMPLATES
+from trainer.runtime.distributed import free_port
+from trainer.runtime.heartbeat import Heartbeat, unpack_beat
+
+REFUSED_WITHIN_S = 5.0
+LIMIT_S = 120.0
+NUM_ROWS = 40
+TEMPLATE = (TEMPLATES / "chatml.jinja").read_text()
+WORDS = (
+    "data.train_files=data.jsonl",
+    "data.chat_template=chat.jinja",
+    "data.cache_dir=cache",
+    "model.partial_pretrain=model",
+    "model.random_weights=false",
+    "data.num_workers=0",
+    "data.val_ratio=0.2",
+    "trainer.total_training_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a machine, to be copied."""
+    root = tmp_path_factory.mktemp("machine")
+    tiny_model(root)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root / "model")).save_pretrained(root / "model")
+    (root / "data.jsonl").write_text("".join(TRAIN_FILE.read_text().splitlines(keepends=True)[:NUM_ROWS]))
+    (root / "chat.jinja").write_text(TEMPLATE)
+    return root
+
+
+def other_rows(root: Path) -> None:
+    """As many other ones."""
+    (root / "data.jsonl").write_text("".join(TRAIN_FILE.read_text().splitlines(keepends=True)[NUM_ROWS : 2 * NUM_ROWS]))
+
+
+def other_weights(root: Path) -> None:
+    file = root / "model" / "model.safetensors"
+    save_file({name: value + 0.05 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def other_tokenizer(root: Path) -> None:
+    """Two tokens of it have each other's ids."""
+    file = root / "model" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    vocabulary = tree["model"]["vocab"]
+    *_, one, other = sorted(vocabulary, key=vocabulary.__getitem__)
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(tree))
+
+
+def other_template(root: Path) -> None:
+    (root / "chat.jinja").write_text(TEMPLATE + "{# another one #}")
+
+
+def other_config(root: Path) -> None:
+    file = root / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
+
+
+CHANGES = {
+    "training data": other_rows,
+    "weights": other_weights,
+    "tokenizer": other_tokenizer,
+    "chat template": other_template,
+    "config.json": other_config,
+}
+
+
+def machines_of(machine: Path, root: Path, count: int) -> list[Path]:
+    return [Path(shutil.copytree(machine, root / f"machine{number}")) for number in range(count)]
+
+
+def words_of(machine: Path, root: Path) -> tuple[str, ...]:
+    small = [word for word in tiny_model(machine) if word.startswith(("model.fsdp", "trainer.device", "data.train_b"))]
+    return (*small, *WORDS, f"trainer.default_local_dir={root}/run")
+
+
+def enter_machine(root: Path) -> None:
+    """Go where this rank's machine has its files, and note when ranks meet."""
+    os.chdir(root / f"machine{os.environ['RANK']}")
+    import torch.distributed as dist
+
+    join = dist.init_process_group
+
+    def joined(*args: object, **options: object) -> None:
+        join(*args, **options)
+        (root / f"met.{os.environ['RANK']}").write_text(str(time.monotonic()))
+
+    dist.init_process_group = joined
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_ranks_with_different_files_are_refused_as_soon_as_they_meet(tmp_path: Path, machine: Path, what: str) -> None:
+    machines = machines_of(machine, tmp_path, 2)
+    CHANGES[what](machines[1])
+    with started(
+        2, *words_of(machine, tmp_path), log=tmp_path / "log", before=partial(enter_machine, tmp_path)
+    ) as attempt:
+        code = attempt.wait(LIMIT_S)
+        ended_at = time.monotonic()
+        output = attempt.output
+    assert code == EXIT_USAGE, output
+    assert re.search(rf"^  {what}: \w+ on \S+ \(rank 0\), \w+ on \S+ \(rank 1\)$", output, re.MULTILINE), output
+    assert "Fix: " in output and "Traceback" not in output
+    assert {process.exitcode for process in attempt.ranks} == {EXIT_USAGE}, "every rank refuses"
+    assert ended_at - max(float((tmp_path / f"met.{rank}").read_text()) for rank in (0, 1)) < REFUSED_WITHIN_S
+    assert not list((tmp_path / "run").glob("*"))
+
+
+def test_ranks_with_equal_files_at_different_places_train(tmp_path: Path, machine: Path) -> None:
+    machines_of(machine, tmp_path, 2)
+    words = words_of(machine, tmp_path)
+    code, output = run(2, *words, log=tmp_path / "log", before=partial(enter_machine, tmp_path))
+    assert code == EXIT_DONE, output
+
+
+def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(tmp_path: Path, machine: Path) -> None:
+    machines = machines_of(machine, tmp_path, 2)
+    for change in CHANGES.values():
+        change(machines[1])
+    port = str(free_port())
+    launchers, status_roots = [], []
+    for number, directory in enumerate(machines):
+        status_roots.append(tmp_path / f"tmp{number}")
+        status_roots[-1].mkdir()
+        place = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, **place, "TMPDIR": str(status_roots[-1]), "PYTHONPATH": str(REPOSITORY)}
+        command = [sys.executable, "-m", "trainer.launch", "1", *words_of(machine, tmp_path)]
+        with (tmp_path / f"log{number}").open("wb") as log:
+            launchers.append(subprocess.Popen(command, cwd=directory, env=env, stdout=log, stderr=log))
+    try:
+        met_at = wait_until_met(status_roots, launchers)
+        codes = [launcher.wait(LIMIT_S) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.terminate()
+            launcher.wait()
+    outputs = [(tmp_path / f"log{number}").read_text() for number in (0, 1)]
+    assert codes == [EXIT_USAGE] * 2, outputs
+    assert time.monotonic() - met_at < REFUSED_WITHIN_S
+    for output in outputs:
+        assert all(f"  {what}: " in output for what in (*CHANGES, "validation data")), output
+    assert not list((tmp_path / "run").glob("*"))
+
+
+def wait_until_met(status_roots: list[Path], launchers: list["subprocess.Popen[bytes]"]) -> float:
+    """When the rank of each launcher had entered the meeting, or had already left."""
+    deadline = time.monotonic() + LIMIT_S
+    waiting = list(status_roots)
+    while waiting and time.monotonic() < deadline:
+        assert len(waiting) < 2 or all(launcher.poll() is None for launcher in launchers), "ended before the meeting"
+        beats = [unpack_beat(path.read_bytes()) for path in waiting[0].glob("*/rank_0.beat")]
+        if any(beat is not None and beat.phase == "meet" for beat in beats) or launchers[0].poll() is not None:
+            waiting.pop(0)
+        time.sleep(0.01)
+    return time.monotonic()
+
+
+# What follows changes files at moments of the start.
+
+
+def grow(path: Path) -> None:
+    """Append rows, as a process that still writes the file."""
+    with path.open("a") as file:
+        file.writelines(TRAIN_FILE.read_text().splitlines(keepends=True)[:5])
+
+
+def swap(path: Path) -> None:
+    """Put other rows into the same file."""
+    path.write_text(reversed_rows(path))
+
+
+def replace(path: Path) -> None:
+    """Rename a file of other rows to this name."""
+    path.with_suffix(".new").write_text(reversed_rows(path))
+    path.with_suffix(".new").replace(path)
+
+
+def reversed_rows(path: Path) -> str:
+    return "".join(reversed(path.read_text().splitlines(keepends=True)))
+
+
+def change_at(root: Path, change: Callable[[Path], None], moment: int | str, *, is_late: bool) -> None:
+    from trainer.data import token_cache
+
+    token_cache.HASHED_BYTES = 1000
+    os.chdir(root / "machine0")
+    done, beat, enter = root / "changed", Heartbeat.beat, Heartbeat.enter
+    num_beats = 0
+
+    def act() -> None:
+        try:
+            done.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        change(Path("data.jsonl"))
+
+    def beating(self: Heartbeat) -> None:
+        nonlocal num_beats
+        beat(self)
+        if self._phase_name == "prepare":
+            num_beats += 1
+            if num_beats == moment:
+                act()
+
+    def entering(self: Heartbeat, phase: str, *, limit_s: float | None) -> None:
+        if phase == moment and os.environ["RANK"] == "0":
+            act()
+        enter(self, phase, limit_s=limit_s)
+        while phase == "prepare" and is_late and os.environ["RANK"] == "1" and not done.exists():
+            time.sleep(0.01)
+
+    Heartbeat.beat, Heartbeat.enter = beating, entering
+
+
+@contextmanager
+def inside(directory: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def fingerprint(machine: Path, words: tuple[str, ...], *more: str) -> str:
+    with inside(machine):
+        return prepare_inputs(load_config([*words, *more]), progress=lambda: None).train.fingerprint
+
+
+MOMENTS = {
+    "hashed": (3, grow),
+    "between hash and rows": ("first row", swap),
+    "rendered": ("middle", replace),
+    "before the tokens get their name": ("last row", grow),
+    "prepared": ("meet", swap),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_data_that_changes_while_a_run_starts_is_refused_or_trained_as_first_read(
+    tmp_path: Path, machine: Path, name: str, num_ranks: int
+) -> None:
+    (root,) = machines_of(machine, tmp_path, 1)
+    words, (moment, change) = words_of(machine, tmp_path), MOMENTS[name]
+    data = root / "data.jsonl"
+    first_content = data.read_bytes()
+    num_hashed = -(-len(first_content) // 1000)
+    numbers = {"first row": num_hashed + 1, "middle": num_hashed + NUM_ROWS // 2, "last row": num_hashed + NUM_ROWS}
+    before = partial(change_at, tmp_path, change, numbers.get(str(moment), moment), is_late=moment == "meet")
+    code, output = run(num_ranks, *words, log=tmp_path / "log", before=before)
+    assert (tmp_path / "changed").exists() and "Traceback" not in output, output
+    if code == EXIT_DONE:
+        assert moment == "meet" and num_ranks == 1 and len(rows(tmp_path / "run")) > 1
+    elif code == EXIT_USAGE:
+        assert moment == "meet" and "  training data: " in output
+    else:
+        assert code == EXIT_BAD_DATA and "'data.jsonl' changed while its rows were prepared" in output, output
+    data.write_bytes(first_content)
+    assert fingerprint(root, words) == fingerprint(root, words, "data.cache_dir=other"), "nothing else was kept"
+
+
+def change_weights(data: Path) -> None:
+    other_weights(data.parent)
+
+
+def empty_tokenizer_config(data: Path) -> None:
+    (data.parent / "model" / "tokenizer_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "name"), [(change_weights, "model.safetensors"), (empty_tokenizer_config, "tokenizer_config.json")]
+)
+def test_model_files_that_change_between_their_digest_and_the_load_are_refused(
+    tmp_path: Path, machine: Path, change: Callable[[Path], None], name: str, num_ranks: int
+) -> None:
+    machines_of(machine, tmp_path, 1)
+    before = partial(change_at, tmp_path, change, "load", is_late=False)
+    code, output = run(num_ranks, *words_of(machine, tmp_path), log=tmp_path / "log", before=before)
+    assert code == EXIT_USAGE and "Traceback" not in output, output
+    assert f"files of model.partial_pretrain changed while this run read them: {name} in 'model'" in output
+    assert rows(tmp_path / "run") == []

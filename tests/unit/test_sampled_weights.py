@@ -1,0 +1,105 @@
+"""The digest of weights by samples: what it tells apart, and that it reads little."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer import sampled_weights
+from trainer.sampled_weights import digest_of_weights
+from trainer.weight_files import weight_files
+
+SHAPES = {"embed": (512, 64), "norm": (64,), "layers.0.up": (128, 64), "layers.1.up": (128, 64)}
+
+
+def digest_of(directory: Path) -> str:
+    return digest_of_weights(weight_files(directory))
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def write(directory: Path, *parts: dict[str, torch.Tensor]) -> Path:
+    """As one file, or several with an index."""
+    directory.mkdir(exist_ok=True)
+    if len(parts) == 1:
+        save_file(parts[0], directory / "model.safetensors")
+        return directory
+    weight_map = {}
+    for number, part in enumerate(parts):
+        save_file(part, directory / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def test_equal_copies_have_one_digest_whatever_their_times(tmp_path: Path) -> None:
+    copies = [write(tmp_path / name, tensors()) for name in ("a", "b")]
+    os.utime(copies[1] / "model.safetensors", (1, 1))
+    assert len({digest_of(copy) for copy in copies}) == 1
+
+
+def changed(name: str, change: str) -> dict[str, torch.Tensor]:
+    found = tensors()
+    if change == "shape":
+        found[name] = found[name].reshape(-1, 2)
+    elif change == "dtype":
+        found[name] = found[name].to(torch.int32)
+    elif change == "name":
+        found["other"] = found.pop(name)
+    else:
+        found[name].view(-1)[{"first": 0, "last": -1}[change]] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("change", ["shape", "dtype", "name", "first", "last"])
+def test_every_tensor_counts_with_its_name_form_and_both_ends(tmp_path: Path, name: str, change: str) -> None:
+    copies = [write(tmp_path / "a", tensors()), write(tmp_path / "b", changed(name, change))]
+    assert len({digest_of(copy) for copy in copies}) == 2
+
+
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
+    def parts(second: int) -> list[dict[str, torch.Tensor]]:
+        names = list(SHAPES)
+        return [{name: tensors(0)[name] for name in names[:2]}, {name: tensors(second)[name] for name in names[2:]}]
+
+    digests = {digest_of(write(tmp_path / str(seed), *parts(seed))) for seed in (0, 1)}
+    assert len(digests) == 2
+
+
+def test_the_older_format_is_sampled_as_one_piece(tmp_path: Path) -> None:
+    digests = set()
+    for name, shift in (("a", 0.0), ("b", 0.05), ("c", 0.0)):
+        (tmp_path / name).mkdir()
+        torch.save({key: value + shift for key, value in tensors().items()}, tmp_path / name / "pytorch_model.bin")
+        digests.add(digest_of(tmp_path / name))
+    assert len(digests) == 2
+
+
+def test_a_large_tensor_is_sampled_at_equal_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = []
+    read = os.pread
+
+    def counted(descriptor: int, length: int, offset: int) -> bytes:
+        num_bytes.append(length)
+        return read(descriptor, length, offset)
+
+    monkeypatch.setattr(sampled_weights.os, "pread", counted)
+    monkeypatch.setattr(sampled_weights, "SAMPLED_EVERY_BYTES", 1 << 18)
+    large = torch.zeros(1 << 20)
+    before = digest_of(write(tmp_path / "a", {"large": large}))
+    assert 17 * 4096 <= sum(num_bytes) < 20 * 4096, "of 4 MiB"
+    large[len(large) // 2 : len(large) // 2 + (1 << 16)] = 1.0
+    assert digest_of(write(tmp_path / "b", {"large": large})) != before
+
+
+def test_a_header_that_is_none_is_left_to_the_loader(tmp_path: Path) -> None:
+    for content in (b"", b"short", b"\xff" * 100, (20).to_bytes(8, "little") + b"no json at all......"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert len(digest_of(tmp_path)) == 64

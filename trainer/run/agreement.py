@@ -1,0 +1,99 @@
+"""What must be equal on all ranks before the first step: each rank reads its own copy of data and model (floor 4).
+
+`facts_of` collects it once the inputs are prepared; `runtime.distributed.start` compares it as soon as ranks meet.
+`require_model_unchanged` covers the time until each rank has loaded its weights.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.config import Config, ConfigError
+from trainer.data.chat import tokenizer_digest
+from trainer.model.source import ModelFiles
+from trainer.run.inputs import Inputs
+from trainer.sampled_weights import digest_of_weights
+from trainer.weight_files import weight_files
+
+DIGITS = 16
+NONE = "none"
+OWN_OF_A_MACHINE = (
+    "data.cache_dir",
+    "data.chat_template",
+    "data.num_workers",
+    "data.train_files",
+    "data.val_files",
+    "model.lora_adapter_path",
+    "model.partial_pretrain",
+    "trainer.default_local_dir",
+    "trainer.logger",
+    "trainer.resume_from_path",
+)
+"""Keys that may differ: paths, whose contents are compared in their place, and what changes no number."""
+
+
+def facts_of(config: Config, inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
+    """What all ranks must agree on, by name: digests of what was read, and the settings.
+
+    `progress` is called as weights are read. Raises `ConfigError`.
+    """
+    model, weights = Path(inputs.source.path), "random"
+    if not inputs.source.random_weights:
+        weights = digest_of_weights(weight_files(model), progress=progress)[:DIGITS]
+    bare_tokenizer = copy.copy(inputs.tokenizer)
+    bare_tokenizer.chat_template = None
+    facts = {
+        "config.json": _digest((model / "config.json").read_bytes()),
+        "weights": weights,
+        "tokenizer": tokenizer_digest(bare_tokenizer)[:DIGITS],
+        "chat template": _digest(str(inputs.tokenizer.chat_template).encode()),
+        "training data": inputs.train.fingerprint,
+        "validation data": NONE if inputs.validation is None else inputs.validation.fingerprint,
+    }
+    if config.model.trust_remote_code:
+        facts["model code"] = _digest(*(path.read_bytes() for path in sorted(model.glob("*.py"))))
+    if config.model.lora_adapter_path is not None:
+        adapter = Path(config.model.lora_adapter_path)
+        facts["adapter"] = _digest(*((adapter / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)))
+    return facts | settings_of(config)
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Every key but those of `OWN_OF_A_MACHINE`, with its value as text."""
+    return {name: value for name, value in _flattened(config.resolved) if name not in OWN_OF_A_MACHINE}
+
+
+def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value, default=str)
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:DIGITS]
+
+
+def require_model_unchanged(files: ModelFiles) -> None:
+    """Raise `ConfigError` on all ranks if a file of the model has changed on any of them. Collective.
+
+    To be called once every rank has loaded its weights: the digests of `facts_of` then hold for what was loaded.
+    """
+    found: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, files.changed())
+    if changed := sorted({name for names in found for name in names}):
+        raise ConfigError(
+            f"files of model.partial_pretrain changed while this run read them: {', '.join(changed)} "
+            f"in '{files.directory}'; what was loaded may be partly old and partly new.\n"
+            f"Fix: start again with the same command when nothing writes to that directory"
+        )
