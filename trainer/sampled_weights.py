@@ -32,9 +32,7 @@ def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = l
             try:
                 _add_file(digest, path, pool)
             except OSError as error:
-                raise ConfigError(
-                    f"model.partial_pretrain={path.parent}: {path.name} cannot be read: {error}"
-                ) from error
+                raise ConfigError(f"weights cannot be read from '{path}': {error.strerror}") from error
             progress()
     return digest.hexdigest()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prepared import good_rows, run, write_rows
 
-from trainer.data import readers
+from trainer.data import readers, token_cache
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
 from trainer.data.sample_writer import ROWS, TOKENS
@@ -98,6 +98,15 @@ def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path: Path) -> N
         run(path, cache=tmp_path / "cache", progress=changes)
 
 
+def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "_state_of", lambda path: (0, 0, 0))
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
+    with pytest.raises(DataError, match="changed while its rows were prepared"):
+        run(path, cache=tmp_path / "cache", progress=ActsAt({5: lambda: overwrite(path)}))
+
+
 def test_prepared_tokens_outlive_the_rows_they_were_made_of(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     expected = tokens_of(run(path, cache=tmp_path / "cache"))
@@ -159,6 +168,25 @@ def test_no_validation_comes_from_prepared_tokens_that_have_changed(
     change(dataset.directory / name)
     with pytest.raises(ResumableError, match="prepared tokens changed"):
         next(iter(batches))
+
+
+@pytest.mark.parametrize("is_validation", [False, True])
+def test_a_batch_during_whose_reading_the_tokens_changed_is_not_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_validation: bool
+) -> None:
+    dataset = run(write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS)), cache=tmp_path / "cache")
+    sample = Samples.sample
+
+    def changing(self: Samples, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
+        rewrite(dataset.directory / TOKENS)
+        return sample(self, sample_id)
+
+    monkeypatch.setattr(Samples, "sample", changing)
+    validation = ValidationBatches(
+        Samples([dataset.whole("rows")]), RankPlan(0, 1, Limits(None, None), 0.01), batch_size=5
+    )
+    with pytest.raises(ResumableError, match="prepared tokens changed"):
+        next(iter(validation if is_validation else steps_of(dataset)))
 
 
 def touch(path: Path) -> None:

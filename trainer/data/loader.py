@@ -176,7 +176,7 @@ class TrainLoader:
                 self._samples.require_unchanged()  # until here the batch may have been read
                 self.step = step
                 yield batch
-        except RuntimeError:  # a worker's message is its traceback, and a killed worker knows no reason
+        except Exception:  # what was read of changed tokens may be anything, and a killed worker knows no reason
             self._samples.require_unchanged()
             raise
         finally:
@@ -229,6 +229,8 @@ class ValidationBatches:
         for index, start in enumerate(range(0, self._num_samples, self._batch_size)):
             ids = np.arange(start, min(start + self._batch_size, self._num_samples))
             self._samples.require_unchanged()
-            batch = build_step(self._samples, ids, self._plan, step=index + 1, epoch=0)
-            self._samples.require_unchanged()
+            try:
+                batch = build_step(self._samples, ids, self._plan, step=index + 1, epoch=0)
+            finally:  # what was read of changed tokens may be anything
+                self._samples.require_unchanged()
             yield batch.pin_memory() if self._plan.pin_memory else batch
