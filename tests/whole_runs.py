@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from rank_server import CONTEXT
 from trainer.launch.supervise import run_exit_code
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.distributed import free_port
-from trainer.runtime.signals import reported_exit_code
+from trainer.runtime.status import VARIABLE, Status, new_status
 
 AGENT_PATIENCE_S = 30.0
 POLL_S = 0.002
@@ -53,7 +52,7 @@ class Attempt:
     """One start of a run."""
 
     ranks: list[BaseProcess]
-    status_dir: Path
+    status: Status
     log: Path
     was_signalled: bool = False
     failed_at: float | None = None
@@ -69,7 +68,7 @@ class Attempt:
     @property
     def can_be_signalled(self) -> bool:
         """Whether every rank has registered, which is when the launcher sends signals to them."""
-        return len(list(self.status_dir.glob("rank_*.pid"))) == len(self.ranks)
+        return len(self.status.pids()) == len(self.ranks)
 
     def is_over(self) -> bool:
         """Whether all ranks are gone; does the agent's part meanwhile."""
@@ -91,9 +90,8 @@ class Attempt:
             if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_S)
-        reported = reported_exit_code(self.status_dir)  # which may be killed between making the file and writing it
         agent_code = int(any(process.exitcode for process in self.ranks))
-        return run_exit_code(reported, agent_code=agent_code, was_signalled=self.was_signalled)
+        return run_exit_code(self.status.exit_code(), agent_code=agent_code, was_signalled=self.was_signalled)
 
     def stacks(self) -> str:
         """What every rank that is alive is doing, as the watchdog asks for it."""
@@ -101,7 +99,10 @@ class Attempt:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
         time.sleep(1.0)
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.status_dir.glob("rank_*.stacks"))
+        return "\n".join(
+            f"rank {number}:\n{self.status.stacks(number).decode(errors='replace')}"
+            for number in range(len(self.ranks))
+        )
 
     @property
     def output(self) -> str:
@@ -113,13 +114,13 @@ def started(num_ranks: int, *words: str, log: Path, before: Callable[[], None] |
     """Gone at the end of the block. `before` is called in every rank ahead of all else."""
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
-    with tempfile.TemporaryDirectory(prefix="sft-", ignore_cleanup_errors=True) as status_dir:
-        arguments = (num_ranks, free_port(), status_dir, words, log, before)
+    with new_status(num_ranks) as status:
+        arguments = (num_ranks, free_port(), status.address, words, log, before)
         ranks = [CONTEXT.Process(target=_rank, args=(rank, *arguments)) for rank in range(num_ranks)]
         for process in ranks:
             process.start()
         try:
-            yield Attempt(ranks, Path(status_dir), log)
+            yield Attempt(ranks, status, log)
         finally:
             for process in ranks:
                 process.kill()
@@ -130,12 +131,13 @@ def _rank(
     rank: int,
     num_ranks: int,
     port: int,
-    status_dir: str,
+    status: str,
     words: tuple[str, ...],
     log: Path,
     before: Callable[[], None] | None,
 ) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), SFT_STATUS_DIR=status_dir)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ[VARIABLE] = status
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), HF_HUB_OFFLINE="1")
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)

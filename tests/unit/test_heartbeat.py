@@ -1,59 +1,60 @@
 """The rank's side of the watchdog: its record, its stacks on request, and that it never stops the run itself."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from trainer.runtime.heartbeat import MAX_PHASE_BYTES, Beat, Heartbeat, unpack_beat
+from trainer.runtime.status import VARIABLE, Status, new_status
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def status_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    return tmp_path
+def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
+    with new_status(4) as made:
+        monkeypatch.setenv(VARIABLE, made.address)
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        yield made
 
 
-def last_beat(status_dir: Path) -> Beat:
-    beat = unpack_beat((status_dir / "rank_3.beat").read_bytes())
+def last_beat(status: Status) -> Beat:
+    beat = unpack_beat(status.beat(3))
     assert beat is not None
     return beat
 
 
-def test_a_rank_starts_unwatched_and_says_what_it_does(status_dir: Path) -> None:
+def test_a_rank_starts_unwatched_and_says_what_it_does(status: Status) -> None:
     before = time.monotonic()
     heartbeat = Heartbeat()
-    first = last_beat(status_dir)
+    first = last_beat(status)
     assert (first.phase, first.limit_s) == ("start", None)
     heartbeat.enter("train", limit_s=120.5)
-    second = last_beat(status_dir)
+    second = last_beat(status)
     assert (second.phase, second.limit_s) == ("train", 120.5)
     heartbeat.beat()
-    third = last_beat(status_dir)
+    third = last_beat(status)
     assert (third.phase, third.limit_s, third.count) == ("train", 120.5, second.count + 1)
     assert before <= first.at_s <= second.at_s <= third.at_s <= time.monotonic()
 
 
-def test_a_beat_is_one_write_of_fixed_width(status_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_is_one_write_of_fixed_width(status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat = Heartbeat()
-    size_bytes = (status_dir / "rank_3.beat").stat().st_size
-    calls: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "pwrite", lambda file, record, offset: calls.append((len(record), offset)))
+    sizes_bytes: list[int] = []
+    monkeypatch.setattr("trainer.runtime.heartbeat.write_beat", lambda file, record: sizes_bytes.append(len(record)))
     heartbeat.beat()
     heartbeat.enter("a" * MAX_PHASE_BYTES, limit_s=1)
-    assert calls == [(size_bytes, 0)] * 2
+    assert sizes_bytes == [len(status.beat(3))] * 2
 
 
 def test_without_a_launcher_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SFT_STATUS_DIR", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     heartbeat = Heartbeat()
     heartbeat.enter("train", limit_s=1.0)
@@ -65,18 +66,19 @@ def test_without_a_launcher_nothing_happens(tmp_path: Path, monkeypatch: pytest.
     ("phase", "limit_s"),
     [("", 1.0), ("a" * (MAX_PHASE_BYTES + 1), 1.0), ("train", 0.0), ("train", float("nan")), ("train", float("inf"))],
 )
-def test_a_phase_that_cannot_be_watched_is_refused(phase: str, limit_s: float, status_dir: Path) -> None:
+def test_a_phase_that_cannot_be_watched_is_refused(phase: str, limit_s: float, status: Status) -> None:
     heartbeat = Heartbeat()
     with pytest.raises(ValueError, match="phase"):
         heartbeat.enter(phase, limit_s=limit_s)
-    assert last_beat(status_dir).phase == "start"
+    assert last_beat(status).phase == "start"
 
 
-def test_a_half_written_record_is_no_beat(status_dir: Path) -> None:
+def test_a_half_written_record_is_no_beat(status: Status) -> None:
     heartbeat = Heartbeat()
-    old = (status_dir / "rank_3.beat").read_bytes()
+    assert unpack_beat(status.beat(2)) is None, "a rank that has not begun"
+    old = status.beat(3)
     heartbeat.enter("train", limit_s=1.0)
-    new = (status_dir / "rank_3.beat").read_bytes()
+    new = status.beat(3)
     assert unpack_beat(new) is not None
     for cut in range(8, len(new) - 8):
         assert unpack_beat(new[:cut] + old[cut:]) is None
@@ -84,31 +86,7 @@ def test_a_half_written_record_is_no_beat(status_dir: Path) -> None:
     assert unpack_beat(b"") is None
 
 
-def test_a_heartbeat_that_cannot_be_written_ends_the_watch_and_not_the_run(
-    status_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    heartbeat = Heartbeat()
-    heartbeat.enter("train", limit_s=1.0)
-    calls: list[int] = []
-
-    def fail(file: int, record: bytes, offset: int) -> int:
-        calls.append(offset)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", fail)
-    monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
-    heartbeat.beat()
-    heartbeat.beat()
-    heartbeat.enter("save", limit_s=1.0)
-    assert calls == [0]
-    assert not (status_dir / "rank_3.beat").exists()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"hangs of this rank are no longer noticed: cannot write {status_dir / 'rank_3.beat'}: "
-        f"[Errno 28] No space left on device"
-    ]
-
-
-def test_a_joined_rank_writes_the_stacks_of_all_threads_on_sigusr2(tmp_path: Path) -> None:
+def test_a_joined_rank_writes_the_stacks_of_all_threads_on_sigusr2(status: Status) -> None:
     program = """
 import os, signal, threading, time
 from trainer.runtime.signals import join_launcher
@@ -124,16 +102,16 @@ is_inside.wait()
 in_main()
 in_main()
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "SFT_STATUS_DIR": str(tmp_path), "LOCAL_RANK": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
-    stacks = (tmp_path / "rank_1.stacks").read_text()
+    stacks = status.stacks(1).decode()
     assert stacks.count(" in in_a_thread") == stacks.count(" in in_main") == 2
 
 
 @pytest.mark.covers("S3.50:C")
 def test_people_can_read_where_a_rank_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SFT_STATUS_DIR", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr("trainer.runtime.heartbeat.REPORT_EVERY_S", 0.0)
     heartbeat = Heartbeat()
     heartbeat.enter("train", limit_s=10.0)

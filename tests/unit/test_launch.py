@@ -23,6 +23,7 @@ from trainer.launch.ranks import (
 )
 from trainer.launch.supervise import killed_exit_code, run_exit_code
 from trainer.launch.watchdog import Watchdog
+from trainer.runtime.status import VARIABLE, Status, new_status
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[07-08]", "SLURM_JOB_ID": "40123"}
@@ -120,16 +121,16 @@ def test_first_host_asks_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert first_host("n[1-2]") == "from-n[1-2]"
 
 
-def test_threads_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [thread_count(ranks, num_cores=8) for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    env = rank_environment({"HOME": "/h"}, NodeLayout(), num_ranks=2, status_dir=tmp_path)
+    env = rank_environment({"HOME": "/h"}, NodeLayout(), num_ranks=2, status=Status("here"))
     assert env["OMP_NUM_THREADS"] == "4"
-    assert (env["HOME"], env["SFT_STATUS_DIR"], env["PYTHONSAFEPATH"]) == ("/h", str(tmp_path), "1")
-    mine = {"OMP_NUM_THREADS": "3", "SFT_STATUS_DIR": "old", "PYTHONSAFEPATH": "", "TORCH_CPP_LOG_LEVEL": "INFO"}
-    assert rank_environment(mine, NodeLayout(), num_ranks=2, status_dir=tmp_path) == {
+    assert (env["HOME"], env[VARIABLE], env["PYTHONSAFEPATH"]) == ("/h", "here", "1")
+    mine = {"OMP_NUM_THREADS": "3", VARIABLE: "old", "PYTHONSAFEPATH": "", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    assert rank_environment(mine, NodeLayout(), num_ranks=2, status=Status("here")) == {
         **mine,
-        "SFT_STATUS_DIR": str(tmp_path),
+        VARIABLE: "here",
     }
 
 
@@ -175,7 +176,7 @@ def test_exit_code_of_a_run_that_the_launcher_killed(reported: int | None, code:
 
 
 def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch.distributed.run
 
@@ -184,14 +185,15 @@ def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
             "Timed out after 61 seconds waiting for clients. 1/2 clients joined.\nframe"
         )
 
-    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
     monkeypatch.setenv("SFT_AGENT_PID", "")
     monkeypatch.setattr(torch.distributed.run, "run", wait_for_machines)
     monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
     monkeypatch.setattr(agent.logging, "disable", lambda level: None)
     nodes = NodeLayout(2, 0, "head", 1234)
-    code = agent.run_agent(agent_command(1, nodes, [], timeout_s=60)[3:])
-    reported = int((tmp_path / "exit_code").read_text())
+    with new_status(1) as status:
+        monkeypatch.setenv(VARIABLE, status.address)
+        code = agent.run_agent(agent_command(1, nodes, [], timeout_s=60)[3:])
+        reported = status.exit_code()
     assert run_exit_code(reported, agent_code=code, was_signalled=False) == 75
     error = capsys.readouterr().err
     assert "the machines did not meet: Timed out after 61 seconds" in error and "frame" not in error
@@ -242,8 +244,8 @@ def test_main_starts_the_agent_and_names_the_way_on(
     for name, value in nodes.items():
         monkeypatch.setenv(name, value)
 
-    def supervise(command: list[str], *, env: dict[str, str], status_dir: Path, watchdog: Watchdog) -> int:
-        seen.update(command=command, env=env, existed=status_dir.is_dir(), status_dir=status_dir, watchdog=watchdog)
+    def supervise(command: list[str], *, env: dict[str, str], status: Status, watchdog: Watchdog) -> int:
+        seen.update(command=command, address=env[VARIABLE], pids=status.pids(), status=status, watchdog=watchdog)
         return 75
 
     monkeypatch.setattr(launch, "supervise", supervise)
@@ -252,9 +254,11 @@ def test_main_starts_the_agent_and_names_the_way_on(
     assert launch.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
     assert "--nproc-per-node=3" in seen["command"] and seen["command"][-4:-1] == ["-m", "trainer", "optim.lr=0.5"]
     watchdog = seen["watchdog"]
-    assert (watchdog.status_dir, watchdog.run_dir) == (seen["status_dir"], Path("some/where"))
+    assert (watchdog.status, watchdog.run_dir) == (seen["status"], Path("some/where"))
     assert watchdog.has_peers is has_peers
-    assert seen["existed"] and not seen["status_dir"].exists()
+    assert seen["address"] == seen["status"].address and seen["pids"] == {}
+    with pytest.raises(OSError):
+        seen["status"].pids()
     assert capsys.readouterr().out.splitlines()[-1] == "resume with the same command"
 
 

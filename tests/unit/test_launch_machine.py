@@ -17,6 +17,7 @@ from trainer.launch import __main__ as launch
 from trainer.launch import ranks
 from trainer.launch.ranks import NodeLayout, count_gpus, gloo_interface, rank_environment
 from trainer.run.compose import load_config
+from trainer.runtime.status import Status
 
 
 def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_nvidia: bool, torch: str) -> None:
@@ -186,13 +187,13 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     assert ["set GLOO_SOCKET_IFNAME" in found.fix for found in said] == [True] * (expected == {})
 
 
-def test_only_runs_on_several_machines_are_told_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_runs_on_several_machines_are_told_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "gloo_interface", lambda host: {"GLOO_SOCKET_IFNAME": f"to {host}"})
     nodes = NodeLayout(2, 1, "head", 1234)
     alone, several = [
-        rank_environment({}, layout, num_ranks=1, status_dir=tmp_path) for layout in (NodeLayout(), nodes)
+        rank_environment({}, layout, num_ranks=1, status=Status("none")) for layout in (NodeLayout(), nodes)
     ]
     assert "GLOO_SOCKET_IFNAME" not in alone and several["GLOO_SOCKET_IFNAME"] == "to head"
-    mine = rank_environment({"GLOO_SOCKET_IFNAME": "mine"}, nodes, num_ranks=1, status_dir=tmp_path)
+    mine = rank_environment({"GLOO_SOCKET_IFNAME": "mine"}, nodes, num_ranks=1, status=Status("none"))
     assert mine["GLOO_SOCKET_IFNAME"] == "mine"
     assert len(os.sched_getaffinity(0)) >= int(mine["OMP_NUM_THREADS"]) >= 1

@@ -12,6 +12,7 @@ import pytest
 
 from trainer.launch.__main__ import agent_command
 from trainer.launch.ranks import NodeLayout, rank_environment
+from trainer.runtime.status import Status
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """
@@ -19,10 +20,11 @@ import os, sys
 from pathlib import Path
 from trainer.launch.supervise import supervise
 from trainer.launch.watchdog import Watchdog
-status_dir = Path(sys.argv[1])
-env = {**os.environ, "SFT_STATUS_DIR": str(status_dir)}
-watchdog = Watchdog(status_dir, run_dir=status_dir / "run", has_peers=False)
-sys.exit(supervise([sys.executable, *sys.argv[2:]], env=env, status_dir=status_dir, watchdog=watchdog))
+from trainer.runtime.status import new_status
+with new_status(2) as status:
+    env = {**os.environ, "SFT_STATUS": status.address}
+    watchdog = Watchdog(status, run_dir=Path(env["SCRATCH"], "run"), has_peers=False)
+    sys.exit(supervise([sys.executable, *sys.argv[1:]], env=env, status=status, watchdog=watchdog))
 """
 # Stands for torchrun: starts two ranks, waits for them and folds their exit codes into 0 or 1.
 AGENT = """
@@ -32,33 +34,35 @@ sys.exit(any([rank.wait() for rank in ranks]))
 """
 SLEEPING_AGENT = """
 import os, time
-open(os.path.join(os.environ["SFT_STATUS_DIR"], "agent"), "w").write(str(os.getpid()))
+open(os.path.join(os.environ["SCRATCH"], "agent"), "w").write(str(os.getpid()))
 time.sleep(60)
 """
 # Stands for a rank: notes every signal, and half a second after the first, or when it need not stay any more, leaves in
 # order with 75.
 RANK = """
 import os, signal, sys, time
-status_dir, rank = os.environ["SFT_STATUS_DIR"], sys.argv[1]
+from trainer.runtime.status import launcher_status
+status, scratch, rank = launcher_status(), os.environ["SCRATCH"], sys.argv[1]
 received = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
-open(os.path.join(status_dir, f"rank_{rank}.pid"), "w").write(str(os.getpid()))
+status.register(int(rank), os.getpid())
+open(os.path.join(scratch, f"rank_{rank}.pid"), "w").write(str(os.getpid()))
 while not received:
     time.sleep(0.01)
-while os.path.exists(os.path.join(status_dir, "stay")):
-    open(os.path.join(status_dir, f"received_{rank}"), "w").write(" ".join(received))
+while os.path.exists(os.path.join(scratch, "stay")):
+    open(os.path.join(scratch, f"received_{rank}"), "w").write(" ".join(received))
     time.sleep(0.01)
 time.sleep(0.5)
-open(os.path.join(status_dir, f"received_{rank}"), "w").write(" ".join(received))
-open(os.path.join(status_dir, "exit_code"), "w").write("75")
+open(os.path.join(scratch, f"received_{rank}"), "w").write(" ".join(received))
+status.report(75)
 """
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
-    """Starts `supervise` on an agent script in a process group of its own, with `tmp_path/status` between them."""
-    (tmp_path / "status").mkdir()
+    """Starts `supervise` on an agent script in a process group of its own, with `tmp_path/scratch` for the ranks."""
+    (tmp_path / "scratch").mkdir()
     (tmp_path / "rank.py").write_text(RANK)
 
     def run(agent: str, *before: str) -> subprocess.Popen:
@@ -68,11 +72,10 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
             sys.executable,
             "-c",
             LAUNCHER,
-            tmp_path / "status",
             tmp_path / "agent.py",
             tmp_path / "rank.py",
         ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "SCRATCH": str(tmp_path / "scratch")}
         streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, env=env, start_new_session=True, text=True, **streams)
 
@@ -99,9 +102,9 @@ def read_pid(path: Path) -> int:
     return int(path.read_text())
 
 
-def wait_for_ranks(status_dir: Path) -> None:
+def wait_for_ranks(scratch: Path) -> None:
     for rank in range(2):
-        read_pid(status_dir / f"rank_{rank}.pid")
+        read_pid(scratch / f"rank_{rank}.pid")
 
 
 @pytest.mark.parametrize(
@@ -109,8 +112,8 @@ def wait_for_ranks(status_dir: Path) -> None:
     [
         ("import sys; sys.exit(0)", 0),
         ("import sys; sys.exit(3)", 1),
-        ("import os; open(os.environ['SFT_STATUS_DIR'] + '/exit_code', 'w').write('65'); os._exit(1)", 65),
-        ("import os; open(os.environ['SFT_STATUS_DIR'] + '/exit_code', 'w').write('75')", 75),
+        ("import os; from trainer.runtime.status import *; launcher_status().report(65); os._exit(1)", 65),
+        ("from trainer.runtime.status import *; launcher_status().report(75)", 75),
     ],
 )
 def test_exit_code_of_an_agent(agent: str, code: int, start: Callable[..., subprocess.Popen]) -> None:
@@ -126,29 +129,29 @@ def test_a_killed_agent_is_named(start: Callable[..., subprocess.Popen]) -> None
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_reaches_every_rank_once(name: str, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
-    launcher, status_dir = start(AGENT), tmp_path / "status"
-    wait_for_ranks(status_dir)
+    launcher, scratch = start(AGENT), tmp_path / "scratch"
+    wait_for_ranks(scratch)
     os.killpg(launcher.pid, signal.Signals[name])  # as a terminal does: the whole process group
     assert launcher.wait(timeout=20) == 75
-    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == [name, name]
+    assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == [name, name]
 
 
 def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
-    launcher, status_dir = start(AGENT), tmp_path / "status"
-    (status_dir / "stay").touch()
-    wait_for_ranks(status_dir)
+    launcher, scratch = start(AGENT), tmp_path / "scratch"
+    (scratch / "stay").touch()
+    wait_for_ranks(scratch)
     launcher.send_signal(signal.SIGUSR1)
-    assert wait_until(lambda: all((status_dir / f"received_{rank}").exists() for rank in range(2)))
+    assert wait_until(lambda: all((scratch / f"received_{rank}").exists() for rank in range(2)))
     launcher.send_signal(signal.SIGTERM)
-    assert wait_until(lambda: all("SIGTERM" in (status_dir / f"received_{rank}").read_text() for rank in range(2)))
-    (status_dir / "stay").unlink()
+    assert wait_until(lambda: all("SIGTERM" in (scratch / f"received_{rank}").read_text() for rank in range(2)))
+    (scratch / "stay").unlink()
     assert launcher.wait(timeout=20) == 75
-    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == ["SIGUSR1 SIGTERM"] * 2
+    assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == ["SIGUSR1 SIGTERM"] * 2
 
 
 def test_a_signal_before_any_rank_stops_the_agent(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     launcher = start(SLEEPING_AGENT)
-    agent_pid = read_pid(tmp_path / "status" / "agent")
+    agent_pid = read_pid(tmp_path / "scratch" / "agent")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=20) == 75
     assert not is_alive(agent_pid)
@@ -158,22 +161,22 @@ def test_nohup_keeps_sighup_from_launcher_and_ranks(start: Callable[..., subproc
     rank = "import signal, sys; from trainer.runtime.signals import heeded_signals; from pathlib import Path\n"
     rank += "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.SIGHUP not in heeded_signals()\n"
     (tmp_path / "rank.py").write_text(rank + RANK.replace(", signal.SIGHUP", ""))
-    launcher, status_dir = start(AGENT, "nohup"), tmp_path / "status"
-    wait_for_ranks(status_dir)
+    launcher, scratch = start(AGENT, "nohup"), tmp_path / "scratch"
+    wait_for_ranks(scratch)
     os.killpg(launcher.pid, signal.SIGHUP)
     time.sleep(0.3)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=20) == 75
-    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
+    assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
 
 
 def test_a_launcher_that_is_stopped_and_continued_changes_nothing(
     start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:
     """Python 3.11 returns any number from a wait that SIGCONT interrupts after its time; it is no signal to pass on."""
-    launcher, status_dir = start(AGENT), tmp_path / "status"
-    wait_for_ranks(status_dir)
+    launcher, scratch = start(AGENT), tmp_path / "scratch"
+    wait_for_ranks(scratch)
     for stopped_s in (0.2, 1.2, 1.2):
         launcher.send_signal(signal.SIGSTOP)
         time.sleep(stopped_s)
@@ -181,18 +184,18 @@ def test_a_launcher_that_is_stopped_and_continued_changes_nothing(
         time.sleep(0.1)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=20) == 75
-    assert [(status_dir / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
+    assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
 
 
 def test_a_signal_to_a_stopped_launcher_is_passed_on_when_it_continues(
     start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:
-    launcher, status_dir = start(AGENT), tmp_path / "status"
-    wait_for_ranks(status_dir)
+    launcher, scratch = start(AGENT), tmp_path / "scratch"
+    wait_for_ranks(scratch)
     launcher.send_signal(signal.SIGSTOP)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(1.2)
-    assert not (status_dir / "received_0").exists()
+    assert not (scratch / "received_0").exists()
     launcher.send_signal(signal.SIGCONT)
     assert launcher.wait(timeout=20) == 75
 
@@ -200,18 +203,18 @@ def test_a_signal_to_a_stopped_launcher_is_passed_on_when_it_continues(
 def test_a_stopped_agent_is_continued_when_its_ranks_have_ended(
     start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:
-    agent = f"import os; open(os.environ['SFT_STATUS_DIR'] + '/agent', 'w').write(str(os.getpid()))\n{AGENT}"
-    launcher, status_dir = start(agent), tmp_path / "status"
-    wait_for_ranks(status_dir)
+    agent = f"import os; open(os.environ['SCRATCH'] + '/agent', 'w').write(str(os.getpid()))\n{AGENT}"
+    launcher, scratch = start(agent), tmp_path / "scratch"
+    wait_for_ranks(scratch)
     time.sleep(1.2)  # the launcher looks every second: it knows the ranks now
-    os.kill(read_pid(status_dir / "agent"), signal.SIGSTOP)
+    os.kill(read_pid(scratch / "agent"), signal.SIGSTOP)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=20) == 75
 
 
 def test_kill_9_of_the_process_group_leaves_nothing(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     launcher = start(SLEEPING_AGENT)
-    agent_pid = read_pid(tmp_path / "status" / "agent")
+    agent_pid = read_pid(tmp_path / "scratch" / "agent")
     assert os.getsid(agent_pid) == agent_pid != os.getsid(launcher.pid)
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait(timeout=20)
@@ -235,8 +238,8 @@ except RuntimeError as error:
 """
 
 
-def test_a_lost_rank_prints_no_stack_of_torch(tmp_path: Path) -> None:
-    env = rank_environment({**os.environ, "PYTHONPATH": str(ROOT)}, NodeLayout(), num_ranks=2, status_dir=tmp_path)
+def test_a_lost_rank_prints_no_stack_of_torch() -> None:
+    env = rank_environment({**os.environ, "PYTHONPATH": str(ROOT)}, NodeLayout(), num_ranks=2, status=Status("none"))
     command = [sys.executable, "-c", HOLDS_THE_STORE]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("DistNetworkError\n", "")

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,21 +24,29 @@ from trainer.runtime import log, signals
 from trainer.runtime.exit_codes import explain
 from trainer.runtime.heartbeat import Heartbeat, unpack_beat
 from trainer.runtime.signals import StopRequest
+from trainer.runtime.status import VARIABLE, Status, new_status
 
 LIMITS = ["trainer.device=cpu", "trainer.dist_timeout_s=900", "trainer.checkpoint.save_timeout_s=500"]
+
+
+@pytest.fixture
+def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
+    """Of a launcher of two ranks, as its ranks see it."""
+    with new_status(2) as made:
+        monkeypatch.setenv(VARIABLE, made.address)
+        yield made
 
 
 class ReachedError(Exception):
     """As far as the test goes."""
 
 
-def test_a_rank_is_watched_while_it_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_watched_while_it_imports_torch(status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     def phase_of_the_first_rank(*args: Any) -> int:
-        beat = unpack_beat((tmp_path / "rank_0.beat").read_bytes())
+        beat = unpack_beat(status.beat(0))
         assert beat is not None and (beat.phase, beat.limit_s) == ("start", 900)
         return 0
 
-    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
     monkeypatch.setattr(signals, "join_launcher", lambda: None)
@@ -49,7 +57,7 @@ def test_a_rank_is_watched_while_it_imports_torch(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_rank_that_lost_another_says_so_first(
-    is_signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_signalled: bool, status: Status, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torchrun stops the others with SIGTERM: that nobody asked for a stop, and it is not what went wrong."""
 
@@ -59,9 +67,8 @@ def test_a_rank_that_lost_another_says_so_first(
 
     lost = subprocess.Popen(["true"])
     lost.wait()
-    (tmp_path / "rank_0.pid").write_text(str(os.getpid()))
-    (tmp_path / "rank_1.pid").write_text(str(lost.pid))
-    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
+    status.register(0, os.getpid())
+    status.register(1, lost.pid)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
     monkeypatch.setattr(signals, "join_launcher", lambda: None)
@@ -89,7 +96,7 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
     """Two ranks of `num_ranks` are here, and both are well: what broke is elsewhere, or the program is wrong."""
     for name, value in {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("SFT_STATUS_DIR", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     found, message = explain(RuntimeError(reason), StopRequest())
     assert found == code and reason in message
     assert message.startswith("another machine of this run failed or is out of reach") is (code == 75)
@@ -104,14 +111,13 @@ def test_a_killed_process_that_prepared_data_is_told_without_a_stack(monkeypatch
     assert message.endswith("continue with the same command")
 
 
-def test_a_rank_follows_another_that_lost_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_follows_another_that_lost_a_machine(status: Status) -> None:
     """It meets the broken connection later, when that one has left already: both ranks end the same way."""
     lost = subprocess.Popen(["true"])
     lost.wait()
-    (tmp_path / "rank_1.pid").write_text(str(lost.pid))
-    monkeypatch.setenv("SFT_STATUS_DIR", str(tmp_path))
+    status.register(1, lost.pid)
     assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == 1
-    (tmp_path / "exit_code").write_text("75")
+    status.report(75)
     assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == 75
 
 
@@ -130,7 +136,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
     def decide_start(*args: Any) -> None:
         raise ReachedError
 
-    monkeypatch.delenv("SFT_STATUS_DIR", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a lone rank says there where it meets itself

@@ -5,16 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
+from trainer.runtime.status import VARIABLE, Status, new_status
 
 PRELUDE = """
 import os, signal, sys, time
 from trainer.runtime import signals
 from trainer.runtime.signals import StopRequest, report_exit_code, leave
+from trainer.runtime.status import launcher_status
 stop = StopRequest()
 stop.install()
 def wait_for(condition, timeout_s=20.0):
@@ -28,31 +31,37 @@ def send(name):
 """
 
 
-def run(program: str, *, status_dir: Path | None = None) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def status() -> Iterator[Status]:
+    with new_status(4) as made:
+        yield made
+
+
+def run(program: str, *, status: Status | None = None) -> subprocess.CompletedProcess[str]:
     repository = Path(__file__).resolve().parents[2]
-    env = {name: value for name, value in os.environ.items() if name not in ("SFT_STATUS_DIR", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": str(repository)} | ({"SFT_STATUS_DIR": str(status_dir)} if status_dir else {})
+    env = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "LOCAL_RANK")}
+    env |= {"PYTHONPATH": str(repository)} | ({VARIABLE: status.address} if status else {})
     command = [sys.executable, "-c", PRELUDE + program]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, tmp_path: Path) -> None:
-    done = run(f"send('{name}'); print('still here')", status_dir=tmp_path)
+def test_outside_of_the_loop_a_signal_leaves_at_once(name: str, status: Status) -> None:
+    done = run(f"send('{name}'); print('still here')", status=status)
     assert done.returncode == EXIT_RESUMABLE
     assert done.stdout == ""
     assert done.stderr == f"stopped by {name}; the same command goes on from the last checkpoint\n"
-    assert (tmp_path / "exit_code").read_text() == "75"
+    assert status.exit_code() == EXIT_RESUMABLE
 
 
-def test_a_rank_that_is_ended_after_another_failed_says_nothing_of_its_own(tmp_path: Path) -> None:
+def test_a_rank_that_is_ended_after_another_failed_says_nothing_of_its_own(status: Status) -> None:
     """Beside an error of the user's data "stopped by SIGTERM" would look like the cause."""
-    (tmp_path / "exit_code").write_text("65")
-    done = run("send('SIGTERM')", status_dir=tmp_path)
-    assert (done.returncode, done.stderr, (tmp_path / "exit_code").read_text()) == (EXIT_RESUMABLE, "", "65")
+    status.report(65)
+    done = run("send('SIGTERM')", status=status)
+    assert (done.returncode, done.stderr, status.exit_code()) == (EXIT_RESUMABLE, "", 65)
 
 
-def test_a_signal_leaves_at_once_while_the_main_thread_waits_inside_c_code(tmp_path: Path) -> None:
+def test_a_signal_leaves_at_once_while_the_main_thread_waits_inside_c_code(status: Status) -> None:
     """As it does for ranks that have not come yet: Python runs no handler there."""
     program = """
 import ctypes, threading
@@ -61,8 +70,8 @@ threading.Timer(0.2, send, ["SIGTERM"]).start()
 libc.pthread_mutex_lock(mutex)
 libc.pthread_mutex_lock(mutex)
 """
-    done = run(program, status_dir=tmp_path)
-    assert (done.returncode, (tmp_path / "exit_code").read_text()) == (EXIT_RESUMABLE, "75")
+    done = run(program, status=status)
+    assert (done.returncode, status.exit_code()) == (EXIT_RESUMABLE, 75)
     assert done.stderr == "stopped by SIGTERM; the same command goes on from the last checkpoint\n"
 
 
@@ -80,16 +89,16 @@ print("still here")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_inside_of_the_loop_a_signal_only_sets_the_flag(name: str, tmp_path: Path) -> None:
+def test_inside_of_the_loop_a_signal_only_sets_the_flag(name: str, status: Status) -> None:
     program = f"""
 assert not stop.is_set and stop.signal_name is None
 with stop.deferred():
     send('{name}')
     print(stop.is_set, stop.signal_name)
 """
-    done = run(program, status_dir=tmp_path)
+    done = run(program, status=status)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"True {name}\n", "")
-    assert list(tmp_path.iterdir()) == []
+    assert status.exit_code() is None and status.pids() == {}
 
 
 def test_copies_of_a_signal_are_one_request() -> None:
@@ -145,15 +154,15 @@ print('still here')
     assert run(program).returncode == EXIT_RESUMABLE
 
 
-def test_the_first_reported_exit_code_stays(tmp_path: Path) -> None:
-    done = run("report_exit_code(65); report_exit_code(1); report_exit_code(0)", status_dir=tmp_path)
+def test_the_first_reported_exit_code_stays(status: Status) -> None:
+    done = run("report_exit_code(65); report_exit_code(1); report_exit_code(0)", status=status)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "exit_code").read_text() == "65"
+    assert status.exit_code() == 65
 
 
-def test_reporting_needs_no_launcher_and_survives_a_missing_directory(tmp_path: Path) -> None:
+def test_reporting_needs_no_launcher_and_survives_a_launcher_that_is_gone() -> None:
     assert run("report_exit_code(1)").returncode == 0
-    assert run("report_exit_code(1)", status_dir=tmp_path / "gone").returncode == 0
+    assert run("report_exit_code(1)", status=Status("/proc/self/fd/999")).returncode == 0
 
 
 @pytest.mark.parametrize("code", [EXIT_DONE, EXIT_CRASH, EXIT_USAGE, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED])
@@ -164,34 +173,34 @@ def test_leaving_without_a_launcher_keeps_the_code(code: int) -> None:
 @pytest.mark.parametrize(
     ("code", "seen_by_torchrun"), [(EXIT_DONE, 0), (EXIT_RESUMABLE, 0), (EXIT_CRASH, 1), (EXIT_DIVERGED, 76)]
 )
-def test_under_the_launcher_an_orderly_end_is_no_crash(code: int, seen_by_torchrun: int, tmp_path: Path) -> None:
-    done = run(f"print('last words'); leave({code})", status_dir=tmp_path)
+def test_under_the_launcher_an_orderly_end_is_no_crash(code: int, seen_by_torchrun: int, status: Status) -> None:
+    done = run(f"print('last words'); leave({code})", status=status)
     assert done.returncode == seen_by_torchrun
     assert done.stdout == "last words\n"
-    assert (tmp_path / "exit_code").read_text() == str(code)
+    assert status.exit_code() == code
 
 
-def test_a_rank_registers_under_its_number_on_the_machine(tmp_path: Path) -> None:
+def test_a_rank_registers_under_its_number_on_the_machine(status: Status) -> None:
     program = "os.environ['LOCAL_RANK'] = '3'; signals.join_launcher(); print(os.getpid())"
-    done = run(program, status_dir=tmp_path)
+    done = run(program, status=status)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "rank_3.pid").read_text() == done.stdout.strip()
+    assert status.pids() == {3: int(done.stdout)}
     assert run("signals.join_launcher(); leave(0)").returncode == 0, "without a launcher there is nothing to join"
 
 
-def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
+def test_a_rank_dies_with_its_parent(status: Status) -> None:
     program = """
 child = os.fork()
 if child == 0:
     signals.join_launcher()
     time.sleep(60)
     os._exit(0)
-assert wait_for(lambda: os.path.exists(os.environ['SFT_STATUS_DIR'] + '/rank_0.pid'))
+assert wait_for(lambda: launcher_status().pids())
 print(child, flush=True)
 os._exit(0)
 """
     started = time.monotonic()
-    done = run(program, status_dir=tmp_path)
+    done = run(program, status=status)
     pid = int(done.stdout)
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
         assert time.monotonic() - started < 30, "the rank outlived its parent"

@@ -24,11 +24,12 @@ from trainer.launch.ranks import (
     parse_arguments,
     rank_environment,
 )
-from trainer.launch.supervise import status_directory, supervise
+from trainer.launch.supervise import supervise
 from trainer.launch.watchdog import Watchdog
 from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
+from trainer.runtime.status import new_status
 
 
 def main(argv: list[str], *, is_program: bool = False) -> int:
@@ -84,13 +85,13 @@ def _train(launch: Launch, overrides: list[str]) -> int:
             f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",
             flush=True,
         )
-    with status_directory() as status_dir:
-        env = rank_environment(os.environ, layout, num_ranks=num_ranks, status_dir=status_dir)
+    with new_status(num_ranks) as status:
+        env = rank_environment(os.environ, layout, num_ranks=num_ranks, status=status)
         run_dir = Path(config.trainer.default_local_dir)
-        watchdog = Watchdog(status_dir, run_dir=run_dir, has_peers=layout.num_nodes > 1)
+        watchdog = Watchdog(status, run_dir=run_dir, has_peers=layout.num_nodes > 1)
         timeout_s = config.trainer.dist_timeout_s
         command = agent_command(num_ranks, layout, overrides, timeout_s=timeout_s)
-        return supervise(command, env=env, status_dir=status_dir, watchdog=watchdog)
+        return supervise(command, env=env, status=status, watchdog=watchdog)
 
 
 def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int) -> list[str]:

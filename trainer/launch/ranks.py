@@ -19,6 +19,7 @@ import psutil
 
 from trainer.config import ConfigError, own_words
 from trainer.run.compose import USAGE, with_recipe
+from trainer.runtime.status import VARIABLE, Status
 
 DEFAULT_NUM_CPU_RANKS = 2
 DEFAULT_MASTER_PORT = 29500
@@ -167,7 +168,7 @@ def thread_count(num_ranks: int, *, num_cores: int) -> int:
     return max(1, num_cores // num_ranks)
 
 
-def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status_dir: Path) -> dict[str, str]:
+def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status: Status) -> dict[str, str]:
     """Environment of the ranks; what the user has set stays."""
     threads = thread_count(num_ranks, num_cores=len(os.sched_getaffinity(0)))
     # `-m` would look in the folder of the caller first, which may hold a package of this name
@@ -176,7 +177,7 @@ def rank_environment(env: Mapping[str, str], layout: NodeLayout, *, num_ranks: i
     added |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     if layout.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
         added |= gloo_interface(layout.master_addr)
-    return {**added, **env, "SFT_STATUS_DIR": str(status_dir)}
+    return {**added, **env, VARIABLE: status.address}
 
 
 ANYWHERE = ("192.0.2.1", "2001:db8::1")

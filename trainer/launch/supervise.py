@@ -2,58 +2,28 @@
 
 Three generations of processes: the launcher, torchrun's agent in a session of its own, and the ranks. Each dies with
 its parent, so killing the launcher leaves nothing behind. torchrun folds every failure into 1 and kills ranks 30 s
-after a signal; so ranks write their pid and exit code into the status directory, and signals go to them directly.
+after a signal; so ranks write their pid and exit code into the launcher's status, and signals go to them directly.
 """
 
 import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
 from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.files import try_lock
 from trainer.runtime.processes import die_with_parent
-from trainer.runtime.signals import heeded_signals, rank_pids, reported_exit_code
+from trainer.runtime.signals import heeded_signals
+from trainer.runtime.status import Status
 
 POLL_S = 1.0
-STATUS_PREFIX, STATUS_MARK = "sft-", "launcher"
 
 
-@contextmanager
-def status_directory() -> Iterator[Path]:
-    """A new directory that ranks report to, gone afterwards; those of killed launchers are removed first.
-
-    The launcher holds a lock on its directory, and marks it once it does: what is marked and not locked has no owner.
-    """
-    for mark in Path(tempfile.gettempdir()).glob(f"{STATUS_PREFIX}*/{STATUS_MARK}"):
-        with suppress(OSError), _opened(mark.parent) as descriptor:
-            if os.fstat(descriptor).st_uid == os.geteuid() and try_lock(descriptor):
-                shutil.rmtree(mark.parent, ignore_errors=True)
-    made = tempfile.TemporaryDirectory(prefix=STATUS_PREFIX, ignore_cleanup_errors=True)
-    with made as name, _opened(Path(name)) as descriptor:
-        try_lock(descriptor)
-        Path(name, STATUS_MARK).touch()
-        yield Path(name)
-
-
-@contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Path, watchdog: Watchdog) -> int:
+def supervise(command: Sequence[str], *, env: Mapping[str, str], status: Status, watchdog: Watchdog) -> int:
     """Run the agent to its end or a hang, pass every signal on to the ranks once, and return the run's exit code."""
     forwarded, memory_kills = heeded_signals(), MemoryKills()
     awaited = {*forwarded, signal.SIGCHLD}
@@ -68,21 +38,21 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status_dir: Pat
             received = signal.sigtimedwait(awaited, POLL_S)
             if watchdog.finds_hang():
                 watchdog.end_run(agent)
-                return killed_exit_code(reported_exit_code(status_dir))
+                return killed_exit_code(status.exit_code())
             watchdog.wake_agent(agent)
             if watchdog.finds_agent_waiting():
                 watchdog.kill(agent)
-                return run_exit_code(reported_exit_code(status_dir), agent_code=EXIT_DONE, was_signalled=was_signalled)
+                return run_exit_code(status.exit_code(), agent_code=EXIT_DONE, was_signalled=was_signalled)
             # not in the set: Python 3.11 returns any number when SIGCONT interrupts it after its time ran out
             if received is None or received.si_signo not in forwarded:
                 continue
             was_signalled = True
-            if not _signal_ranks(status_dir, received.si_signo):
+            if not _signal_ranks(status, received.si_signo):
                 watchdog.kill(agent)
-                return killed_exit_code(reported_exit_code(status_dir))
+                return killed_exit_code(status.exit_code())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    reported = reported_exit_code(status_dir)
+    reported = status.exit_code()
     if reported is None and agent.returncode < 0:
         killer = memory_kills.killer(-agent.returncode)
         print(f"ERROR: the ranks were killed by {killer}; continue with the same command", file=sys.stderr)
@@ -112,9 +82,9 @@ def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 
-def _signal_ranks(status_dir: Path, number: int) -> bool:
+def _signal_ranks(status: Status, number: int) -> bool:
     """Send a signal to every registered rank; False when there is none yet."""
-    pids = rank_pids(status_dir).values()
+    pids = status.pids().values()
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

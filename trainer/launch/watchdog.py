@@ -19,7 +19,7 @@ import psutil
 
 from trainer.runtime.heartbeat import Beat, unpack_beat
 from trainer.runtime.processes import STOPPED, begun, status_of
-from trainer.runtime.signals import rank_pids
+from trainer.runtime.status import Status
 
 MAX_GAP_S = 5.0
 """Longest silence counted between two polls: when the launcher itself was suspended, the ranks had no chance either."""
@@ -57,8 +57,8 @@ class Rank:
 class Watchdog:
     """Polled by the launcher: `finds_hang` every second, and once that is true `end_run`."""
 
-    def __init__(self, status_dir: Path, *, run_dir: Path, has_peers: bool) -> None:
-        self.status_dir = status_dir
+    def __init__(self, status: Status, *, run_dir: Path, has_peers: bool) -> None:
+        self.status = status
         self.run_dir = run_dir
         self.has_peers = has_peers
         self._ranks: dict[int, Rank] = {}
@@ -69,7 +69,7 @@ class Watchdog:
         """Whether a living rank has been silent for longer than its phase allows, by the launcher's own clock."""
         now = time.monotonic()
         passed_s, self._polled_at = min(now - self._polled_at, MAX_GAP_S), now
-        for number, pid in rank_pids(self.status_dir).items():
+        for number, pid in self.status.pids().items():
             if number not in self._ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._ranks[number] = Rank(number, psutil.Process(pid))
@@ -77,11 +77,10 @@ class Watchdog:
         return any(rank.is_hung for rank in self._ranks.values())
 
     def _observe(self, rank: Rank, passed_s: float) -> Rank:
-        record = _content(self.status_dir / f"rank_{rank.number}.beat")
+        record = self.status.beat(rank.number)
         if record == rank.record:
             return replace(rank, silent_s=rank.silent_s + passed_s)
-        beat = (unpack_beat(record) or rank.beat) if record else None
-        return replace(rank, record=record, beat=beat, silent_s=0.0)
+        return replace(rank, record=record, beat=unpack_beat(record) or rank.beat, silent_s=0.0)
 
     def end_run(self, agent: subprocess.Popen) -> None:
         """Keep the stacks, say which rank hangs, and kill the agent with every process below it.
@@ -152,15 +151,14 @@ class Watchdog:
 
     def _collect_stacks(self, ranks: list[Rank]) -> dict[int, str]:
         """Stacks of all threads by number of the rank, or why there are none. Takes up to `STACKS_S`."""
-        paths = {rank.number: self.status_dir / f"rank_{rank.number}.stacks" for rank in ranks}
-        earlier = {number: _content(path) for number, path in paths.items()}  # a user may have asked before
+        earlier = {rank.number: self.status.stacks(rank.number) for rank in ranks}  # a user may have asked before
         awaited = [rank.number for rank in ranks if status_of(rank.process) not in STOPPED]
         for rank in ranks:
             _send(rank.process, signal.SIGUSR2)
         stacks, changed_at, deadline = earlier, time.monotonic(), time.monotonic() + STACKS_S
         while (now := time.monotonic()) < deadline:
             time.sleep(0.05)
-            last, stacks = stacks, {number: _content(path) for number, path in paths.items()}
+            last, stacks = stacks, {number: self.status.stacks(number) for number in earlier}
             changed_at = changed_at if stacks == last else now
             if now - changed_at > SETTLED_S and all(stacks[number] != earlier[number] for number in awaited):
                 break
@@ -196,14 +194,6 @@ def _write_hang_dir(run_dir: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (run_dir / f"hang_{number}" / name).write_text(text)
     return run_dir / f"hang_{number}"
-
-
-def _content(path: Path) -> bytes:
-    """What a rank wrote; empty when it has not, or took it back."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def _send(process: psutil.Process, number: int) -> None:

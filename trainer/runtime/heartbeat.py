@@ -1,14 +1,12 @@
 """A rank's sign of life for the launcher's watchdog, and whether a run lives in a directory (floor 1, no torch).
 
-`$SFT_STATUS_DIR/rank_<LOCAL_RANK>.beat` holds one record of fixed width that is overwritten in place. The launcher
+The rank's file in the launcher's status holds one record of fixed width that is overwritten in place. The launcher
 reads it from outside, so that a rank that is stopped, or deep inside C code, cannot hide its silence.
 """
 
 import contextlib
 import json
-import logging
 import math
-import os
 import socket
 import struct
 import time
@@ -19,14 +17,13 @@ from trainer.runtime.environment import local_rank
 from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.processes import born_at, is_alive
+from trainer.runtime.status import launcher_status, write_beat
 
 MAX_PHASE_BYTES = 24
 REPORT_DIRECTORY = "heartbeat"
 REPORT_EVERY_S = 30.0
 _RECORD = struct.Struct(f"<Qdd{MAX_PHASE_BYTES}sQ")
 """Count, time of the beat, allowed silence, phase, and the count again: unequal counts are a half-written record."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,11 @@ class Beat:
 
 
 def unpack_beat(record: bytes) -> Beat | None:
-    """The beat in a record; None for one that is not or only half written."""
+    """The beat in a record; None for one that is not written yet (zeros), or half written."""
     if len(record) != _RECORD.size:
         return None
     count, at_s, limit_s, phase, count_again = _RECORD.unpack(record)
-    if count != count_again:
+    if count == 0 or count != count_again:
         return None
     return Beat(count, at_s, None if math.isinf(limit_s) else limit_s, phase.rstrip(b"\0").decode(errors="replace"))
 
@@ -53,17 +50,15 @@ class Heartbeat:
     """Tells the launcher that this rank makes progress, and how long it may be silent in what it does now.
 
     For the main thread only: a beat from a thread of its own would hide that the main thread hangs. Without a launcher
-    (`SFT_STATUS_DIR` is not set) nobody watches, and every call does nothing.
+    nobody watches, and every call does nothing.
     """
 
     def __init__(self) -> None:
-        self._path: Path | None = None
+        status = launcher_status()
+        self._file = None if status is None else status.open_beat(local_rank())
         self._report: Path | None = None
         self._next_report_s, self._rank, self.step = 0.0, 0, 0
         self._count = 0
-        if (directory := os.environ.get("SFT_STATUS_DIR")) is not None:
-            self._path = Path(directory, f"rank_{local_rank()}.beat")
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
         self.enter("start", limit_s=None)
 
     def report_to(self, run_dir: Path, *, rank: int) -> None:
@@ -88,17 +83,14 @@ class Heartbeat:
         self.beat()
 
     def beat(self) -> None:
-        """Progress within the phase: one write of 56 bytes into the page cache, cheap enough for every micro-batch."""
+        """Progress within the phase: one write of 56 bytes into memory, cheap enough for every micro-batch."""
         if self._report is not None and time.monotonic() >= self._next_report_s:
             self._write_report()
-        if self._path is None:
+        if self._file is None:
             return
         self._count += 1
         record = _RECORD.pack(self._count, time.monotonic(), self._limit_s, self._phase, self._count)
-        try:
-            os.pwrite(self._file, record, 0)
-        except OSError as error:
-            self._give_up(error)
+        write_beat(self._file, record)
 
     def _write_report(self) -> None:
         """A file that cannot be written is left out: nobody but a person misses it."""
@@ -108,15 +100,6 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             self._report.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self._report, json.dumps(content) + "\n", is_durable=False)
-
-    def _give_up(self, error: OSError) -> None:
-        """A heartbeat that cannot be written must not look like a hang: without its file the rank is not watched."""
-        logger.warning("hangs of this rank are no longer noticed: cannot write %s: %s", self._path, error)
-        os.close(self._file)
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-        self._path = None
 
 
 LOCK = ".train.lock"

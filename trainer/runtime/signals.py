@@ -1,7 +1,7 @@
 """Stop signals, and the rank's side of the launcher's protocol (floor 1).
 
-The launcher gives every rank `SFT_STATUS_DIR`. A rank writes its pid there, so that a signal reaches it directly, and
-the run's exit code, because torchrun folds every failure into 1.
+A rank writes its pid into the status of its launcher (`trainer/runtime/status.py`), so that a signal reaches it
+directly, and the exit code of the run, because torchrun folds every failure into 1.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -22,6 +21,7 @@ from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.environment import local_rank
 from trainer.runtime.log import say
 from trainer.runtime.processes import die_with_parent, is_alive
+from trainer.runtime.status import launcher_status
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGENT_PID = "SFT_AGENT_PID"
@@ -112,7 +112,7 @@ def _leave_unsaved(number: int) -> NoReturn:
 
 
 def has_launcher() -> bool:
-    return "SFT_STATUS_DIR" in os.environ
+    return launcher_status() is not None
 
 
 def join_launcher() -> None:
@@ -120,30 +120,27 @@ def join_launcher() -> None:
 
     SIGUSR2 from now on writes the stacks of all threads, by a handler in C that does not wait for the interpreter.
     """
-    if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
+    if (status := launcher_status()) is None:
         return
     die_with_parent(int(os.environ.get(AGENT_PID, os.getppid())), code=EXIT_RESUMABLE)
-    stacks = os.open(Path(directory, f"rank_{local_rank()}.stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    stacks = status.open_stacks(local_rank())
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
-    Path(directory, f"rank_{local_rank()}.pid").write_text(str(os.getpid()))  # last: whoever reads it may send signals
-
-
-def rank_pids(directory: Path) -> dict[int, int]:
-    """By number, of the ranks of this machine that have joined their launcher, whose directory it is."""
-    texts = {path.stem.removeprefix("rank_"): path.read_text() for path in directory.glob("rank_*.pid")}
-    return {int(number): int(pid) for number, pid in texts.items() if pid}
+    status.register(local_rank(), os.getpid())  # last: whoever reads it may send signals
 
 
 def lost_ranks() -> list[int]:
     """Ranks of this machine whose process is gone, after a moment in which one may be seen to go."""
-    directory = os.environ.get("SFT_STATUS_DIR")
+    status = launcher_status()
+    try:
+        pids = {} if status is None else status.pids()
+    except OSError:  # the launcher is gone
+        return []
     deadline = time.monotonic() + PEER_GONE_S
-    while directory is not None:
-        lost = sorted(rank for rank, pid in rank_pids(Path(directory)).items() if not is_alive(pid))
-        if lost or time.monotonic() > deadline:
+    while True:
+        lost = sorted(rank for rank, pid in pids.items() if not is_alive(pid))
+        if lost or not pids or time.monotonic() > deadline:
             return lost
         time.sleep(0.02)
-    return []
 
 
 def report_exit_code(code: int) -> bool:
@@ -151,26 +148,19 @@ def report_exit_code(code: int) -> bool:
 
     The first rank to fail is the cause; later ones do not overwrite it, and need not repeat it to the user.
     """
-    if (directory := os.environ.get("SFT_STATUS_DIR")) is None:
-        return True
+    status = launcher_status()
     try:
-        descriptor = os.open(Path(directory, "exit_code"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    except FileExistsError:
-        return False
-    except OSError:
+        return status is None or status.report(code)
+    except OSError:  # the launcher is gone
         return True
-    with os.fdopen(descriptor, "w") as file:
-        file.write(str(code))
-    return True
 
 
-def reported_exit_code(directory: Path | None = None) -> int | None:
-    """What the first rank of this machine to fail has told the launcher, whose `directory` a rank knows itself; None if
-    none has.
-    """
+def reported_exit_code() -> int | None:
+    """The exit code that the first rank of this machine to fail reported to the launcher; None if none has."""
+    status = launcher_status()
     try:
-        return int(Path(directory or os.environ["SFT_STATUS_DIR"], "exit_code").read_text())
-    except (KeyError, OSError, ValueError):
+        return None if status is None else status.exit_code()
+    except OSError:  # the launcher is gone
         return None
 
 
