@@ -249,7 +249,7 @@ def test_main_starts_the_agent_and_names_the_way_on(
         return 75
 
     monkeypatch.setattr(launch, "supervise", supervise)
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launch, "gpus_for_run", lambda device: 0)
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
     assert launch.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
     assert "--nproc-per-node=3" in seen["command"] and seen["command"][-4:-1] == ["-m", "trainer", "optim.lr=0.5"]

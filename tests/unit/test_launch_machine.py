@@ -1,5 +1,6 @@
 """What the launcher finds out about its machine: cards, cores, and the way to the other machines."""
 
+import json
 import os
 import socket
 import subprocess
@@ -40,6 +41,8 @@ class _Cuda:
     def device_count(): return {num_gpus}
 class backends:
     cuda = _Backend
+class version:
+    cuda = "13.0"
 cuda = _Cuda
 """
 
@@ -48,8 +51,8 @@ cuda = _Cuda
     ("is_built", "num_counted", "reason"),
     [
         (False, 0, "torch 2.13.0+cu130 is built without CUDA"),
-        (True, 0, "The NVIDIA driver on your system is too old"),
-        (True, 8, "The NVIDIA driver on your system is too old"),
+        (True, 0, "the NVIDIA driver is too old"),
+        (True, 8, "the NVIDIA driver is too old"),
     ],
 )
 def test_a_driver_without_a_card_that_torch_can_use_is_refused_with_the_reason(
@@ -58,9 +61,48 @@ def test_a_driver_without_a_card_that_torch_can_use_is_refused_with_the_reason(
     """torch counts cards without a context, so that it counts also those that it cannot use."""
     torch = FAKE_TORCH.format(is_built=is_built, is_usable=False, num_gpus=num_counted)
     with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
+    monkeypatch.setattr(ranks, "DRIVER_RELEASE", tmp_path / "none")
     with pytest.raises(ConfigError, match="torch sees no card") as caught:
         count_gpus()
     assert reason in str(caught.value) and "trainer.device=cpu" in str(caught.value)
+
+
+RELEASES = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build  (dvs-builder@U16)",
+)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_old_driver_is_refused_with_its_version_and_a_torch_that_runs_on_it(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = FAKE_TORCH.format(is_built=True, is_usable=False, num_gpus=8)
+    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
+    (tmp_path / "version").write_text(f"{release}\nGCC version:  gcc version 12.3.0\n")
+    monkeypatch.setattr(ranks, "DRIVER_RELEASE", tmp_path / "version")
+    with pytest.raises(ConfigError) as caught:
+        count_gpus()
+    message = str(caught.value)
+    assert "the NVIDIA driver 535.104.05 is too old: it supports CUDA 12.2 at most" in message
+    assert "torch 2.13.0+cu130 is built for CUDA 13.0. Fix: update the driver to 580 or newer" in message
+    assert "install the CUDA 12.6 build of torch 2.13.0 " in message and "trainer.device=cpu" in message
+
+
+@pytest.mark.parametrize("num_ranks", [[], ["8"]])
+def test_cuda_without_a_card_is_refused_before_a_rank_starts(
+    num_ranks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "GPU_DRIVERS", ("/nonexistent",))
+    monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    (tmp_path / "torch.py").write_text(FAKE_TORCH.format(is_built=False, is_usable=False, num_gpus=0))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ["trainer.device=cuda", f"trainer.default_local_dir={tmp_path}/run"]
+    assert launch.main([*num_ranks, *words]) == 2
+    error = capsys.readouterr().err
+    assert "trainer.device=cuda, but torch found 0 cards on this machine: torch 2.13.0+cu130 is built without" in error
+    assert "Fix: " in error and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("is_nvidia", "num_gpus"), [(True, 3), (False, 0), (False, 2)])
@@ -75,7 +117,7 @@ def test_cards_are_counted_by_torch(
 
 @pytest.mark.parametrize(
     ("is_usable", "message"),
-    [(False, "torch sees no card: The NVIDIA driver on your system is too old"), (True, "this machine has 4 GPUs")],
+    [(False, "torch sees no card: the NVIDIA driver is too old"), (True, "this machine has 4 GPUs")],
 )
 def test_no_rank_is_started_without_enough_cards(
     is_usable: bool,
@@ -86,6 +128,7 @@ def test_no_rank_is_started_without_enough_cards(
 ) -> None:
     torch = FAKE_TORCH.format(is_built=True, is_usable=is_usable, num_gpus=4)
     with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
+    monkeypatch.setattr(ranks, "DRIVER_RELEASE", tmp_path / "none")
     monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
     assert launch.main(["8", f"trainer.default_local_dir={tmp_path}/run"]) == 2
@@ -95,8 +138,8 @@ def test_no_rank_is_started_without_enough_cards(
 
 def test_the_question_is_one_that_torch_understands() -> None:
     answer = subprocess.run([sys.executable, "-c", ranks.ASK_TORCH], capture_output=True, text=True, check=True).stdout
-    number, _, reason = answer.strip().partition(" ")
-    assert number.isdecimal() and reason
+    found = json.loads(answer)
+    assert isinstance(found["number"], int) and found["reason"] and found["torch"]
 
 
 @pytest.mark.parametrize(("num_gpus", "num_cores", "is_warned"), [(8, 8, True), (8, 32, False), (0, 1, False)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import Parser, add_words, as_command, at_least, read_words
 from trainer.config import Config, ConfigError
-from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus, node_layout
+from trainer.launch.ranks import Arguments, choose_num_ranks, gpus_for_run, node_layout
 from trainer.resume_proof.proof import MIN_STEPS, Trial, interruptible, verify
 from trainer.runtime.environment import call
 
@@ -50,7 +50,7 @@ def trial_of(asked: Arguments, config: Config, *, steps: int, kills: int = 1, se
     """Raises `ConfigError` on one of several machines."""
     if node_layout(os.environ).num_nodes > 1:
         raise ConfigError("this command works on one machine: set NNODES=1 and use the ranks of this machine alone")
-    num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+    num_gpus = gpus_for_run(config.trainer.device)
     return Trial(
         num_ranks=choose_num_ranks(asked.num_ranks, num_gpus=num_gpus),
         steps=steps,

@@ -19,7 +19,7 @@ from trainer.launch.ranks import (
     NodeLayout,
     choose_num_ranks,
     chosen_words,
-    count_gpus,
+    gpus_for_run,
     node_layout,
     parse_arguments,
     rank_environment,
@@ -55,7 +55,7 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
 
         files = require_ready(config)
         layout = node_layout(os.environ)
-        num_gpus = 0 if config.trainer.device == "cpu" else count_gpus()
+        num_gpus = gpus_for_run(config.trainer.device)
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
         launch = Launch(config, num_ranks, num_gpus, layout)
         said = already_said(config, files, num_ranks=num_ranks) if layout.num_nodes == 1 else None
