@@ -119,6 +119,16 @@ def test_a_hostile_file_is_refused_by_name_and_leaves_nothing(tmp_path: Path, na
     assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
 
 
+def test_bad_rows_of_a_file_whose_name_is_not_utf8_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "rows\udcff.jsonl"  # as a pattern finds it
+    path.write_bytes(chat(USER) + b"\n")
+    with pytest.raises(DataError) as error:
+        run(path, replace(OPTIONS, keys=RowKeys()), cache=tmp_path / "cache")
+    assert f"{path}:1: " in str(error.value)
+    (listed,) = (tmp_path / "cache").glob("bad_rows_*.jsonl")
+    assert json.loads(listed.read_text(encoding="utf-8"))["file"] == str(path)
+
+
 def test_a_first_row_that_is_none_is_the_only_one_that_is_read(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_bytes(b"not read" + MANY)

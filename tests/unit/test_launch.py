@@ -222,6 +222,14 @@ def test_mistakes_end_with_2_before_torch_is_loaded(argv: list[str], env: dict[s
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.cache_dir", "data.train_files"])
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_path_that_is_not_utf8_is_refused_before_a_rank_starts(key: str, quote: str) -> None:
+    result = run_main("2", f"{key}={quote}/tmp/bad\udcff/x{quote}")
+    assert result.returncode == 2
+    assert f"{key}={quote}/tmp/bad\\udcff/x{quote}' is not valid UTF-8" in result.stderr and "Fix: " in result.stderr
+
+
 def test_a_directory_that_was_removed_under_the_shell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

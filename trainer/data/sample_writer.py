@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -64,6 +65,11 @@ class Summary:
         return self.num_rows - self.num_bad_rows - self.num_dropped
 
 
+def _open_rows(path: Path) -> TextIO:
+    """For lines of JSON. Lone surrogates, as in the name of a file that is not UTF-8, become JSON's own escapes."""
+    return path.open("w", encoding="utf-8", errors="backslashreplace")
+
+
 class BadRows:
     """What was wrong with rows; each is written to `path`, one JSON object per line."""
 
@@ -73,7 +79,7 @@ class BadRows:
         """Whether there may be more rows, which were not read."""
         self._places: dict[str, list[str]] = {}
         self._by_reason: Counter[str] = Counter()
-        self._file = path.open("w", encoding="utf-8")
+        self._file = _open_rows(path)
 
     def __enter__(self) -> "BadRows":
         return self
@@ -137,7 +143,7 @@ class SampleWriter:
         with ExitStack() as stack:
             self._tokens, self._rows = (stack.enter_context((directory / name).open("wb")) for name in (TOKENS, ROWS))
             self.bad_rows = stack.enter_context(BadRows(directory / BAD_ROWS))
-            self._over_long_rows = stack.enter_context((directory / OVER_LONG_ROWS).open("w", encoding="utf-8"))
+            self._over_long_rows = stack.enter_context(_open_rows(directory / OVER_LONG_ROWS))
             self._files = stack.pop_all()
 
     def __enter__(self) -> "SampleWriter":

@@ -168,6 +168,12 @@ def _read_recipe(path: Path) -> str:
 
 def _problem_with(word: str) -> str | None:
     """What is no key, with what to write instead; hydra would only say that it is not in the struct."""
+    written = word.encode(errors="backslashreplace").decode()
+    if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
+        return (
+            f"'{written}' is not valid UTF-8, and torch and safetensors accept no such path. "
+            f"Fix: rename the directory or file, or choose another one"
+        )
     key, equals, value = word.lstrip("+~-").partition("=")
     key = key.split("@")[0]
     if word.startswith("-"):
