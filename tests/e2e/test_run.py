@@ -177,7 +177,7 @@ def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str,
             wait_for_step(run_dir, saved + 1, process)
             before = max(curve(run_dir, "train/loss"))
             if number is None:
-                signal_second_rank(tmp_path)
+                signal_rank(tmp_path, 1, signal.SIGTERM)
             else:
                 process.send_signal(number)
             at = max(curve(run_dir, "train/loss"))
@@ -192,8 +192,9 @@ def test_signal_saves_and_leaves_with_75(straight: tuple[Path, str], cache: str,
     assert curve(run_dir, "train/loss") == curve(straight[0], "train/loss")
 
 
-def signal_second_rank(cwd: Path, number: int = signal.SIGTERM) -> None:
-    ranks = [p for p in processes_of(cwd) if f"RANK=1{chr(0)}" in Path(f"/proc/{p}/environ").read_text()]
+def signal_rank(cwd: Path, rank: int, number: int) -> None:
+    wanted = f"{chr(0)}RANK={rank}{chr(0)}"
+    ranks = [p for p in processes_of(cwd) if wanted in Path(f"/proc/{p}/environ").read_text()]
     assert ranks
     for pid in ranks:
         os.kill(pid, number)
@@ -214,7 +215,7 @@ def test_signals_and_hangs_are_noticed_when_the_temporary_files_are_gone(cache: 
             if strike == "stop":
                 process.send_signal(signal.SIGTERM)
             else:
-                signal_second_rank(tmp_path, signal.SIGSTOP)
+                signal_rank(tmp_path, 1, signal.SIGSTOP)
             output = process.communicate(timeout=60)[0]
             assert process.returncode == 75, output
         if strike == "stop":
@@ -235,6 +236,26 @@ def test_two_machines_are_one_run(straight: tuple[Path, str], cache: str, tmp_pa
         assert second.wait(timeout=30) == 0
     ours = curve(run_dir_of(tmp_path), "train/loss")
     assert ours == curve(straight[0], "train/loss")
+
+
+def test_a_rank_that_is_aborted_when_another_machine_is_lost_can_continue(cache: str, tmp_path: Path) -> None:
+    """NCCL's watchdog ends a rank with SIGABRT where gloo raises an error."""
+    from trainer.runtime.distributed import free_port
+
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = (cache, *SMALL, "trainer.total_training_steps=4000", "trainer.save_freq=1000")
+    run_dir = run_dir_of(tmp_path)
+    with (
+        started(tmp_path, 1, *words, **nodes, NODE_RANK="0") as first,
+        started(tmp_path, 1, *words, **nodes, NODE_RANK="1") as second,
+    ):
+        wait_for_step(run_dir, 2, first)
+        signal_rank(tmp_path, 0, signal.SIGABRT)
+        second.kill()
+        output, _ = first.communicate(timeout=60)
+    assert first.returncode == 75, output
+    assert "rank 0 was killed by SIGABRT" in output and "as when NCCL loses another machine" in output
+    assert "resume with the same command" in output
 
 
 def test_cannot_write_is_73(cache: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The launcher: its arguments, the place of this machine, the command of the agent, mistakes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from trainer.config import ConfigError
 from trainer.launch import __main__ as launch
 from trainer.launch import agent, ranks
 from trainer.launch.__main__ import agent_command
+from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.ranks import (
     Arguments,
     NodeLayout,
@@ -23,7 +25,7 @@ from trainer.launch.ranks import (
 )
 from trainer.launch.supervise import killed_exit_code, run_exit_code
 from trainer.launch.watchdog import Watchdog
-from trainer.runtime.status import VARIABLE, Status, new_status
+from trainer.runtime.status import ABORTED, VARIABLE, Status, new_status
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[07-08]", "SLURM_JOB_ID": "40123"}
@@ -164,6 +166,12 @@ def test_torchrun_understands_the_agent_command(layout: NodeLayout) -> None:
         (0, 1, True, 75),
         (75, 1, False, 1),
         (0, 1, False, 1),
+        (None, ABORTED, False, ABORTED),
+        (None, ABORTED, True, ABORTED),
+        (75, ABORTED, False, ABORTED),
+        (75, ABORTED, True, 75),
+        (1, ABORTED, False, 1),
+        (65, ABORTED, False, 65),
     ],
 )
 def test_exit_code(reported: int | None, agent_code: int, was_signalled: bool, code: int) -> None:
@@ -268,6 +276,45 @@ def test_main_starts_the_agent_and_names_the_way_on(
     with pytest.raises(OSError):
         seen["status"].pids()
     assert capsys.readouterr().out.splitlines()[-1] == "resume with the same command"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_gpus", "num_ranks", "code"), [({}, 0, 2, 1), ({}, 1, 1, 1), ({}, 2, 2, 75), (NODES, 0, 2, 75)]
+)
+def test_a_rank_that_was_aborted_may_have_lost_a_peer(
+    nodes: dict[str, str],
+    num_gpus: int,
+    num_ranks: int,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On one machine without GPUs there is no NCCL that could have lost one."""
+    for name, value in nodes.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "supervise", lambda command, **others: ABORTED)
+    monkeypatch.setattr(launch, "require_machine", lambda launch: None)
+    monkeypatch.setattr(launch, "gpus_for_run", lambda device: num_gpus)
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    (tmp_path / "run").mkdir()
+    assert launch.main([str(num_ranks), f"trainer.default_local_dir={tmp_path}/run"]) == code
+    assert ("as when NCCL loses another machine" in capsys.readouterr().err) is (code == 75)
+
+
+def test_aborts_without_a_new_step_are_not_resumable_for_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends_after(step: int) -> int:
+        with (tmp_path / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"step": step, "kind": "train", "attempt": 1, "ts": 0.0}) + "\n")
+        return exit_code_after_abort(tmp_path, 0)
+
+    assert [ends_after(step) for step in (5, 4, 6, 6)] == [75] * 4, "a step that is new begins the count again"
+    assert exit_code_after_abort(tmp_path, 1) == 75, "another machine counts for itself"
+    assert ends_after(5) == 1
+    assert "ERROR: 3 starts in a row were aborted, and none got past step 6" in capsys.readouterr().err
+    assert ends_after(5) == 75, "started by hand it has as many tries again"
 
 
 def test_configuration_errors_end_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from trainer.runtime import log, signals
 from trainer.runtime.exit_codes import explain
 from trainer.runtime.heartbeat import Heartbeat, unpack_beat
 from trainer.runtime.signals import StopRequest
-from trainer.runtime.status import VARIABLE, Status, new_status
+from trainer.runtime.status import LOST_RANK, VARIABLE, Status, new_status
 
 LIMITS = ["trainer.device=cpu", "trainer.dist_timeout_s=900", "trainer.checkpoint.save_timeout_s=500"]
 
@@ -75,7 +75,7 @@ def test_a_rank_that_lost_another_says_so_first(
     monkeypatch.setattr(log, "configure", lambda rank: None)
     monkeypatch.setattr(run, "run", lose_a_rank)
     monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
-    assert __main__.main(LIMITS) == (75 if is_signalled else 1)
+    assert __main__.main(LIMITS) == (75 if is_signalled else LOST_RANK)
     assert [record.getMessage() for record in caplog.records] == [
         "rank 1 of this machine is gone, and the others cannot go on without it: Connection closed by peer"
     ]
@@ -116,7 +116,7 @@ def test_a_rank_follows_another_that_lost_a_machine(status: Status) -> None:
     lost = subprocess.Popen(["true"])
     lost.wait()
     status.register(1, lost.pid)
-    assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == 1
+    assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == LOST_RANK
     status.report(75)
     assert explain(RuntimeError("Connection closed by peer"), StopRequest())[0] == 75
 

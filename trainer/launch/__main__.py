@@ -13,7 +13,8 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.doctor.machine import Launch, require_machine
-from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
+from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
+from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.mirroring import is_up, mirrored, say_behind
 from trainer.launch.ranks import (
     NodeLayout,
@@ -29,7 +30,7 @@ from trainer.launch.watchdog import Watchdog
 from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
-from trainer.runtime.status import new_status
+from trainer.runtime.status import ABORTED, new_status
 
 
 def main(argv: list[str], *, is_program: bool = False) -> int:
@@ -91,7 +92,13 @@ def _train(launch: Launch, overrides: list[str]) -> int:
         watchdog = Watchdog(status, run_dir=run_dir, has_peers=layout.num_nodes > 1)
         timeout_s = config.trainer.dist_timeout_s
         command = agent_command(num_ranks, layout, overrides, timeout_s=timeout_s)
-        return supervise(command, env=env, status=status, watchdog=watchdog)
+        code = supervise(command, env=env, status=status, watchdog=watchdog)
+    if code != ABORTED:
+        return code
+    has_nccl_peers = launch.num_gpus > 0 and num_ranks > 1
+    if layout.num_nodes > 1 or has_nccl_peers:
+        return exit_code_after_abort(run_dir, layout.node_rank)
+    return EXIT_CRASH
 
 
 def agent_command(num_ranks: int, layout: NodeLayout, overrides: Sequence[str], *, timeout_s: int) -> list[str]:

@@ -13,6 +13,7 @@ from trainer.launch.memory_kills import MemoryKills
 from trainer.runtime.environment import uncollected
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import AGENT_PID, heeded_signals, report_exit_code
+from trainer.runtime.status import ABORTED, LOST_RANK
 
 
 def run_agent(argv: list[str]) -> int:
@@ -36,7 +37,8 @@ def run_agent(argv: list[str]) -> int:
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
                 killer = memory_kills.killer(-failure.exitcode)
                 print(f"ERROR: rank {rank} was killed by {killer}; continue with the same command", file=sys.stderr)
-        return EXIT_CRASH
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return ABORTED if codes - {LOST_RANK, -signal.SIGTERM} == {-signal.SIGABRT} else EXIT_CRASH
     except DistError as error:  # only the meeting of the machines raises it
         report_exit_code(EXIT_RESUMABLE)
         reason = str(error).partition("\n")[0]  # below it are torch's own frames

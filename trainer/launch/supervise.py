@@ -18,7 +18,7 @@ from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.watchdog import Watchdog
 from trainer.runtime.processes import die_with_parent
 from trainer.runtime.signals import heeded_signals
-from trainer.runtime.status import Status
+from trainer.runtime.status import ABORTED, Status
 
 POLL_S = 1.0
 
@@ -62,8 +62,11 @@ def supervise(command: Sequence[str], *, env: Mapping[str, str], status: Status,
 def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
     """What the ranks reported, unless they reported an orderly end that the agent did not see.
 
-    Then one rank was lost, or left at once on a signal, and another only believed in an orderly end.
+    Then one rank was lost, or left at once on a signal, and another only believed in an orderly end. `ABORTED` stays:
+    what it means depends on the run.
     """
+    if agent_code == ABORTED and (reported is None or (reported in (EXIT_DONE, EXIT_RESUMABLE) and not was_signalled)):
+        return ABORTED
     if reported is None:
         return EXIT_DONE if agent_code == 0 else EXIT_CRASH
     if reported in (EXIT_DONE, EXIT_RESUMABLE) and agent_code != 0:

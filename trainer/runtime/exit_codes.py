@@ -16,6 +16,7 @@ from trainer.errors import (
 )
 from trainer.runtime.environment import rank_and_size, ranks_on_machine
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
+from trainer.runtime.status import LOST_RANK
 
 _PROCESS_LOST = re.compile(r"DataLoader worker .* (killed|exited)|processes that prepare data was killed")
 _CONNECTION_LOST = re.compile(r"gloo/transport|ncclRemoteError|DistNetworkError|DistStoreError")
@@ -39,6 +40,7 @@ def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
     if _PROCESS_LOST.search(str(error)):
         return code, f"{error}; continue with the same command"
     if lost := lost_ranks():  # torchrun stops those that are left; what became of it the agent says
+        code = code if code == EXIT_RESUMABLE else LOST_RANK
         return code, f"rank {lost[0]} of this machine is gone, and the others cannot go on without it: {error}"
     if stop.is_set:
         return code, f"stopped by {stop.reason} before the next step boundary: {error}"

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 
 VARIABLE = "SFT_STATUS"
 LOST_RANK = 70
-"""Internal: reported by a rank that ends because another rank of its machine is gone. torchrun's agent says why."""
+"""Internal: the exit code of a rank that ends because another rank of its machine is gone; the agent says why."""
+ABORTED = 134
+"""Internal: the exit code of the agent when SIGABRT ended a rank, and nothing else ended one."""
 _PID = struct.Struct("<Q")
 _BEAT_AT, _STACKS_AT = _PID.size, 64
 
