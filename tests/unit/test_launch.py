@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,22 @@ def test_machines_that_do_not_meet_in_time_are_told_and_can_continue(
     assert run_exit_code(reported, agent_code=code, was_signalled=False) == 75
     error = capsys.readouterr().err
     assert "the machines did not meet: Timed out after 61 seconds" in error and "frame" not in error
+
+
+def test_a_port_that_is_in_use_on_this_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SFT_AGENT_PID", "")
+    monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
+    with new_status(1) as status, socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv(VARIABLE, status.address)
+        port = taken.getsockname()[1]
+        nodes = NodeLayout(2, 0, "127.0.0.1", port)
+        code = agent.run_agent(agent_command(1, nodes, [], timeout_s=60)[3:])
+        assert run_exit_code(status.exit_code(), agent_code=code, was_signalled=False) == 2
+    error = capsys.readouterr().err
+    assert f"MASTER_PORT={port} is already in use" in error and "Fix: set MASTER_PORT to a free port" in error
 
 
 def run_main(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

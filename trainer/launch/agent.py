@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE
+from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE
 from trainer.launch.memory_kills import MemoryKills
 from trainer.runtime.environment import uncollected
 from trainer.runtime.log import keep_streams_safe
@@ -30,8 +30,9 @@ def run_agent(argv: list[str]) -> int:
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    arguments = run.parse_args(argv)
     try:
-        run.run(run.parse_args(argv))
+        run.run(arguments)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent stops the rest
@@ -40,6 +41,11 @@ def run_agent(argv: list[str]) -> int:
         codes = {failure.exitcode for failure in error.failures.values()}
         return ABORTED if codes - {LOST_RANK, -signal.SIGTERM} == {-signal.SIGABRT} else EXIT_CRASH
     except DistError as error:  # only the meeting of the machines raises it
+        if "EADDRINUSE" in str(error):
+            report_exit_code(EXIT_USAGE)
+            in_use = f"MASTER_PORT={arguments.master_port} is already in use on this machine, the first of the run"
+            print(f"ERROR: {in_use}. Fix: set MASTER_PORT to a free port, the same on all machines", file=sys.stderr)
+            return EXIT_USAGE
         report_exit_code(EXIT_RESUMABLE)
         reason = str(error).partition("\n")[0]  # below it are torch's own frames
         fix = "start the same command on each, with the NNODES, MASTER_ADDR and MASTER_PORT of all"
