@@ -70,10 +70,15 @@ def _as_comment(docstring: str) -> str:
 def table(cls: type = Config) -> str:
     """The keys as a Markdown table."""
     rows = [
-        f"| `{dotted}` | `{written(own)}` | {own.metadata['meaning'].replace('|', '/')} |"
+        f"| `{dotted}` | `{_in_table(written(own))}` | {_in_table(own.metadata['meaning'])} |"
         for dotted, own in keys_of(cls).items()
     ]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+
+
+def _in_table(text: str) -> str:
+    """Escape the character that separates cells; Markdown takes the backslash away again, in code too."""
+    return text.replace("|", r"\|")
 
 
 def replace_table(page: str, table: str, name: str = "configuration") -> str:

@@ -18,6 +18,7 @@ from config_table import (
     sheet,
     table,
     with_tables,
+    written,
 )
 from test_floors import python_files
 
@@ -90,7 +91,7 @@ def test_a_declaration_is_written_with_its_default_and_meaning() -> None:
     assert lines[1].startswith(f"{'  switch: ' + repr('off'):<33}# how it is: on, on")
     assert lines[2].startswith(f"{'':<33}# on") and lines[2].endswith("off")
     assert lines[3:] == [f"{'  small:':<33}# few keys", f"{'    rate: 1.0e-08':<33}# a share | of all"]
-    assert table(Outer).splitlines()[3] == "| `whole.small.rate` | `1.0e-08` | a share / of all |"
+    assert table(Outer).splitlines()[3] == r"| `whole.small.rate` | `1.0e-08` | a share \| of all |"
 
 
 def test_every_key_has_a_meaning_that_names_every_choice() -> None:
@@ -122,6 +123,14 @@ def test_the_table_of_the_documentation_is_up_to_date() -> None:
     assert with_tables(page) == page, REWRITE
     assert replace_table(page, table(Outer)) != page
     assert len(keys_named_in(page)) >= len(known_keys())
+
+
+def test_the_page_shows_defaults_and_meanings_as_they_are() -> None:
+    """A value in a table is copied from there: `|`, which separates cells, must not come out as another character."""
+    rows = [re.split(r"(?<!\\)\|", line) for line in table(Config).splitlines()[2:]]
+    shown = {cells[1].strip(" `"): [cell.strip().replace(r"\|", "|") for cell in cells[2:-1]] for cells in rows}
+    declared = {name: [f"`{written(own)}`", own.metadata["meaning"]] for name, own in keys_of(Config).items()}
+    assert shown == declared
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
