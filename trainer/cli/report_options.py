@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that decide how a run is judged."""
     about = "which absolute limits apply (default: what the log looks like)"
     parser.add_argument("--profile", choices=PROFILES, default="auto", help=about)
-    about = "limits of your own, one `name: number` a line; the report's last section names all"
+    about = "limits of your own, one `name: number` a line; the page's section Limits names all"
     parser.add_argument("--config", metavar="FILE", type=Path, help=about)
     about = "a result from outside, higher is better: it decides which checkpoint is best (repeatable)"
     parser.add_argument("--external", metavar="STEP=VALUE", type=_external, action="append", default=[], help=about)
