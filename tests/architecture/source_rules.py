@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 F2 = "data model optim checkpoint monitor guard tracking quickstart serving"
-F5 = "launch planner resume_proof serving_proof acceptance evaluation checkpoint_tools data_tools watch doctor "
-F5 += "import_config"
+F5 = "launch planner resume_proof serving_proof acceptance evaluation checkpoint_tools data_tools watch doctor"
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 350
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")

@@ -135,7 +135,10 @@ def test_the_page_shows_defaults_and_meanings_as_they_are() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_page_names_only_keys_that_exist(path: Path) -> None:
-    assert sorted(keys_named_in(path.read_text(encoding="utf-8")) - set(known_keys())) == []
+    text = path.read_text(encoding="utf-8")
+    if path.name == "coming_from.md":  # the other columns of its table hold other trainers' keys
+        text = "\n".join(line.split("|")[1] if line.startswith("|") else line for line in text.splitlines())
+    assert sorted(keys_named_in(text) - set(known_keys())) == []
 
 
 def test_a_key_that_does_not_exist_is_caught() -> None:

@@ -17,7 +17,6 @@ FREE_OF_TORCH = (
     "trainer.data.rows",
     "trainer.cli.__main__",
     "trainer.cli.checkpoint",
-    "trainer.cli.import",
     "trainer.doctor.recipe",
     "trainer.launch.__main__",
     "trainer.mirror.__main__",

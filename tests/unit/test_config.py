@@ -79,8 +79,8 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, nearest: str) -
 
 @pytest.mark.parametrize("key", ["zzz.qqqq", "trainer.log_freq", "model.attn", "optim.momentum", "gpus"])
 def test_a_key_that_nothing_is_near_to_gets_no_suggestion(key: str) -> None:
-    hint = "there is no key like it; `train --help` lists all"
-    assert error_of(f"{key}=1") == f"unknown configuration key '{key}': {hint}"
+    message = error_of(f"{key}=1")
+    assert f"'{key}'" in message and "did you mean" not in message and "--help" in message
 
 
 def test_all_unknown_keys_are_named_at_once() -> None:

@@ -5,7 +5,6 @@ from trainer.runtime.environment import call
 TRAIN = "train"
 GROUPS = {
     "before a run": {
-        "import": ("a recipe from verl's, TRL's, axolotl's or LLaMA-Factory's file", "theirs.yaml 8 -o mine.yaml"),
         "doctor": ("machine, disk, data, model and resume, each line with its fix", "8 experiment=mine"),
         "plan": ("what a run needs and takes, and which override makes it fit", "8 experiment=mine"),
         "data": ("what is trained: samples with masks, statistics, a comparison", "preview experiment=mine"),

@@ -1,100 +1,17 @@
-"""From a resolved mapping to a checked `Config`; a mistyped key is answered with the nearest known one.
-
-Keys of other trainers are known from `foreign_keys.txt` (one row a key), with what they are here.
-"""
+"""Turn a resolved mapping into a checked `Config`. A mistyped key is answered with the nearest known key."""
 
 import dataclasses
 import difflib
 import math
-import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from trainer.config.data import AUTO, QUICKSTART, SourceConfig, column_problem, sources_of
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
 from trainer.config.schema import LOADED, SELECTIVE, Config
-
-TABLE = Path(__file__).with_name("foreign_keys.txt")
-
-
-@dataclass(frozen=True)
-class ForeignKey:
-    """A row of the table; `unchanged`: values that change nothing here, `*` for all."""
-
-    pattern: str
-    origin: str
-    unchanged: tuple[str, ...]
-    here: str
-
-    @property
-    def own_key(self) -> str | None:
-        """Our key of the same meaning."""
-        return self.here.removeprefix("= ") if self.here.startswith("= ") else None
-
-    def matches(self, dotted: str) -> bool:
-        name = dotted if "." in self.pattern else dotted.rsplit(".", 1)[-1]
-        return fnmatchcase(name, self.pattern) if "*" in self.pattern else name == self.pattern
-
-    def changes_nothing(self, value: str) -> bool:
-        plain = value.strip("'\"").lower()
-        return "*" in self.unchanged or ("null" if plain in ("", "none", "~") else plain) in self.unchanged
-
-    def advice(self, value: str | None) -> str:
-        """What to do instead; `value` is what was given."""
-        return self.here.replace("{value}", "VALUE" if value is None else value)
-
-
-@cache
-def foreign_keys() -> tuple[ForeignKey, ...]:
-    return tuple(_rows(TABLE.read_text(encoding="utf-8")))
-
-
-def find_foreign(dotted: str, origins: Sequence[str] = ()) -> ForeignKey | None:
-    """The row of a key; of several the one of the first of `origins`, then the first."""
-    rows = [row for row in foreign_keys() if row.matches(dotted)]
-    return min(rows, key=lambda row: (*origins, row.origin).index(row.origin), default=None)
-
-
-def own_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line without those of other trainers that change nothing here, and with our key where
-    another has the same meaning; each is said in a line on stderr. All other words stay as they are.
-    """
-    return [own for word in words for own in _own_word(word)]
-
-
-def _own_word(word: str) -> Iterator[str]:
-    key, equals, value = word.lstrip("+").partition("=")
-    row = find_foreign(key) if equals and not word.startswith("-") else None
-    if row is None or row.own_key == key:
-        yield word
-    elif row.own_key is not None:
-        _say(f"{key}={value} (of {row.origin}) is taken as {row.own_key}={value}")
-        yield f"{row.own_key}={value}"
-    elif row.changes_nothing(value):
-        why = f": {row.advice(value)}" if "*" in row.unchanged else ""
-        _say(f"{key}={value} (of {row.origin}) changes nothing here{why}")
-    else:
-        yield word
-
-
-def _say(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def _rows(text: str) -> Iterator[ForeignKey]:
-    for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
-            pattern, origin, unchanged, here = (cell.strip() for cell in line.split("|"))
-            values = tuple(value.strip() for value in unchanged.split(",") if value.strip())
-            yield ForeignKey(pattern, origin, values, here)
-
 
 MIN_ALIKE, SAME_GROUP = 0.7, 0.1
 """How like a last part must be (`difflib`, 1 = equal) to be offered in the same group; in another, by so much more."""
@@ -126,25 +43,20 @@ def known_keys() -> list[str]:
     return list(keys_of(Config))
 
 
-def problem_with_key(dotted: str, value: str | None = None) -> str | None:
-    """None for a key, a group of keys, and a name inside a mapping of the user's own; else what to write instead."""
+def problem_with_key(dotted: str) -> str | None:
+    """Return None for a key, a group of keys, or a name inside a user-defined mapping; else the error message."""
     keys = keys_of(Config)
     is_group = any(name.startswith(f"{dotted}.") for name in keys)
     is_own = any(dotted.startswith(f"{name}.") for name, key in keys.items() if typing.get_origin(key.type) is dict)
-    return None if dotted in keys or is_group or is_own else str(_unknown_key(dotted, value))
+    return None if dotted in keys or is_group or is_own else str(_unknown_key(dotted))
 
 
-def _unknown_key(dotted: str, value: str | None, *, known: Sequence[str] = ()) -> ConfigError:
-    """What the key is here if it is another trainer's, else the nearest of ours (and of `known`), if any is near."""
-    foreign = find_foreign(dotted)
-    if foreign is not None:
-        named = dotted if value is None else f"{dotted}={value}"
-        instead = foreign.own_key or foreign.advice(value)
-        return ConfigError(f"unknown configuration key '{named}' (of {foreign.origin}); here: {instead}")
+def _unknown_key(dotted: str, *, known: Sequence[str] = ()) -> ConfigError:
+    """Name the nearest of all keys and of `known`, if any is near."""
     nearest = _nearest_key(dotted, [*known_keys(), *known])
     names = ", ".join(name.rpartition(".")[2] for name in known)
     listed = f"an entry has {names}" if "[" in dotted else "`train --help` lists all"
-    hint = f"did you mean '{nearest}'?" if nearest else f"there is no key like it; {listed}"
+    hint = f"did you mean '{nearest}'?" if nearest else f"no key has a similar name; {listed}"
     return ConfigError(f"unknown configuration key '{dotted}': {hint}")
 
 
@@ -165,10 +77,10 @@ def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
     if not isinstance(tree, dict):
         raise ConfigError(f"'{prefix.rstrip('.')}' must be a group of keys, got {tree!r}")
     own = declared(cls)
-    for name, value in tree.items():
+    for name in tree:
         if name not in own:
             known = [f"{prefix}{other}" for other in own]
-            raise _unknown_key(f"{prefix}{name}", None if isinstance(value, dict) else str(value), known=known)
+            raise _unknown_key(f"{prefix}{name}", known=known)
     values = {}
     for name, key in own.items():
         dotted = f"{prefix}{name}"

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from trainer.config import ConfigError, own_words
+from trainer.config import ConfigError
 from trainer.run.compose import USAGE, with_recipe
 from trainer.runtime.status import VARIABLE, Status
 
@@ -61,7 +61,7 @@ class NodeLayout:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """The number of ranks, if given, and the words for hydra, in our own keys and with the recipe that is meant.
+    """Split a command line into the number of ranks, if given, and overrides that include the recipe.
 
     Raises `ConfigError`.
     """
@@ -69,10 +69,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     if re.fullmatch(r"[+-]?\d+", first):
         if int(first) < 1:
             raise ConfigError(f"the number of ranks must be at least 1, got {first}\n{USAGE}")
-        return Arguments(int(first), with_recipe(own_words(argv[1:]), os.environ))
+        return Arguments(int(first), with_recipe(list(argv[1:]), os.environ))
     if "=" not in first and not first.startswith(("-", "~")):
         raise ConfigError(f"'{first}' is neither a number of ranks nor of the form key=value\n{USAGE}")
-    return Arguments(None, with_recipe(own_words(argv), os.environ))
+    return Arguments(None, with_recipe(list(argv), os.environ))
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:

@@ -15,7 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, ConfigError, find_foreign, own_words, parse_config, problem_with_key
+from trainer.config import Config, ConfigError, parse_config, problem_with_key
 from trainer.losses import LOSSES
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import DECAYS
@@ -56,7 +56,6 @@ def with_recipe(words: list[str], env: Mapping[str, str]) -> list[str]:
 
 def load_config(words: list[str]) -> Config:
     """Defaults, experiment and overrides as a checked `Config`. Raises `ConfigError` for what the user got wrong."""
-    words = own_words(words)
     if problems := [problem for word in words if (problem := _problem_with(word))]:
         raise ConfigError("\n".join(problems))
     return parse_config(_compose(words), PARTS)
@@ -161,7 +160,7 @@ def _read_recipe(path: Path) -> str:
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
     words = as_words({name: value for name, value in (tree or {}).items() if name not in ("defaults", "hydra")})
-    if problems := [problem for word in words if (problem := problem_with_key(*word.partition("=")[::2]))]:
+    if problems := [problem for word in words if (problem := problem_with_key(word.partition("=")[0]))]:
         raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
     return text
 
@@ -174,15 +173,14 @@ def _problem_with(word: str) -> str | None:
             f"'{written}' is not valid UTF-8, and torch and safetensors accept no such path. "
             f"Fix: rename the directory or file, or choose another one"
         )
-    key, equals, value = word.lstrip("+~-").partition("=")
+    key, equals, _ = word.lstrip("+~-").partition("=")
     key = key.split("@")[0]
     if word.startswith("-"):
-        key = key.replace("-", "_")
-        return problem_with_key(key, value or None) if find_foreign(key) else f"unknown flag '{word}'\n{USAGE}"
+        return f"unknown flag '{word}'\n{USAGE}"
     if word.startswith("~"):
         return f"'{word}' would remove a key, and each needs a value: leave the word out for the default"
     if not equals:
         return f"'{word}' is not of the form key=value\n{USAGE}"
     if key == "experiment":
         return None  # found or refused when it is read
-    return problem_with_key(key, value)
+    return problem_with_key(key)
