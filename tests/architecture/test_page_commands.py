@@ -166,8 +166,8 @@ def test_a_command_that_nothing_takes_is_caught(command: str) -> None:
 
 
 def test_commands_are_found() -> None:
-    page = "say `bash run_sft.sh data ledger RUN [--json]`\n```bash\na \\\n  b  # c\n# d\npython -c 'x\ny'\n```\n`run`"
-    assert commands_on(page) == ["a    b  # c", "python -c 'x\ny'", "bash run_sft.sh data ledger RUN"]
+    page = "say `bash run_sft.sh report RUN [--json]`\n```bash\na \\\n  b  # c\n# d\npython -c 'x\ny'\n```\n`run`"
+    assert commands_on(page) == ["a    b  # c", "python -c 'x\ny'", "bash run_sft.sh report RUN"]
 
 
 def anchors_of(markdown: str) -> set[str]:

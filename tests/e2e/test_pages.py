@@ -30,7 +30,6 @@ from trainer import api
 from trainer.cli import __main__ as commands
 from trainer.launch import __main__ as launch
 from trainer.run.compose import load_config
-from trainer.run.inputs import prepare_data_alone
 from trainer.tracking import Tracking
 
 LACKING = {"8 GPUs", "the network", "vLLM", "a server", "a browser", "an account", "lm-evaluation-harness"}
@@ -40,10 +39,6 @@ ELSEWHERE = {
     "bash run_sft.sh accept 2 --device cpu": "tests/unit/test_acceptance.py::test_sound_ranks_are_accepted",
     "bash run_sft.sh checkpoint verify-resume 2": (
         "tests/e2e/test_verify_resume.py::test_the_quickstart_killed_once_equals_itself"
-    ),
-    "bash run_sft.sh replay": (
-        "tests/distributed/test_replay.py::"
-        "test_steps_with_their_rows_are_those_of_the_run_and_without_one_they_differ_from_its_step_on"
     ),
 }
 """Commands that take minutes, and the test that executes each on something small."""
@@ -58,9 +53,8 @@ MEANT = {
     "/data/phase1/": "data/",
 }
 """What a reader puts in the place of the pages' words."""
-TAKE_KEYS = ("train", "plan", "doctor", "data preview", "data stats", "data compare")
+TAKE_KEYS = ("train", "plan", "doctor", "data preview", "data stats")
 CHATS = [[{"role": "user", "content": f"{n} plus 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(40)]
-THEIRS = "base_model: model\ndatasets: [{path: chats.jsonl, ds_type: json, type: chat_template}]\nsequence_len: 512\n"
 
 
 class Reader:
@@ -75,22 +69,13 @@ class Reader:
     def write_files(self) -> None:
         rows = [{"messages": messages} for messages in CHATS]
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        files = {"chats.jsonl": text, "data/chats.jsonl": text, "theirs.yaml": THEIRS}
+        files = {"chats.jsonl": text, "data/chats.jsonl": text}
         files |= {"mine.yaml": "optim: {lr: 1.0e-5}\n", "conf/experiment/mine.yaml": "optim: {lr: 1.0e-5}\n"}
         files["tasks.jsonl"] = json.dumps({"prompt": "Write f.", "tests": "assert f"}) + "\n"
         for name, content in files.items():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / name).write_text(content)
         pq.write_table(pa.Table.from_pylist(rows), self.root / "data/chats.parquet")
-
-    def write_dump(self) -> None:
-        """What TRL's side writes: here the rows as they are prepared."""
-        words = ["data.train_files=chats.jsonl", "data.val_ratio=0"]
-        samples = prepare_data_alone(load_config([*words, *self.words_behind(words)])).train
-        with open("trl.jsonl", "w") as file:
-            for input_ids, loss_mask in map(samples.sample, range(len(samples))):
-                row = {"input_ids": input_ids.tolist(), "loss_mask": loss_mask.tolist()}
-                file.write(f"{json.dumps(row)}\n")
 
     def words_behind(self, words: list[str]) -> list[str]:
         """Of a tiny run, but for the keys that stand there."""
@@ -123,7 +108,7 @@ class Reader:
         has_name = not words[0].isdecimal() and words[0] in commands.COMMANDS
         name = " ".join(words[: 2 if words[0] == "data" else 1]) if has_name else "train"
         rest = words[len(name.split()) :] if has_name else words
-        if name in TAKE_KEYS and "--dump-script" not in rest:
+        if name in TAKE_KEYS:
             rest = [*rest, *self.words_behind(rest)]
         if name == "evaluate" and "--attach" not in rest:
             rest = [*rest, "--max-new-tokens=8"]
@@ -169,7 +154,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         root = tmp_path_factory.mktemp("reader")
         patch.chdir(root)
         reader = Reader(root)
-        reader.write_dump()
         reader.execute("bash run_sft.sh 2")
         shutil.copytree(RUN / "global_step_2/huggingface", "model", dirs_exist_ok=True)
         reader.tiny.remove("model.random_weights=true")

@@ -1,7 +1,8 @@
-"""Prepare rows with TRL and dump them with the script that `data compare` ships: VERL_PYTHON prepare_with_trl.py DIR.
+"""Prepare rows with TRL and write its token ids and labels: VERL_PYTHON prepare_with_trl.py DIR.
 
-DIR has dump_trl.py and jobs.json: for each name the model's directory, rows, TRL's options, its chat template by name,
-and whether arrow may fill absent fields. Written are NAME.jsonl and each template, as NAME.jinja.
+DIR/jobs.json has for each name the model's directory, the rows, TRL's options, and a chat template of TRL's by name.
+Writes NAME.jsonl for each job, with labels as the data collator makes them, before the shift, and NAME.jinja for each
+template.
 """
 
 import json
@@ -18,13 +19,18 @@ TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
 def main(directory: Path) -> None:
-    sys.path.insert(0, str(directory))
-    from dump_trl import dump
-
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     for name, job in json.loads((directory / "jobs.json").read_text()).items():
         dump(trainer_of(directory, job), directory / f"{name}.jsonl")
+
+
+def dump(trainer: trl.SFTTrainer, path: Path) -> None:
+    with path.open("w") as file:
+        for row in trainer.train_dataset:
+            batch = trainer.data_collator([row])
+            row = {key: batch[key][0].tolist() for key in ("input_ids", "labels")}
+            file.write(json.dumps(row) + "\n")
 
 
 def trainer_of(directory: Path, job: dict[str, Any]) -> trl.SFTTrainer:
@@ -34,11 +40,10 @@ def trainer_of(directory: Path, job: dict[str, Any]) -> trl.SFTTrainer:
         tokenizer.chat_template = (TEMPLATES / file).read_text()
         (directory / file).write_text(tokenizer.chat_template)
     config = AutoConfig.from_pretrained(job["model"], num_hidden_layers=1)
-    mixed = None if job["is_filled"] else "use_json"  # as files are read
     return trl.SFTTrainer(
         model=AutoModelForCausalLM.from_config(config),
         args=trl.SFTConfig(output_dir=str(directory / "out"), report_to=[], use_cpu=True, bf16=False, **job["options"]),
-        train_dataset=datasets.Dataset.from_list(job["rows"], on_mixed_types=mixed),
+        train_dataset=datasets.Dataset.from_list(job["rows"], on_mixed_types="use_json"),
         processing_class=tokenizer,
     )
 

@@ -1,4 +1,4 @@
-"""TRL 1.16 prepares the same ids; every label that differs has a rule's name.
+"""TRL 1.16 prepares the same token ids and labels; the known differences are exactly these.
 
 Needs VERL_PYTHON, an interpreter that has TRL too.
 """
@@ -7,14 +7,17 @@ import json
 import os
 import random
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from trainer.cli import data as command
-from trainer.data_tools.frameworks import FRAMEWORKS
+from trainer.data.samples import Samples
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
+from trainer.run.compose import load_config
+from trainer.run.inputs import prepare_data_alone
 
 pytestmark = [
     pytest.mark.verl,
@@ -23,9 +26,8 @@ pytestmark = [
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 NUM_ROWS, NUM_TOOL_ROWS, NUM_FEW = 200, 200, 20
 TOOLS = {"weather": ("city", "unit"), "search": ("query", "limit"), "convert": ("amount", "currency", "to")}
-NEWLINES = ("newline in front of a turn supervised there", "trailing newline after the end token supervised there")
-FILLED = "absent fields filled with null there"
-SHORT, NEWLINE_CUT = 66, "newline after the last end token only here"
+SHORT = 66
+NOT_SUPERVISED = -100
 Rows = list[dict[str, Any]]
 
 
@@ -67,22 +69,20 @@ def schema(name: str) -> dict[str, Any]:
     return {"name": name, "description": f"To {name}.", "parameters": {"type": "object", "properties": properties}}
 
 
-def job(rows: Rows, template: str | None = None, *, is_filled: bool = False, **options: Any) -> dict[str, Any]:
+def job(rows: Rows, template: str | None = None, **options: Any) -> dict[str, Any]:
     options = {"max_length": 2048, "assistant_only_loss": True, **options}
-    return {"model": str(MODEL_DIR), "rows": rows, "template": template, "is_filled": is_filled, "options": options}
+    return {"model": str(MODEL_DIR), "rows": rows, "template": template, "options": options}
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the rows of each job, as JOB.rows.jsonl, and what TRL made of them, as JOB.jsonl."""
     directory = tmp_path_factory.mktemp("trl")
-    (directory / "dump_trl.py").write_text(FRAMEWORKS["trl"].script)
     tools = tool_conversations()
     jobs = {
         "quickstart": job(quickstart()),
         "gsm8k": job(gsm8k(), "qwen2_5"),
         "tools": job(tools),
-        "filled": job(tools[:NUM_FEW], "qwen2_5", is_filled=True),
         "whole": job(quickstart()[:NUM_FEW], assistant_only_loss=False),
         "cut": job(quickstart()[:NUM_FEW], max_length=SHORT),
     }
@@ -105,37 +105,65 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def compared(prepared: Path, name: str, capsys: pytest.CaptureFixture[str], template: str | None = None) -> Any:
-    """What `data compare` says, as (rows here, rows there, equal ones, rows by rule)."""
-    rows = [f"data.train_files={prepared}/{name}.rows.jsonl", f"data.cache_dir={prepared}/cache"]
-    own = [f"data.chat_template={prepared}/{template}.jinja"] if template else []
-    code = command.main(["compare", "--with", "trl", f"{prepared}/{name}.jsonl", "--json", *rows, *own])
-    tree = json.loads(capsys.readouterr().out)
-    rules = {rule: found["rows"] for rule, found in tree["rules"].items()}
-    assert code == (1 if rules else 0)
-    return tree["rows_here"], tree["rows_there"], tree["equal"], rules
+@dataclass(frozen=True)
+class Row:
+    """One sample as one side prepared it: token ids, and which of them are supervised."""
+
+    ids: list[int]
+    mask: list[bool]
 
 
-def test_conversations_equal_trls(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compared(prepared, "quickstart", capsys) == (NUM_ROWS, NUM_ROWS, NUM_ROWS, {})
-    assert compared(prepared, "tools", capsys) == (NUM_TOOL_ROWS, NUM_TOOL_ROWS, NUM_TOOL_ROWS, {})
+def rows_there(prepared: Path, name: str) -> list[Row]:
+    rows = map(json.loads, (prepared / f"{name}.jsonl").read_text().splitlines())
+    return [Row(row["input_ids"], [label != NOT_SUPERVISED for label in row["labels"]]) for row in rows]
 
 
-def test_on_gsm8k_trl_trains_two_newlines_more(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def samples_here(prepared: Path, name: str, template: str | None = None) -> Samples:
+    words = [
+        f"data.train_files={prepared}/{name}.rows.jsonl",
+        f"data.cache_dir={prepared}/cache",
+        "data.val_ratio=0",
+    ]
+    if template:
+        words.append(f"data.chat_template={prepared}/{template}.jinja")
+    return prepare_data_alone(load_config(words)).train
+
+
+def rows_here(prepared: Path, name: str, template: str | None = None) -> list[Row]:
+    samples = samples_here(prepared, name, template)
+    encoded = (samples.sample(number) for number in range(len(samples)))
+    return [Row(ids.tolist(), mask.tolist()) for ids, mask in encoded]
+
+
+def test_conversations_equal_trls(prepared: Path) -> None:
+    for name, count in (("quickstart", NUM_ROWS), ("tools", NUM_TOOL_ROWS)):
+        here, there = rows_here(prepared, name), rows_there(prepared, name)
+        assert len(here) == count and sum(any(row.mask) for row in here) == count
+        assert here == there
+
+
+def test_on_gsm8k_trl_trains_two_newlines_more(prepared: Path) -> None:
     if not GSM8K.exists():
         pytest.skip("needs the GSM8K data")
-    found = compared(prepared, "gsm8k", capsys, "qwen2_5")
-    assert found == (NUM_ROWS, NUM_ROWS, 0, dict.fromkeys(NEWLINES, NUM_ROWS))
+    here, there = rows_here(prepared, "gsm8k", "qwen2_5"), rows_there(prepared, "gsm8k")
+    assert len(here) == NUM_ROWS
+    newline = AutoTokenizer.from_pretrained(MODEL_DIR).encode("\n", add_special_tokens=False)
+    assert len(newline) == 1
+    for own, other in zip(here, there, strict=True):
+        assert own.ids == other.ids
+        different = [i for i, pair in enumerate(zip(own.mask, other.mask, strict=True)) if len(set(pair)) == 2]
+        supervised = [i for i, is_kept in enumerate(own.mask) if is_kept]
+        assert different == [supervised[0] - 1, supervised[-1] + 1]
+        assert all(other.mask[i] and own.ids[i] == newline[0] for i in different)
 
 
-def test_arguments_that_trl_fills_with_null_are_named(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = compared(prepared, "filled", capsys, "qwen2_5")
-    assert found == (NUM_FEW, NUM_FEW, 0, dict.fromkeys((FILLED, *NEWLINES), NUM_FEW))
+def test_trls_default_trains_the_whole_conversation(prepared: Path) -> None:
+    here, there = rows_here(prepared, "whole"), rows_there(prepared, "whole")
+    assert [row.ids for row in here] == [row.ids for row in there]
+    assert all(all(row.mask) for row in there) and not any(all(row.mask) for row in here)
 
 
-def test_trls_defaults_and_cuts_are_named(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = compared(prepared, "whole", capsys)
-    assert found == (NUM_FEW, NUM_FEW, 0, {"whole conversation supervised there": NUM_FEW})
-    *_, equal, rules = compared(prepared, "cut", capsys)
-    assert set(rules) == {f"truncated at {SHORT} there", NEWLINE_CUT}, "some rows lose their last newline alone"
-    assert equal + sum(rules.values()) == NUM_FEW and equal
+def test_trl_cuts_long_rows_at_the_end(prepared: Path) -> None:
+    here, there = rows_here(prepared, "cut"), rows_there(prepared, "cut")
+    assert [Row(row.ids[:SHORT], row.mask[:SHORT]) for row in here] == there
+    assert any(len(row.ids) > SHORT for row in here)

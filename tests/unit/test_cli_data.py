@@ -62,22 +62,13 @@ def test_what_is_shown_is_what_is_trained_and_needs_no_weights(
     assert tree["train"]["total"]["supervised_tokens"] == int(trained.train.num_loss_tokens.sum())
 
 
-def test_the_page_shows_hostile_text_as_text(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preview_prints_hostile_text_escaped(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "<script>alert(1)</script> \x1b[2J \u202e &amp; " + "long " * 1000
     turns = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "</pre><b>done"}]
     (files / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     given = [*words(files, chats(files)), "data.max_length=6000"]
-    assert main(["preview", "--html", f"{files}/page.html", *given]) == 0
-    page = (files / "page.html").read_text()
-    assert page.count("<script") == 0 and "&lt;script&gt;alert(1)&lt;/script&gt; \\x1b[2J \\u202e &amp;amp;" in page
-    assert "<mark>&lt;/pre&gt;&lt;b&gt;done&lt;|im_end|&gt;</mark>" in page
-    assert page.count("<details>") == 1, "only the long one is folded"
-    assert "http" not in page and "prefers-color-scheme:dark" in page
-    capsys.readouterr()
     assert main(["preview", *given]) == 0
     assert "\x1b" not in capsys.readouterr().out
-    assert main(["preview", "--html", f"{files}/no/page.html", *given]) == 73
-    assert "no/page.html: " in capsys.readouterr().err
 
 
 def test_counts_by_source_and_what_was_left_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ GROUPS = {
     "before a run": {
         "doctor": ("machine, disk, data, model and resume, each line with its fix", "8 experiment=mine"),
         "plan": ("what a run needs and takes, and which override makes it fit", "8 experiment=mine"),
-        "data": ("what is trained: samples with masks, statistics, a comparison", "preview experiment=mine"),
+        "data": ("show samples with their masks, or count them", "preview experiment=mine"),
     },
     "a machine": {
         "accept": ("a verdict for each line: kernels, ranks, resume, memory, speed", "8 experiment=mine"),
@@ -21,10 +21,6 @@ GROUPS = {
         "metrics": ("what the metrics mean", "train/loss"),
         "resend": ("one clean tracker run from a run directory", "checkpoints/mine/first --to wandb"),
         "workspace": ("panels in W&B for a project, in sections by what they show", "mine --entity team"),
-        "replay": (
-            "steps trained again without some of their rows: what changes",
-            "checkpoints/mine/first --from 100 --steps 20 --without train.jsonl:7",
-        ),
     },
     "checkpoints": {
         "checkpoint": ("list, prove, delete and export them; verify-resume proves a recipe", "ls checkpoints"),

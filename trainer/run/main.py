@@ -289,7 +289,7 @@ def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
 
 
 def _record_data(batches: TrainLoader, inputs: Inputs, tracking: Tracking) -> None:
-    """What this attempt trains on, from where: `data ledger` computes from it how often each row was trained."""
+    """Write the data and the position of this attempt to the events."""
     record, step = batches.record, batches.step
     sources = [source | place for source, place in zip(record["sources"], inputs.train.places, strict=True)]
     message = inputs.growth or f"{sum(source['num_rows'] for source in sources)} rows of {len(sources)} sources"
