@@ -46,7 +46,6 @@ def test_a_mark_that_is_not_written_out_is_refused() -> None:
 
 def test_the_list_is_read_whole() -> None:
     lines = table.all_lines()
-    assert [sum(line.id.startswith(f"S{part}.") for line in lines) for part in range(5)] == [34, 45, 45, 58, 40]
     first = table.Line("S0.1", "C", "producers record values; writers are apart from them and exchangeable")
     assert lines[0] == first
 

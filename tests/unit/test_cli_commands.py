@@ -38,9 +38,9 @@ def test_a_word_that_is_no_command_is_answered_with_those_there_are(capsys: pyte
 
 
 def test_the_script_and_the_console_call_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["metrics", "train/loss"]) == 0
+    assert launch.main(["checkpoint", "ls"]) == 0
     said = capsys.readouterr().out
-    assert commands.main(["metrics", "train/loss"]) == 0 and capsys.readouterr().out == said
+    assert commands.main(["checkpoint", "ls"]) == 0 and capsys.readouterr().out == said
     with pytest.raises(SystemExit):
         commands.main(["plan", "--help"])
     assert capsys.readouterr().out.startswith("usage: bash run_sft.sh plan [N]")

@@ -7,7 +7,7 @@ import pytest
 from report_curves import OUR_CONFIG, SWIFT_CONFIG, checkpoints
 from sweeps import short_or_full
 
-from trainer.cli.diagnose import EXIT_CODES
+from trainer.cli.report import EXIT_CODES
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import PROFILES
 from trainer.report.result import LEVELS, Report

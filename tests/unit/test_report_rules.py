@@ -14,7 +14,7 @@ from report_faults import FAULTS, SEED, healthy, put
 from sweeps import some
 
 import trainer.report
-from trainer.cli.diagnose import EXIT_CODES
+from trainer.cli.report import EXIT_CODES
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import PARTS, recognise_profile
 from trainer.report.measures import STATISTICS

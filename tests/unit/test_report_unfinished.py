@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.cli import diagnose
+from trainer.cli import report as command
 from trainer.report.analyse import analyse
 from trainer.report.readers import read_run
 from trainer.report.result import Report
@@ -46,14 +46,14 @@ def test_a_run_killed_at_120_of_186_steps_is_not_ok(tmp_path: Path, capsys: pyte
     report = judged(tmp_path)
     assert titles(report) == ["The run has 120 of 186 steps (64.5 %)."] and report.verdict == "ATTENTION"
     assert report.facts["steps"] == "120 of 186" and status(report, "All planned steps were trained") == "fail"
-    assert diagnose.main([str(tmp_path)]) == 1 and '"ATTENTION"' in capsys.readouterr().out
+    assert command.main(["--check", "--json", str(tmp_path)]) == 1 and '"ATTENTION"' in capsys.readouterr().out
 
 
 def test_the_same_run_at_its_end_is_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, range(1, 121))
     train(tmp_path, range(101, NUM_STEPS + 1)).finish(0)
     assert (judged(tmp_path).verdict, titles(judged(tmp_path))) == ("OK", [])
-    assert diagnose.main([str(tmp_path)]) == 0
+    assert command.main(["--check", str(tmp_path)]) == 0
 
 
 def test_a_resume_that_is_to_train_longer_counts(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ import pytest
 from killed_run import STEPS, train_row, val_row
 from sweeps import short_or_full
 
-from trainer.cli.resend import main as resend
-from trainer.errors import EXIT_CRASH, EXIT_DONE
-from trainer.tracking import Tracking, read_metrics, tensorboard_backend, wandb_backend
+from trainer.errors import EXIT_DONE
+from trainer.tracking import Tracking, tensorboard_backend, wandb_backend
 from trainer.tracking.events_file import read_events
 
 Series = dict[str, list[tuple[int, float]]]
@@ -194,45 +193,6 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path: Path, backend: st
         found = {"train/loss": [point for point in found["train/loss"] if point not in spoiled]}
         expected = {"train/loss": expected["train/loss"]}
     assert_same(found, expected)
-
-
-@by_tracker
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_resending_makes_one_clean_run(
-    tmp_path: Path, backend: str, is_finished: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "source"
-    rolled = track(source)
-    log_steps(rolled, range(1, 5))
-    log_steps(rolled, range(5, 9), shift=1.0)
-    rolled.rewind(4)
-    log_steps(rolled, range(5, 8))
-    last = track(source)
-    log_steps(last, range(6, STEPS + 1))
-    if is_finished:
-        last.finish(0)
-    output = tmp_path / "clean"
-    assert resend([str(source), "--to", backend, "--output", str(output)]) == EXIT_DONE, capsys.readouterr().err
-    assert_same(READERS[backend](output), truth())
-    if backend == "mlflow":
-        assert mlflow_run(output)[1].info.status == ("FINISHED" if is_finished else "FAILED")
-    if backend == "wandb":
-        assert exit_codes(output) == [EXIT_DONE if is_finished else EXIT_CRASH]
-    assert len(read_metrics(source / "metrics.jsonl")) == STEPS + STEPS // 2
-    assert resend([str(source), "--to", backend, "--output", str(output)]) == 2
-    assert "is not empty" in capsys.readouterr().err
-
-
-def test_resent_csv_goes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracking = track(tmp_path)
-    log_steps(tracking, range(1, STEPS + 1))
-    tracking.finish(0)
-    assert resend([str(tmp_path), "--to", "csv"]) == EXIT_DONE
-    for name in HISTORIES:
-        assert (tmp_path / "resent" / "csv" / name).read_text() == (tmp_path / name).read_text()
-    assert resend([str(tmp_path / "none"), "--to", "csv"]) == 2
-    assert "has no metrics.jsonl" in capsys.readouterr().err
-    assert resend([str(tmp_path), "--to", "excel"]) == 2
 
 
 def test_torn_event_and_wandb_files_still_say_what_they_hold(tmp_path: Path) -> None:

@@ -3,15 +3,14 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.cli.commands import COMMANDS
 from trainer.config import ConfigError
-from trainer.errors import EXIT_CANNOT_WRITE, EXIT_CRASH, EXIT_USAGE, CannotWriteError
+from trainer.errors import EXIT_CANNOT_WRITE, EXIT_USAGE, CannotWriteError
 from trainer.runtime.environment import call
 from trainer.runtime.files import atomic_write
 
@@ -80,21 +79,6 @@ def read_words(parser: Parser, words: list[str]) -> tuple["Arguments", "Config"]
         raise
 
 
-class LibraryError(Exception):
-    """What a library raised that is no fault of what was asked for."""
-
-
-@contextmanager
-def told_as(library: str) -> Iterator[None]:
-    """Errors without an exit code are those of the library, which may raise anything."""
-    try:
-        yield
-    except (ConfigError, CannotWriteError):
-        raise
-    except Exception as error:
-        raise LibraryError(f"{library}: {type(error).__name__}: {error}") from error
-
-
 Codes = dict[type[Exception], int]
 Main = Callable[[list[str]], int]
 """From the words of a command to its exit code."""
@@ -103,9 +87,9 @@ Main = Callable[[list[str]], int]
 def as_command(codes: Codes | None = None, *, interrupted: str = "interrupted") -> Callable[[Main], Main]:
     """Makes what raises errors a command: one that has an exit code goes to stderr as one message.
 
-    `codes` beside, or in place of, 2 for `ConfigError`, 73 for `CannotWriteError` and 1 for `LibraryError`.
+    `codes` are added to, or replace, 2 for `ConfigError` and 73 for `CannotWriteError`.
     """
-    known: Codes = {ConfigError: EXIT_USAGE, CannotWriteError: EXIT_CANNOT_WRITE, LibraryError: EXIT_CRASH}
+    known: Codes = {ConfigError: EXIT_USAGE, CannotWriteError: EXIT_CANNOT_WRITE}
     known |= codes or {}
 
     def decorate(command: Main) -> Main:

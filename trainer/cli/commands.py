@@ -14,13 +14,7 @@ GROUPS = {
     },
     "a run": {
         TRAIN: ("train, or go on where a run ended", "8 experiment=mine optim.lr=1e-5"),
-        "watch": ("how a run stands, while it trains or after it", "checkpoints/mine/first"),
-        "report": ("what happened in runs, from their logs; --html writes the page", "checkpoints/mine/first"),
-        "diagnose": ("the report as JSON, its verdict as exit code", "checkpoints/mine/first"),
-        "compare": ("runs side by side", "checkpoints/mine/first checkpoints/mine/second"),
-        "metrics": ("what the metrics mean", "train/loss"),
-        "resend": ("one clean tracker run from a run directory", "checkpoints/mine/first --to wandb"),
-        "workspace": ("panels in W&B for a project, in sections by what they show", "mine --entity team"),
+        "report": ("verdict and findings of runs, from their logs", "checkpoints/mine/first --html report.html"),
     },
     "checkpoints": {
         "checkpoint": ("list, prove, delete and export them; verify-resume proves a recipe", "ls checkpoints"),

@@ -1,104 +1,116 @@
-"""What happened in a training run, from its log alone: on the terminal, as one HTML page, as JSON (floor 5).
+"""Report on training runs from their logs alone: on the terminal, as one HTML page, as JSON (floor 5).
 
-Exit codes: 0 reported, whatever the verdict (`diagnose` tells that by its code), 2 wrong usage, 4 a log cannot be
-read, 73 a file cannot be written, 130 interrupted.
+Exit codes: 0 reported, 2 wrong usage, 4 a log cannot be read, 73 a file cannot be written, 130 interrupted. With
+`--check` the worst verdict decides: 0 OK or too early to say, 1 ATTENTION, 3 FAIL.
 """
 
 import argparse
 import json
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from trainer.cli.arguments import Parser, as_command, write_file
-from trainer.cli.report_options import CODES, add_options, load, load_log
 from trainer.config import ConfigError
-from trainer.errors import EXIT_DONE, CannotWriteError
+from trainer.errors import EXIT_DONE
 from trainer.report.page import as_page
 from trainer.report.result import Report, as_json
-from trainer.report.run_log import RunLog
+from trainer.report.run_log import RunLog, UnreadableLogError
 from trainer.report.sections import around
+from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_report, print_section
 
-OURS = "fsdp-sft"
+EXIT_UNREADABLE = 4
+CODES: dict[type[Exception], int] = {
+    UnreadableLogError: EXIT_UNREADABLE,
+    OSError: EXIT_UNREADABLE,
+}
+EXIT_CODES = {"OK": 0, "INSUFFICIENT": 0, "ATTENTION": 1, "FAIL": 3}
+"""Exit code of each verdict with `--check`; 2 stays wrong usage."""
+PROFILES = ("auto", "sft", "grpo", "controller", "generic")
+Run = tuple[Report, RunLog]
 
 
 @as_command(CODES)
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.around is not None:
-        if arguments.html or arguments.json:
-            raise ConfigError("--around prints rows only: leave out --html and --json")
+        if arguments.html or arguments.json or arguments.check:
+            raise ConfigError("--around only prints rows. Fix: leave out --html, --json and --check")
         for path in arguments.paths:
-            print_section(Console(), around(load_log(path), at=arguments.around, window=arguments.window))
+            section = around(_read(path), at=arguments.around, window=arguments.window)
+            print_section(Console(), section)
         return EXIT_DONE
-    if arguments.every and not arguments.html:
-        raise ConfigError("--every says how often the page is written anew: add --html FILE")
-    _follow(arguments)
-    return EXIT_DONE
-
-
-def _follow(arguments: argparse.Namespace) -> None:
-    """Once, or until no log grows any more. While a page cannot be written the old one stays, which is said once."""
-    console, has_written, has_warned = Console(), False, False
-    while True:
-        runs = [load(path, arguments) for path in arguments.paths]
-        refresh_s = arguments.every if any(map(_may_grow, (log for _, log in runs))) else 0
-        if refresh_s:
-            console.clear()
-        for report, _ in runs:
-            print_report(console, report)
-            console.print()
-        try:
-            _write(arguments, runs, refresh_s)
-            has_written, has_warned = True, False
-        except CannotWriteError as error:
-            if not refresh_s or not has_written:
-                raise
-            if not has_warned:
-                print(f"WARNING: {error}, or make room: the old one stays, and it is tried again", file=sys.stderr)
-            has_warned = True
-        if not refresh_s:
-            return
-        time.sleep(refresh_s)
-
-
-def _write(arguments: argparse.Namespace, runs: Sequence[tuple[Report, RunLog]], refresh_s: int) -> None:
-    if arguments.html:
-        write_file(arguments.html, as_page(runs, refresh_s=refresh_s))
+    runs = [_analyse(path, arguments) for path in arguments.paths]
     if arguments.json:
         trees = [as_json(report) for report, _ in runs]
-        write_file(arguments.json, json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False) + "\n")
+        print(json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False))
+    else:
+        _print(runs)
+    if arguments.html:
+        write_file(arguments.html, as_page(runs))
+    return max(EXIT_CODES[report.verdict] for report, _ in runs) if arguments.check else EXIT_DONE
 
 
-def _may_grow(log: RunLog) -> bool:
-    """Nobody knows of others' logs."""
-    return log.is_running if log.source == OURS else True
+def _print(runs: list[Run]) -> None:
+    console = Console()
+    for report, _ in runs:
+        print_report(console, report)
+        console.print()
+    if len(runs) > 1:
+        for section in side_by_side(runs):
+            print_section(console, section)
+
+
+def _analyse(path: Path, options: argparse.Namespace) -> Run:
+    """Raises `UnreadableLogError` for the log, `ConfigError` for limits that cannot be read."""
+    from trainer.report.analyse import analyse
+    from trainer.report.rule_table import read_thresholds
+
+    try:
+        thresholds = read_thresholds(options.config) if options.config else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {options.config}: {error}") from error
+    log = _read(path)
+    external = dict(options.external) or None
+    report = analyse(log, profile=options.profile, thresholds=thresholds, external=external)
+    return report, log
+
+
+def _read(path: Path) -> RunLog:
+    """The readers are imported here so that help and usage errors come at once."""
+    from trainer.report.readers import read_run
+
+    return read_run(path)
 
 
 def _parser() -> Parser:
-    parser = Parser("report", description="What happened in training runs, from their logs.")
-    where = "a run directory or a log file, ours or another framework's"
-    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help=where)
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
-    about = "write the page anew, and let it reload itself, until the run ends (a log that is not ours: until Ctrl-C)"
-    parser.add_argument("--every", metavar="SECONDS", type=_seconds, default=0, help=about)
-    about = "write the report for programs: an object, for several PATHs an array"
-    parser.add_argument("--json", metavar="FILE", type=Path, help=about)
-    parser.add_argument("--around", metavar="STEP", type=int, help="only print the rows around a step, of what moved")
+    parser = Parser("report")
+    add = parser.add_argument
+    about = "run directories or log files, ours or another framework's; several are also shown side by side"
+    add("paths", metavar="PATH", nargs="+", type=Path, help=about)
+    add("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
+    add("--json", action="store_true", help="print JSON instead of text: an object, for several PATHs an array")
+    add("--check", action="store_true", help="exit code 0 for OK or too early to say, 1 for ATTENTION, 3 for FAIL")
+    add("--around", metavar="STEP", type=int, help="only print the rows around a step, of metrics that moved")
     about = "steps on each side of --around (default: %(default)s)"
-    parser.add_argument("--window", metavar="N", type=int, default=20, help=about)
-    add_options(parser)
+    add("--window", metavar="N", type=int, default=20, help=about)
+    about = "which absolute limits apply (default: what the log looks like)"
+    add("--profile", choices=PROFILES, default="auto", help=about)
+    about = "limits of your own, one `name: number` a line"
+    add("--config", metavar="FILE", type=Path, help=about)
+    about = "an external result, higher is better, that decides which checkpoint is best (repeatable)"
+    add("--external", metavar="STEP=VALUE", type=_external, action="append", default=[], help=about)
     return parser
 
 
-def _seconds(text: str) -> int:
-    if not (number := text.removesuffix("s")).isdecimal() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"must be whole seconds, such as 30s, got '{text}'")
-    return int(number)
+def _external(text: str) -> tuple[int, float]:
+    step, _, value = text.partition("=")
+    try:
+        return int(step), float(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be STEP=VALUE, such as 1000=0.72, got '{text}'") from error
 
 
 if __name__ == "__main__":

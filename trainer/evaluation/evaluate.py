@@ -23,7 +23,6 @@ from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.evaluation.sandbox import SandboxLimits
 from trainer.evaluation.scorers import Question, Score, Scorer, digest_of_questions
-from trainer.runtime.environment import call
 from trainer.runtime.evaluations import (
     EXEC,
     FILE_NAME,
@@ -115,10 +114,7 @@ class Publisher:
             if sent.get(step) == row["mean"]:
                 continue
             if any(later > step for later in sent):
-                logger.warning(
-                    "step %d comes after later ones, which trackers do not draw: a clean run of all is made by %s",
-                    *(step, call(f"resend {self._directory} --to wandb")),
-                )
+                logger.warning("step %d comes after later ones: trackers may not draw it", step)
             tracking = self._opened()
             values = {metric: row["mean"]} | ({SUCCESS_RATE: row["mean"]} if row.get("scorer") == EXEC else {})
             bounds = {f"{metric}_{side}": row[side] for side in ("low", "high") if row.get(side) is not None}

@@ -290,10 +290,10 @@ COURSES = {"train/loss": "Training loss", "reward": "Reward"}
 """Told in the head of the page, as far as they were logged."""
 
 
-def as_page(runs: Sequence[tuple[Report, RunLog]], *, refresh_s: int = 0) -> str:
-    """The whole page, one article a run; a browser loads it again every `refresh_s` seconds, unless that is 0."""
+def as_page(runs: Sequence[tuple[Report, RunLog]]) -> str:
+    """Return the whole page, one article a run."""
     template = templates().get_template("page.html.jinja")
-    return template.render(runs=[_content(report, log) for report, log in runs], refresh_s=str(refresh_s or ""))
+    return template.render(runs=[_content(report, log) for report, log in runs])
 
 
 def _content(report: Report, log: RunLog) -> dict[str, object]:

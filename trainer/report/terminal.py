@@ -19,7 +19,7 @@ MATTERS = (
     *("throughput", "checklist", "learning-rate", "next", "limits"),
 )
 """Sections besides the three main findings, by what they tell; page and JSON have all of all of them."""
-REST = "The rest: --html FILE, or --json FILE."
+REST = "The rest: --html FILE, or --json."
 STYLES = {"fail": "bold red", "warn": "bold yellow", "note": "bold cyan", "info": "bold"}
 STYLES |= {"FAIL": "bold red", "ATTENTION": "bold yellow", "OK": "bold green", "INSUFFICIENT": "bold"}
 

@@ -58,7 +58,7 @@ class MlflowBackend(Backend):
     """One run continued over all attempts; its status follows from the exit code, and is RUNNING after a kill.
 
     What another attempt sent is taken from the run itself. After a rollback the steps repeated have two values: MLflow
-    cannot take points back; `resend` makes a clean run.
+    cannot take points back.
     """
 
     def __init__(self, info: RunInfo) -> None:

@@ -22,7 +22,7 @@ def where(info: RunInfo) -> str:
 class TrackioBackend(Backend):
     """What another attempt sent is taken from the database itself: a kill loses what Trackio had not written yet.
 
-    After a rollback the steps repeated have two values: Trackio cannot take points back; `resend` makes a clean run.
+    After a rollback the steps repeated have two values: Trackio cannot take points back.
     """
 
     def __init__(self, info: RunInfo) -> None:

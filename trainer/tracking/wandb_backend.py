@@ -86,7 +86,7 @@ class WandbBackend(Backend):
     """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, as it must never go back.
 
     What another attempt sent is taken from the run's summary (online) or from the offline files in `run_dir/wandb`.
-    After a rollback the steps repeated appear a second time: wandb cannot take rows back; `resend` makes a clean run.
+    After a rollback the steps repeated appear a second time: wandb cannot take rows back.
     """
 
     def __init__(self, info: RunInfo) -> None:
