@@ -7,8 +7,6 @@ from typing import Any
 
 F2 = "data model optim checkpoint monitor guard tracking quickstart serving"
 F5 = "launch planner resume_proof serving_proof acceptance evaluation checkpoint_tools data_tools watch doctor"
-MAX_FUNCTION_LINES = 50
-MAX_FILE_LINES = 350
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
 PICKLE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve")
 PICKLE_LOADERS = ("load", "loads", "Unpickler")
@@ -147,18 +145,6 @@ def torch_at_import(module: str, sources: Sources) -> list[str]:
                 visit(target, (*path, name))
 
     visit(module, ())
-    return found
-
-
-def over_budget(name: str, source: str) -> list[str]:
-    """Functions and files that are too long."""
-    num_lines = len(source.splitlines())
-    found = [f"{name}: {num_lines} lines, at most {MAX_FILE_LINES}"] if num_lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                found.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Floors (docs/architecture.md), budgets (CONTRIBUTING.md): each check runs over the tree, and what it must catch."""
+"""Floors (docs/architecture.md) and waits: each check runs over the tree, and what it must catch."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ ALLOWED_WAITS = {
     "trainer/runtime/seeding.py:GeneratorState.load_state_dict": "restores a checkpoint, before the first step",
 }
 ALLOWED_LOADS = {
-    "trainer/evaluation/jail.py": "what a model wrote is run against tests: that is its purpose, shut in by the kernel",
+    "trainer/evaluation/program_runner.py": "runs what a model wrote against tests: that is its purpose",
 }
 
 
@@ -125,21 +125,6 @@ def test_torch_behind_another_file_is_caught() -> None:
     assert rules.torch_at_import("trainer.config", package)
     late = {"trainer.config": "def f():\n    import torch"}
     assert rules.torch_at_import("trainer.config", late) == []
-
-
-def test_functions_and_files_keep_their_budgets() -> None:
-    found = [line for path, text in python_files("trainer", "tests").items() for line in rules.over_budget(path, text)]
-    assert found == []
-
-
-def test_an_overlong_function_and_file_are_caught() -> None:
-    body = "    x = 1\n"
-    assert rules.over_budget("a.py", "def f():\n" + body * 49) == []
-    assert rules.over_budget("a.py", "class A:\n  async def f():\n" + body * 50) == [
-        "a.py:2: f has 51 lines, at most 50"
-    ]
-    assert rules.over_budget("a.py", "x = 1\n" * 350) == []
-    assert rules.over_budget("a.py", "x = 1\n" * 351) == ["a.py: 351 lines, at most 350"]
 
 
 def test_the_step_waits_for_the_device_only_where_listed() -> None:

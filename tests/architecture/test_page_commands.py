@@ -132,11 +132,6 @@ def test_what_a_page_imports_is_there(page: Path) -> None:
         exec(compile(tree, page.name, "exec"), {})
 
 
-def test_the_first_page_stays_short_and_says_what_ran_on_no_card() -> None:
-    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 160 and any("on CPUs only" in line for line in lines[:10])
-
-
 def test_the_pages_show_every_command() -> None:
     shown = [command for page in PAGES for command in commands_on(page.read_text(encoding="utf-8"))]
     assert len(shown) > 60

@@ -118,7 +118,18 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
 
 def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     """`evaluate` of the held-out tasks, exit code; `answer` stands for the process of vLLM, which is told a job."""
-    words = [str(run_dir), "--score", "exec", "--answer", "check", "--engine", "vllm", "--max-new-tokens", "120"]
+    words = [
+        str(run_dir),
+        "--score",
+        "exec",
+        "--allow-code",
+        "--answer",
+        "check",
+        "--engine",
+        "vllm",
+        "--max-new-tokens",
+        "120",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             engines, "ask_vllm", lambda export, asked, python: answer({"model": export, "adapter": None, **asked})

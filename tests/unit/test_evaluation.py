@@ -16,7 +16,7 @@ from trainer.cli import evaluate as command
 from trainer.cli import report
 from trainer.config import ConfigError
 from trainer.evaluation.evaluate import Evaluation, append_result, evaluate, interval
-from trainer.evaluation.sandbox import SandboxLimits
+from trainer.evaluation.programs import ProgramLimits
 from trainer.evaluation.scorers import Question, digest_of_questions, make_scorer, program_of, read_questions
 from trainer.progress import History
 from trainer.report.analyse import analyse
@@ -51,8 +51,8 @@ class FakeEngine:
 def asked_of(engine: FakeEngine, num_questions: int = 100) -> Evaluation:
     turns = [{"role": "user", "content": "?"}]
     questions = [Question(turns, str(i % 3), {"i": i}, f"q:{i}") for i in range(num_questions)]
-    scorer = make_scorer("exact", SandboxLimits())
-    return Evaluation("quiz", questions, "exact", scorer, "fake", engine, Sampling(), SandboxLimits())
+    scorer = make_scorer("exact", ProgramLimits())
+    return Evaluation("quiz", questions, "exact", scorer, "fake", engine, Sampling(), ProgramLimits())
 
 
 def run_with(root: Path, *steps: int) -> Path:
@@ -118,9 +118,9 @@ def test_the_interval_is_wilsons(right: int, n: int, low: float, high: float) ->
 def test_scorers(word: str, expected: str, completion: str, value: int | None) -> None:
     if value is None:
         with pytest.raises(ConfigError):
-            make_scorer(word, SandboxLimits())
+            make_scorer(word, ProgramLimits())
     else:
-        assert make_scorer(word, SandboxLimits())(Question([], expected, {}, "q:1"), completion).value == value
+        assert make_scorer(word, ProgramLimits())(Question([], expected, {}, "q:1"), completion).value == value
 
 
 def test_the_program_is_the_first_fenced_block() -> None:
@@ -147,7 +147,8 @@ def test_questions_of_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--score", "exec"], 65, "exec needs tests"),
+        (["--score", "exec"], 2, "add --allow-code"),
+        (["--score", "exec", "--allow-code"], 65, "exec needs tests"),
         (["--score", "exact", "--answer", "label"], 65, "no answer to compare with"),
         (["--score", "exact", "--engine", "vllm", "--python", "/nosuch"], 2, "--python /nosuch is no interpreter"),
         (["--score", "exact", "--engine", "vllm"], 2, "has no vllm (pip install vllm)"),

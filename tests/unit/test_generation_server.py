@@ -120,5 +120,5 @@ def test_another_checkpoint_is_not_scored_in_its_place(server: Server, models: o
     "words", ["--temperature -1", "--temperature nan", "--time-limit 0", "--max-new-tokens 0", "--memory-mib 0"]
 )
 def test_a_limit_that_cannot_be_is_refused(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "--score", "exec", *words.split()]) == 2
+    assert main([str(tmp_path), "--score", "exec", "--allow-code", *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err and list(tmp_path.iterdir()) == []

@@ -19,7 +19,10 @@ GROUPS = {
     "checkpoints": {
         "checkpoint": ("list, prove, delete and export them; verify-resume proves a recipe", "ls checkpoints"),
         "prove": ("whether an export serves the loss its step was validated with", "checkpoints/mine/first"),
-        "evaluate": ("score what they write: text, numbers, programs", "checkpoints/mine/first --score exec --watch"),
+        "evaluate": (
+            "score what they write: text, numbers, programs",
+            "checkpoints/mine/first --score numeric --watch",
+        ),
     },
 }
 """By group and name: what a command does, and words to call it with."""

@@ -21,7 +21,7 @@ from trainer.checkpoint_tools.listing import require_dir, require_run
 from trainer.cli.arguments import Parser, as_command, at_least
 from trainer.config import ConfigError
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, DataError
-from trainer.runtime.evaluations import PREFIX, read_evaluations, read_summaries
+from trainer.runtime.evaluations import EXEC, PREFIX, read_evaluations, read_summaries
 from trainer.runtime.heartbeat import is_live
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", metavar="N", type=at_least(1), default=512, help=about)
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0: greedy (default)")
     parser.add_argument("--seed", metavar="N", type=at_least(0), default=0, help="of sampling (default: %(default)s)")
+    about = "exec: let programs run that the model wrote (docs/evaluation.md says what they can do)"
+    parser.add_argument("--allow-code", action="store_true", help=about)
     about = "exec: seconds for one program (default: %(default)s)"
     parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help=about)
     about = "exec: memory of each of its processes (default: %(default)s)"
@@ -134,12 +136,14 @@ def _score(run_dir: Path, arguments: argparse.Namespace, publisher: "Publisher")
 
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
     from trainer.evaluation.evaluate import Evaluation
-    from trainer.evaluation.sandbox import SandboxLimits
+    from trainer.evaluation.programs import ProgramLimits, require_isolation
     from trainer.evaluation.scorers import PYTHON, answer_column, held_out_questions, make_scorer, read_questions
     from trainer.serving.generation import Sampling, make_engine
 
-    limits = SandboxLimits(arguments.time_limit, arguments.memory_mib)
-    scorer = make_scorer(arguments.score, limits)
+    limits = ProgramLimits(arguments.time_limit, arguments.memory_mib)
+    scorer = make_scorer(arguments.score, limits, allow_code=arguments.allow_code)
+    if arguments.score == EXEC:
+        print(require_isolation())
     column = arguments.answer or answer_column(arguments.score)
     file = arguments.prompts
     questions = read_questions(file, answer_key=column) if file else held_out_questions(run_dir, answer_key=column)

@@ -21,7 +21,7 @@ from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.evaluation.sandbox import SandboxLimits
+from trainer.evaluation.programs import ProgramLimits
 from trainer.evaluation.scorers import Question, Score, Scorer, digest_of_questions
 from trainer.runtime.evaluations import (
     EXEC,
@@ -172,7 +172,7 @@ class Evaluation:
     engine_word: str
     engine: Engine
     sampling: Sampling
-    limits: SandboxLimits
+    limits: ProgramLimits
 
     def key(self, nonce: str) -> str:
         """Equal for equal questions to the same checkpoint: what has it is not asked again."""

@@ -15,7 +15,7 @@ from trainer.config import ConfigError, parse_config
 from trainer.data.readers import iter_rows
 from trainer.data.rows import location
 from trainer.errors import DataError
-from trainer.evaluation.sandbox import SandboxLimits, require_sandbox, run_tests
+from trainer.evaluation.programs import ProgramLimits, run_tests
 from trainer.run.inputs import prepare_data_of_run
 from trainer.runtime.evaluations import EXEC
 from trainer.serving.generation import Turns
@@ -117,12 +117,13 @@ def answer_column(word: str) -> str:
     return "tests" if word == EXEC else ANSWER
 
 
-def make_scorer(word: str, limits: SandboxLimits) -> Scorer:
-    """Raises `ConfigError` for a word that names none, and for `exec` where programs cannot be shut in."""
+def make_scorer(word: str, limits: ProgramLimits, *, allow_code: bool = False) -> Scorer:
+    """Raises `ConfigError` for an unknown name, and for `exec` without `allow_code`."""
     if word.startswith(PYTHON):
         return _own(word.removeprefix(PYTHON))
     if word == EXEC:
-        require_sandbox()
+        if not allow_code:
+            raise ConfigError(f"--score {EXEC} runs programs that the model wrote. Fix: add --allow-code to allow it")
         return lambda question, completion: _executed(question, completion, limits)
     if word not in SCORERS:
         raise ConfigError(f"--score is any of {', '.join(SCORERS)}, {EXEC}, {PYTHON}module.function; got '{word}'")
@@ -161,7 +162,7 @@ def program_of(completion: str) -> str:
     return found[1] if found else completion
 
 
-def _executed(question: Question, completion: str, limits: SandboxLimits) -> Score:
+def _executed(question: Question, completion: str, limits: ProgramLimits) -> Score:
     tests = [question.expected] if isinstance(question.expected, str) else question.expected
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise DataError(f"{question.place}: {EXEC} needs tests, a Python text or a list of them (--answer KEY)")
