@@ -1,0 +1,51 @@
+"""The size of the code, in Python tokens. Comments, docstrings, imports and line breaks are free.
+
+Packing lines does not save tokens, so a ceiling here never makes code denser.
+"""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MAX_TOKENS = {"trainer": 245_000, "tests": 385_000}
+FREE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def num_tokens(source: str) -> int:
+    free = free_lines(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in FREE and token.start[0] not in free for token in tokens)
+
+
+def free_lines(source: str) -> set[int]:
+    """Lines of docstrings, of text that stands alone, and of imports."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_import or is_text:
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def test_the_code_stays_below_its_ceilings() -> None:
+    for folder, ceiling in MAX_TOKENS.items():
+        sources = [path.read_text(encoding="utf-8") for path in (REPOSITORY / folder).rglob("*.py")]
+        size = sum(map(num_tokens, sources))
+        assert size <= ceiling, f"{folder} has {size:,} tokens, at most {ceiling:,}"
+
+
+def test_only_code_counts() -> None:
+    source = '"""A docstring."""\nimport os\n\n# a comment\ndef f(x):\n    """Return x."""\n    return x\n'
+    assert num_tokens(source) == len(["def", "f", "(", "x", ")", ":", "return", "x"])
