@@ -85,6 +85,18 @@ def test_a_run_that_was_taken_over_commits_nothing_and_leaves_the_save_of_the_ot
     assert [path.name for path in (tmp_path / "run").glob(".staging*")] == [STAGED_BY_OTHER]
 
 
+def remove_lock(world: Any, operation: Operation, run_dir: Path) -> None:
+    if world.is_main and operation.kind == "create" and operation.path.name == "manifest.json":
+        (run_dir / LOCK).unlink()
+
+
+def test_a_run_whose_lock_file_was_removed_saves_on(source: Any, tmp_path: Path) -> None:
+    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, remove_lock):
+        assert error == ""
+    assert [info.status for info in layout.checkpoints(tmp_path / "run")] == ["committed"]
+    assert (tmp_path / "run" / LOCK).read_bytes() != b""
+
+
 def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
     """What a run that was taken over is told when it points to a checkpoint, and when it goes back to one."""
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)

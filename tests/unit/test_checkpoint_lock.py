@@ -156,6 +156,34 @@ def test_a_removed_lock_file_is_noticed(tmp_path: Path) -> None:
             assert second.is_held() and not first.is_held()
 
 
+def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunLock(tmp_path) as first:
+        (tmp_path / LOCK).unlink()
+        assert first.keep() and first.keep() and first.is_held()
+        assert caplog.text.count("was removed while this run was training") == 1
+        with pytest.raises(ConfigError, match=f"in use by another run .pid {os.getpid()} "):
+            RunLock(tmp_path).acquire(timeout_s=0)
+        (tmp_path / LOCK).unlink()
+        with RunLock(tmp_path):
+            assert not first.keep() and "another run has taken over" in first.why_lost()
+        assert not first.keep() and "another run used" in first.why_lost()
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_in_a_directory_that_was_deleted_no_lock_is_made_again(tmp_path: Path, is_made_again: bool) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with RunLock(run_dir) as lock:
+        shutil.rmtree(run_dir)
+        if is_made_again:
+            run_dir.mkdir()
+        assert not lock.keep()
+        assert f"{run_dir} was deleted or renamed" in lock.why_lost()
+    assert not is_made_again or os.listdir(run_dir) == []
+
+
 @pytest.mark.parametrize("fault", ["copied over", "nonce overwritten", "emptied", "a link"])
 def test_a_fenced_run_does_not_hold_it(tmp_path: Path, fault: str) -> None:
     path, copy = tmp_path / LOCK, tmp_path / "copy"

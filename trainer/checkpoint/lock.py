@@ -37,6 +37,9 @@ class RunLock:
     after `settle_s`. No clock or modification time is compared. Should a run be stopped for longer than `settle_s`
     within its takeover, two may begin, but only the later one holds the lease.
 
+    Where only the lock file was removed, `keep` makes it again, unless another run came in between. The run directory
+    is held open, so that a new directory of the same name is not taken for it.
+
     Forked children let go at once, so that a loader worker which outlives a killed trainer does not keep it.
     """
 
@@ -47,6 +50,7 @@ class RunLock:
         self._renew_s, self._observe_s, self._settle_s = renew_s, observe_s, settle_s
         self._record: dict[str, str | int | None] = {}
         self._descriptor: int | None = None
+        self._directory: int | None = None
         self._renewer: threading.Thread | None = None
         self._stop_renewing = threading.Event()
 
@@ -65,12 +69,14 @@ class RunLock:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         try:
+            self._open_directory()
             if not self._try_acquire(deadline_s):
                 logger.info("%s: waiting up to %g s for the run %s", self._path, timeout_s, _holder(self._content()))
                 while not self._try_acquire(deadline_s):
                     pass
         except (ConfigError, OSError) as error:
             self._let_go()
+            self._close_directory()
             if isinstance(error, ConfigError):
                 raise
             reason = f"cannot lock the run directory: {error.strerror}; make it writable, or choose another directory"
@@ -84,12 +90,39 @@ class RunLock:
             logger.warning("cannot tell whether this run still holds %s: %s", self._path, error)
             return False
 
+    def keep(self) -> bool:
+        """Whether this run holds its directory, after making the lock file again if only that was removed.
+
+        Any file at the path is another run's: it came while there was none.
+        """
+        if self.is_held():
+            return True
+        is_flock = self._directory is not None and self._renewer is None
+        if not is_flock or os.path.lexists(self._path) or not self._is_same_directory():
+            return False
+        try:
+            descriptor = self._open(self._path, os.O_CREAT | os.O_EXCL)
+            if not try_lock(descriptor):
+                return False
+            self._write_record()
+        except FileExistsError:
+            return False
+        except OSError as error:
+            logger.warning("cannot make %s again: %s", self._path, error)
+            return False
+        logger.warning("%s was removed while this run was training: this run made it again", self._path)
+        return self.is_held()
+
     def why_lost(self) -> str:
-        """In words, where `is_held` said no."""
+        """In words, where `keep` said no."""
         run_dir = self._path.parent
+        if not self._is_same_directory():
+            return f"{run_dir} was deleted or renamed while this run was training in it"
+        if content := self._content():
+            return f"another run has taken over {run_dir} ({_holder(content)})"
         if self._path.exists():
-            return f"another run has taken over {run_dir} ({_holder(self._content())})"
-        return f"{run_dir} was deleted or renamed while this run was training in it"
+            return f"{self._path} was removed while this run was training, and another run used {run_dir} since then"
+        return f"{self._path} was removed while this run was training, and cannot be made again"
 
     def release(self) -> None:
         """Give it back and empty the file, so that the next run need not wait; one taken over is left as it is."""
@@ -102,6 +135,7 @@ class RunLock:
             except OSError as error:
                 logger.warning("cannot empty %s, the next run may have to wait: %s", self._path, error)
         self._let_go()
+        self._close_directory()
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -191,6 +225,24 @@ class RunLock:
         _open_locks.add(self)
         return self._descriptor
 
+    def _open_directory(self) -> None:
+        self._close_directory()
+        self._directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _close_directory(self) -> None:
+        if self._directory is not None:
+            os.close(self._directory)
+        self._directory = None
+
+    def _is_same_directory(self) -> bool:
+        """Whether the path still names the directory that was locked: an open directory keeps its number."""
+        if self._directory is None:
+            return False
+        try:
+            return os.path.samestat(os.stat(self._path.parent), os.fstat(self._directory))
+        except OSError:
+            return False
+
     def _write_record(self, *, num_renewals: int | None = None) -> None:
         """`num_renewals`: of a lease. Each has the same length: a reader sees the old or the new count, or a mix."""
         assert self._descriptor is not None
@@ -258,6 +310,7 @@ def _let_go_in_child() -> None:
     """Closing a descriptor inherited by `fork` leaves the parent's lock as it is; its renewing thread is not copied."""
     for lock in list(_open_locks):
         lock._let_go()
+        lock._close_directory()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
