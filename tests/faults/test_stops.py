@@ -131,6 +131,16 @@ def test_an_early_stopped_run_is_complete(start: Start, tmp_path: Path) -> None:
     assert _snapshot(tmp_path / "run") == before
 
 
+def test_a_complete_run_with_a_gap_in_its_metrics_says_so(start: Start, tmp_path: Path) -> None:
+    assert start()[0] == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(('{"step":2,', '{"step":3,'))))
+    code, output = start()
+    assert code == 0 and "nothing to do" in output
+    assert "metrics.jsonl lacks the rows of steps 2-3, which are lost" in output
+
+
 def _snapshot(run_dir: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in run_dir.rglob("*")}
 

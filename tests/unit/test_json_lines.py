@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from trainer.errors import CannotWriteError
 from trainer.runtime.json_lines import AppendFile, JsonLines, read_object, strict
 
 
@@ -68,3 +70,57 @@ def test_a_guest_leaves_the_line_alone_that_another_process_is_writing(tmp_path:
     (tmp_path / "torn.jsonl").write_bytes(b'{"step": 1}\n{"st')
     AppendFile(tmp_path / "torn.jsonl").close()
     assert (tmp_path / "torn.jsonl").read_bytes() == b'{"step": 1}\n'
+
+
+def steps(path: Path) -> list[int]:
+    return [row["step"] for _, row in JsonLines(path)]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_rows_go_on_at_the_path_when_the_file_is_moved_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_removed: bool
+) -> None:
+    path, moved = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.1"
+    file = AppendFile(path)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            path.unlink() if is_removed else path.rename(moved)
+        file.append({"step": step})
+    file.close()
+    assert steps(path) == [3, 4] and (is_removed or steps(moved) == [1, 2])
+    assert caplog.text.count("was moved away or removed") == 1
+
+
+def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    file = AppendFile(tmp_path / "run" / "rows.jsonl")
+    file.append({"step": 1})
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    file.append({"step": 2})
+    file.close()
+    assert steps(tmp_path / "renamed" / "rows.jsonl") == [1, 2]
+
+
+def test_no_row_is_written_through_a_link_or_into_what_is_no_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, target = tmp_path / "rows.jsonl", tmp_path / "target"
+    target.write_text("precious")
+    path.symlink_to(target)
+    with pytest.raises(CannotWriteError, match=r"rows.jsonl.*Fix: move .*rows.jsonl away"):
+        AppendFile(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CannotWriteError, match=r"is not a regular file.*Fix: move"):
+        AppendFile(path)
+    path.unlink()
+    file = AppendFile(path)
+    file.append({"step": 1})
+    path.rename(tmp_path / "moved")
+    path.symlink_to(target)
+    file.append({"step": 2})
+    assert "rows wait in memory" in caplog.text
+    path.unlink()
+    file.append({"step": 3})
+    file.close()
+    assert steps(path) == [2, 3] and target.read_text() == "precious"

@@ -8,6 +8,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
+from trainer.progress import Rollback
+from trainer.run.end import lost_rows
 from trainer.runtime import json_lines
 from trainer.tracking import Tracking, facade, read_metrics
 from trainer.tracking.backend import Backend, Sink
@@ -143,7 +146,7 @@ def test_a_metric_named_like_a_column_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("short_write", [False, True])
-def test_full_disk_warns_once_and_later_rows_are_whole(
+def test_rows_wait_for_a_full_disk_and_each_outage_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, short_write: bool
 ) -> None:
     real_write = json_lines.os.write
@@ -154,15 +157,51 @@ def test_full_disk_warns_once_and_later_rows_are_whole(
         return real_write(descriptor, line[:20])
 
     tracking = track(tmp_path)
-    tracking.log({"train/loss": 1.0}, step=1)
-    monkeypatch.setattr(json_lines.os, "write", full_disk)
-    for step in (2, 3):
+    for step in range(1, 9):
+        monkeypatch.setattr(json_lines.os, "write", full_disk if step in (2, 3, 6) else real_write)
         tracking.log({"train/loss": 1.0}, step=step)
-    monkeypatch.setattr(json_lines.os, "write", real_write)
-    tracking.log({"train/loss": 1.0}, step=4)
+        assert [row["step"] for row in raw_rows(tmp_path)] == list(range(1, {2: 1, 3: 1, 6: 5}.get(step, step) + 1))
     tracking.finish(0)
-    assert [row["step"] for row in raw_rows(tmp_path)] == [1, 4]
-    assert len(caplog.records) == 1 and "metrics.jsonl" in caplog.text
+    assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
+
+
+def test_rows_that_no_disk_took_are_named_at_the_end_and_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full_disk(descriptor: int, line: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    real_write = json_lines.os.write
+    monkeypatch.setattr(json_lines, "MAX_WAITING_BYTES", 1000)
+    tracking = track(tmp_path)
+    tracking.start(0)
+    for step in range(1, 41):
+        monkeypatch.setattr(json_lines.os, "write", full_disk if 11 <= step <= 30 or step > 38 else real_write)
+        tracking.log({"train/loss": 1.0}, step=step)
+    tracking.finish(0)
+    written = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    lost = sorted(set(range(1, 41)) - set(written))
+    assert written == sorted(written) and lost[0] == 11 and 11 < lost[-3] < 30 and lost[-2:] == [39, 40]
+    said = f"steps 11-{lost[-3]}, 39-40, which"
+    assert f"metrics.jsonl lacks {len(lost)} rows of {said} could not be written" in caplog.text
+    assert lost_rows(tmp_path, 40).endswith(f"{said} are lost")
+    rollback = Rollback(
+        onset=39, found_step=40, target_step=38, first_skipped=39, last_skipped=40, reason="", discarded=[]
+    )
+    (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(rollback)]}))
+    assert lost_rows(tmp_path, 40).endswith(f"steps 11-{lost[-3]}, which are lost"), "passed over, not lost"
+
+
+def test_a_run_that_continues_another_lacks_none_of_its_steps(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    tracking.start(100)
+    for step in (101, 102, 103):
+        tracking.log({"train/loss": 1.0}, step=step)
+    tracking.rewind(101)
+    tracking.log({"train/loss": 1.0}, step=102)
+    tracking.finish(0)
+    assert lost_rows(tmp_path, 102) == "" and "steps 103, which" in lost_rows(tmp_path, 103)
+    assert lost_rows(tmp_path / "elsewhere", 103) == ""
 
 
 def test_unwritable_directory_is_an_error_at_construction(tmp_path: Path) -> None:
@@ -244,6 +283,8 @@ def test_several_hung_backends_are_waited_for_together(tmp_path: Path, monkeypat
 def test_process_ends_while_a_backend_hangs(tmp_path: Path) -> None:
     program = """
 import pathlib, sys, threading
+from trainer.progress import Rollback
+from trainer.run.end import lost_rows
 from trainer.runtime import json_lines
 from trainer.tracking import Tracking, facade
 

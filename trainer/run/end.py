@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.checkpoint import rollback
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.start import RunShape, Start, find_complete
@@ -17,6 +18,7 @@ from trainer.runtime.environment import call
 from trainer.runtime.exit_codes import DOCUMENTED, explain
 from trainer.runtime.files import atomic_write
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
+from trainer.runtime.text import as_ranges
 from trainer.tracking import Tracking, events_file, metrics_file
 
 logger = logging.getLogger(__name__)
@@ -87,7 +89,17 @@ def remember_end(
 
 
 def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
-    """What the logs of a run lack whose last step, `step`, is saved; nothing of a run that never logged."""
+    """What the logs of a run lack whose last step, `step`, is saved; nothing of a run that never logged.
+
+    Logs that cannot be read lack everything: the run goes on, and says so when it opens them.
+    """
+    try:
+        return _missing_at_end(run_dir, step, owes_validation=owes_validation)
+    except OSError as error:
+        return [f"its log cannot be read ({error})"]
+
+
+def _missing_at_end(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
     missing = []
     metrics_path = run_dir / metrics_file.FILE_NAME
     rows = metrics_file.read_metrics(metrics_path) if owes_validation and metrics_path.exists() else []
@@ -99,6 +111,22 @@ def unfinished(run_dir: Path, step: int, *, owes_validation: bool) -> list[str]:
     if exit_code == EXIT_DONE and not (run_dir / REPORT).exists():
         missing.append("its report is not written")
     return missing
+
+
+def lost_rows(run_dir: Path, step: int) -> str:
+    """What to add to the message of a run that is complete at `step`, if its metrics have gaps; "" if they have none.
+
+    Steps that a rollback passed over were never trained.
+    """
+    metrics_path = run_dir / metrics_file.FILE_NAME
+    try:
+        skipped = rollback.read(run_dir).skipped_steps
+        lost = [number for number in metrics_file.missing_steps(metrics_path, step) if number not in skipped]
+    except FileNotFoundError:  # of a run that never logged
+        return ""
+    except (OSError, ConfigError) as error:
+        return f"; its metrics cannot be read: {error}"
+    return f"; {metrics_path} lacks the rows of steps {as_ranges(lost)}, which are lost" if lost else ""
 
 
 def write_final_report(run_dir: Path) -> None:

@@ -39,7 +39,7 @@ from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
 from trainer.run.agreement import facts_of, require_model_unchanged
-from trainer.run.end import RunResources, giving_back, remember_end, unfinished
+from trainer.run.end import RunResources, giving_back, lost_rows, remember_end, unfinished
 from trainer.run.inputs import Inputs, prepare_inputs
 from trainer.run.monitoring import make_guard, make_meter, make_tracking
 from trainer.runtime import distributed, seeding
@@ -101,7 +101,8 @@ def _already_complete(config: Config, inputs: Inputs, end: Start) -> str:
     num_steps = _total_steps(config, _schedule(config, inputs, end.position))
     is_whole = end.position.step >= num_steps
     what = f"has all {num_steps} steps" if is_whole else f"ended the run early, at step {end.position.step}"
-    return f"already complete: {end.checkpoint.path} {what}; nothing to do"
+    lost = lost_rows(Path(config.trainer.default_local_dir), end.position.step)
+    return f"already complete: {end.checkpoint.path} {what}; nothing to do{lost}"
 
 
 def train(config: Config, inputs: Inputs, start: Start, world: World, stop: StopRequest, heartbeat: Heartbeat) -> int:

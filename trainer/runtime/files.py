@@ -3,30 +3,70 @@
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+SMALL_FILE_BYTES = 2**28
+"""More than any manifest, configuration or pointer has."""
+
+
+def regular_opener(flags: int, *, follow_links: bool = True) -> Callable[[str, int], int]:
+    """An `opener` for `open` that refuses all but regular files, at once: a FIFO without a writer would block.
+
+    What it opens raises `OSError` for directories, FIFOs, devices and sockets, and for links unless they are followed.
+    """
+    extra = flags | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+
+    def opener(path: str, mode_flags: int) -> int:
+        descriptor = os.open(path, mode_flags | extra, 0o644)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        return descriptor
+
+    return opener
+
+
+def open_regular(path: Path, *, limit_bytes: int | None = None, follow_links: bool = True) -> BinaryIO:
+    """A regular file of at most `limit_bytes`, open for reading. Raises `OSError` for anything else."""
+    file = open(path, "rb", opener=regular_opener(0, follow_links=follow_links))  # noqa: SIM115  the caller closes it
+    size_bytes = os.fstat(file.fileno()).st_size
+    if limit_bytes is not None and size_bytes > limit_bytes:
+        file.close()
+        raise OSError(errno.EFBIG, f"has {size_bytes} bytes; at most {limit_bytes} are read", str(path))
+    return file
+
+
+def read_regular(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES, follow_links: bool = True) -> bytes:
+    """The content of a small regular file. Raises `OSError` for anything else, without waiting for it."""
+    with open_regular(path, limit_bytes=limit_bytes, follow_links=follow_links) as file:
+        return file.read(limit_bytes)
 
 
 def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Replace `path` by `text`: a reader sees the old or the new content, never a part.
 
     Durable, the same holds for the machine after a power loss. A file has one writer: what a kill leaves in
-    `<path>.tmp` the next write takes; one that fails leaves nothing. Raises `OSError`.
+    `<path>.tmp` the next write removes; one that fails leaves nothing. A link of that name is removed, never followed.
+    Raises `OSError`.
     """
     partial = path.with_name(f"{path.name}.tmp")
+    partial.unlink(missing_ok=True)
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
+        with partial.open("x", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
             if is_durable:
                 os.fsync(file.fileno())
-    except OSError:
+        os.replace(partial, path)
+    except BaseException:
         with suppress(OSError):
             partial.unlink()
         raise
-    os.replace(partial, path)
     if is_durable:
         sync(path.parent)
 
@@ -94,8 +134,13 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def tree_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; what vanishes meanwhile counts nothing."""
-    files = [path] if not path.is_dir() else [Path(d) / name for d, _, names in os.walk(path) for name in names]
+    """Bytes of a file, or of all files below a directory; what vanishes meanwhile counts nothing.
+
+    No link is followed, not even `path` itself.
+    """
+    files = [path]
+    if path.is_dir() and not path.is_symlink():
+        files = [Path(directory) / name for directory, _, names in os.walk(path) for name in names]
     total = 0
     for file in files:
         with suppress(FileNotFoundError):

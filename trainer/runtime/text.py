@@ -1,5 +1,7 @@
 """Words for people: sizes, and names that anyone may have written (floor 1, no torch)."""
 
+from collections.abc import Iterable
+
 
 def readable(size_bytes: float) -> str:
     """`512 B`, `54.2 MiB`, `16.1 GiB`."""
@@ -20,3 +22,14 @@ def clean(text: str) -> str:
 
 def clean_lines(text: str) -> str:
     return "\n".join(map(clean, text.splitlines()))
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in words: `4-6, 9`."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

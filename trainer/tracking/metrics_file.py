@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.metrics.words import split_reducer
-from trainer.runtime.json_lines import AppendFile, JsonLines
+from trainer.runtime.files import open_regular
+from trainer.runtime.json_lines import MAX_FILE_BYTES, AppendFile, JsonLines
 
 FILE_NAME = "metrics.jsonl"
 RESERVED = frozenset({"step", "attempt", "kind", "ts", "nonfinite"})
@@ -139,7 +140,7 @@ def read_past(path: Path) -> Past:
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
     last_step = num_lost_steps = 0
-    with path.open("rb") as file:
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         for match in map(_COLUMNS.match, file):
             if match is None:
                 continue
@@ -152,6 +153,27 @@ def read_past(path: Path) -> Past:
             last_step = max(last_step, step)
     duration_s = sum(last_ts[attempt] - first_ts[attempt] for attempt in first_ts)
     return Past(max(first_ts, default=0), duration_s, num_lost_steps, last_step)
+
+
+def missing_steps(path: Path, last_step: int) -> list[int]:
+    """Steps up to `last_step` that have no training row, as after a full disk; those before the run began are none.
+
+    As fast as `read_past`. Raises `OSError`.
+    """
+    trained: set[int] = set()
+    first_step: int | None = None
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
+        for match in map(_COLUMNS.match, file):
+            if match is None:
+                continue
+            step, kind = int(match[1]), match[3].decode()
+            if first_step is None:
+                first_step = step + 1 if kind == START else 1
+            if kind == "train":
+                trained.add(step)
+            elif kind in MARKERS:
+                trained = {trained_step for trained_step in trained if trained_step <= step}
+    return [step for step in range(first_step or 1, last_step + 1) if step not in trained]
 
 
 def read_rollbacks(path: Path) -> list[tuple[float, int]]:
@@ -167,7 +189,7 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
             places = {place: offsets for place, offsets in places.items() if place[0] <= step}
         elif before_attempt is None or content["attempt"] < before_attempt:
             places[step, kind] = (*places.get((step, kind), ()), offset)
-    with path.open("rb") as file:
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         for place in sorted(places):
             merged: dict[str, Any] = {}
             for offset in places[place]:
