@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from trainer.runtime.files import SMALL_FILE_BYTES, read_regular, regular_opener
+
 COPY_CHUNK_BYTES = 4 << 20
 VISIBILITY_POLL_S = 0.05
 
@@ -240,15 +242,16 @@ def list_dir(path: Path) -> list[str]:
         return []
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. Raises `OSError`, also for a symbolic link."""
-    with _named(path), open(path, "rb", opener=_open_without_following) as file:
-        return file.read()
+def read_bytes(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES) -> bytes:
+    """The content of a small regular file. Raises `OSError`, also for a symbolic link."""
+    with _named(path):
+        return read_regular(path, limit_bytes=limit_bytes, follow_links=False)
 
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a regular file. Raises `OSError`, also for a symbolic link."""
-    with _named(path), open(path, "rb", buffering=0, opener=_open_without_following) as file:
+    opener = regular_opener(0, follow_links=False)
+    with _named(path), open(path, "rb", buffering=0, opener=opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -261,10 +264,6 @@ def _named(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _open_without_following(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def free_bytes(path: Path) -> int:

@@ -18,6 +18,8 @@ from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse
 from trainer.config import ConfigError
 
 POINTER = "latest_checkpointed_iteration.txt"
+POINTER_BYTES = 2**16
+"""More than any number needs."""
 PUBLISHED, THINNED = ".published", ".thinned"
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
@@ -90,7 +92,7 @@ class Pointer:
 
 def read_pointer(run_dir: Path) -> Pointer:
     try:
-        raw = fsio.read_bytes(run_dir / POINTER).decode(errors="replace")
+        raw = fsio.read_bytes(run_dir / POINTER, limit_bytes=POINTER_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return Pointer(None, None)
     except OSError as error:
@@ -183,6 +185,8 @@ def _open_verl(path: Path, step: int, names: list[str]) -> VerlCheckpoint:
     if version != 2:
         reason = f"FSDP_version is {version!r:.40}: only FSDP2 saves an optimizer state that other ranks can read"
         raise OSError(f"{reason}; {USE_VERL}")
+    if world_size > len(names):  # before their names are made, which may be billions
+        raise OSError(f"it has no {MANIFEST}, and files of its {world_size} ranks are missing")
     if LORA_META in names:
         raise OSError(f"it holds LoRA adapters beside a whole model ({LORA_META}), which is not read; {USE_VERL}")
     kinds = (model_file, optim_file, extra_file)

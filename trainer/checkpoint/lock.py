@@ -14,12 +14,13 @@ from typing import Self
 
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
-from trainer.runtime.files import try_lock
+from trainer.runtime.files import open_regular, regular_opener, try_lock
 from trainer.runtime.heartbeat import LOCK
 from trainer.runtime.processes import born_at
 
 POLL_S = 0.1
 REPLACED = (errno.ENOENT, errno.ESTALE)
+MAX_RECORD_BYTES = 2**16
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class RunLock:
 
     def _open(self, path: Path, flags: int) -> int:
         self._let_go()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o644)
+        self._descriptor = regular_opener(os.O_RDWR | flags, follow_links=False)(str(path), 0)
         _open_locks.add(self)
         return self._descriptor
 
@@ -255,9 +256,8 @@ class RunLock:
     def _look(self) -> tuple[os.stat_result | None, bytes]:
         """The file at the path and its content, opened anew: NFS shows what other machines wrote only then."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with open(descriptor, "rb") as file:
-                return os.fstat(descriptor), file.read()
+            with open_regular(self._path, follow_links=False) as file:
+                return os.fstat(file.fileno()), file.read(MAX_RECORD_BYTES)
         except OSError as error:
             if error.errno not in REPLACED:
                 raise

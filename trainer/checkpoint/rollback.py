@@ -29,17 +29,23 @@ SKIPPED_AROUND = 8
 def read(run_dir: Path) -> Rollbacks:
     """Raises `ConfigError` for a file that cannot be read: without it the run would train what it must not."""
     try:
-        text = (run_dir / FILE).read_text(encoding="utf-8")
+        text = fsio.read_bytes(run_dir / FILE)
     except FileNotFoundError:
         return Rollbacks()
+    except OSError as error:
+        raise _unreadable(run_dir, error) from error
     try:
         entries = json.loads(text)["rollbacks"]
         for entry in entries:
             if "condemned" in entry:  # its name in the first versions
                 entry["discarded"] = entry.pop("condemned")
         return Rollbacks(tuple(Rollback(**entry) for entry in entries))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _unreadable(run_dir, error) from error
+
+
+def _unreadable(run_dir: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"cannot read {run_dir / FILE}: {error}; restore it, or remove it to forget them")
 
 
 def candidates(run_dir: Path, *, onset: int, history: History, data: str | None) -> list[CheckpointInfo]:

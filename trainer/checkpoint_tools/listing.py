@@ -158,7 +158,8 @@ def as_lines(listing: Listing) -> Iterator[str]:
 
 
 def mirror_line(mirror: dict[str, Any]) -> str:
-    steps = ", ".join(map(str, mirror.get("steps", []))) or "none"
+    found = mirror.get("steps")
+    steps = ", ".join(map(str, found if isinstance(found, list) else [])) or "none"
     failed = f"; since then it failed: {mirror['failed']}" if mirror.get("failed") else ""
     return f"  mirror {mirror.get('url')}  steps: {steps}{failed}"
 

@@ -132,7 +132,9 @@ def is_up(config: Config) -> bool:
     run_dir, url = Path(config.trainer.default_local_dir), config.trainer.checkpoint.mirror
     state = read_object(run_dir / STATE)
     is_whole = state.get("url") == (url or "").rstrip("/") and not state.get("failed")
-    return url is None or (is_whole and read_pointer(run_dir).step in (state.get("pointer"), *state.get("steps", [])))
+    found = state.get("steps")
+    steps = found if isinstance(found, list) else []
+    return url is None or (is_whole and read_pointer(run_dir).step in (state.get("pointer"), *steps))
 
 
 def _first_missing(config: Config, layout: NodeLayout) -> int | None:

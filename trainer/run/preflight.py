@@ -21,7 +21,7 @@ from trainer.data.files import resolve_files
 from trainer.detection import parse_rules
 from trainer.model.source import find_model, require_adapters, require_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
-from trainer.runtime.files import atomic_write
+from trainer.runtime.files import atomic_write, read_regular
 from trainer.tracking.facade import require_installed
 from trainer.tracking.run_info import FILE_NAME, RunFile
 
@@ -174,9 +174,9 @@ def already_said(config: Config, files: DataFiles, *, num_ranks: int) -> str | N
 def recall(run_dir: Path, stamp: str) -> str | None:
     """What a run of this stamp ended with; None if there is none, or if anything in its directory has changed since."""
     try:
-        record: dict[str, str] = json.loads((run_dir / RECORD).read_text())
+        record: dict[str, str] = json.loads(read_regular(run_dir / RECORD))
         return record["message"] if record["stamp"] == _digest(stamp, _states_below(run_dir)) else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

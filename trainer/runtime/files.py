@@ -23,10 +23,13 @@ def regular_opener(flags: int, *, follow_links: bool = True) -> Callable[[str, i
 
     def opener(path: str, mode_flags: int) -> int:
         descriptor = os.open(path, mode_flags | extra, 0o644)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        return descriptor
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return descriptor
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
     return opener
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.runtime.files import atomic_write
+from trainer.runtime.files import atomic_write, read_regular
 from trainer.tracking import metrics_file
 from trainer.tracking.metrics_file import MetricsRow
 
@@ -26,7 +26,8 @@ class RunFile:
         self._path = path
         self._lock = threading.Lock()
         self._content = read_run_file(path)
-        self._ids: dict[str, str] = dict(self._content.get("run_ids", {}))
+        ids = self._content.get("run_ids")
+        self._ids: dict[str, str] = dict(ids) if isinstance(ids, dict) else {}
 
     def require(self, project_name: str, experiment_name: str) -> None:
         """Two runs in one directory would take back each other's rows: raises `ConfigError` where it holds another."""
@@ -72,10 +73,10 @@ class RunFile:
 def read_run_file(path: Path) -> dict[str, Any]:
     """The content, {} without one; others may keep their own keys in it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("cannot read %s: %s; trackers start new runs", path, error)
         return {}
     return content if isinstance(content, dict) else {}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from trainer.report.readers import json_logs, tables, tensorboard
 from trainer.report.run_log import RunLog, UnreadableLogError
+from trainer.runtime.files import open_regular
+from trainer.runtime.json_lines import MAX_FILE_BYTES
 
 FIX = (
     "give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_log.jsonl, trainer_state.json, "
@@ -54,7 +56,7 @@ def read_run(path: Path) -> RunLog:
 def _read(path: Path) -> RunLog:
     head = b""
     if not path.is_dir():
-        with path.open("rb") as file:
+        with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
             head = file.read(len(tables.SQLITE_MAGIC))
     return next(read for fits, read in FORMATS if fits(path, head))(path)
 
@@ -65,7 +67,7 @@ def _candidates(path: Path) -> Iterator[Path]:
         if path.exists():
             yield path
         return
-    yield from (path / name for name in KNOWN_NAMES if (path / name).is_file())
+    yield from (path / name for name in KNOWN_NAMES if (path / name).exists())
     # ms-swift makes a directory v<N>-<time> for each start.
     versions = [log for log in path.glob("v*-*/logging.jsonl") if log.parent.name[1:].partition("-")[0].isdecimal()]
     yield from sorted(versions, key=lambda log: int(log.parent.name[1:].partition("-")[0]), reverse=True)

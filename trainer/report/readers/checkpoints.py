@@ -39,9 +39,12 @@ def _own_faults(path: Path, is_thinned: bool) -> list[str]:
     world_size = as_step(read_object(path / "fsdp_config.json").get("world_size"))
     if not world_size:
         return [f"neither {MANIFEST} nor fsdp_config.json: its save did not finish"]
+    names_there = {entry.name for entry in path.iterdir()}
+    if world_size > len(names_there):
+        return [f"files of its {world_size} ranks are missing"]
     names = [f"{part}_world_size_{world_size}_rank_{{}}.pt" for part in ("model", "optim", "extra_state")]
-    wanted = [name.format(rank) for name in names for rank in range(min(world_size, 65536))]
-    return [f"{name} is missing" for name in wanted if not (path / name).exists()]
+    wanted = [name.format(rank) for name in names for rank in range(world_size)]
+    return [f"{name} is missing" for name in wanted if name not in names_there]
 
 
 def _listed_fault(path: Path, item: object) -> str | None:

@@ -14,9 +14,11 @@ import numpy as np
 from trainer.report.readers.frame import Frame
 from trainer.report.readers.parsing import as_number, as_step, fraction_total
 from trainer.report.run_log import LogEvent, RunLog, Series, ServingCheck, UnreadableLogError
+from trainer.runtime.evaluations import FILE_NAME as EVALUATIONS
 from trainer.runtime.evaluations import read_summaries
+from trainer.runtime.files import open_regular, read_regular
 from trainer.runtime.heartbeat import is_live
-from trainer.runtime.json_lines import MAX_LINE_BYTES, JsonLines, flat, parsed, read_object
+from trainer.runtime.json_lines import MAX_FILE_BYTES, MAX_LINE_BYTES, JsonLines, flat, parsed, read_object
 from trainer.tracking import events_file, run_info
 from trainer.tracking.metrics_file import MARKERS
 
@@ -27,7 +29,17 @@ def read_own(path: Path, rows: Iterable[Mapping[str, Any]] | None = None) -> Run
     """`rows`: those of the file that count, where not all do."""
     frame, run_dir = Frame(), path.parent
     num_attempts = _fill(frame, frame.lines(path) if rows is None else map(dict, rows))
-    events = list(frame.lines(run_dir / events_file.FILE_NAME))
+    events: list[Row] = []
+    evaluations: Mapping[str, Any] = {}
+    notes: list[str] = []
+    try:
+        events = list(frame.lines(run_dir / events_file.FILE_NAME))
+    except OSError as error:
+        notes.append(f"{events_file.FILE_NAME} cannot be read: {error.strerror or error}")
+    try:
+        evaluations = read_summaries(run_dir)
+    except OSError as error:
+        notes.append(f"{EVALUATIONS} cannot be read: {error.strerror or error}")
     ends = [event.get("exit_code") for event in events if event.get("kind") == "start" or "exit_code" in event]
     run = read_object(run_dir / run_info.FILE_NAME)
     config = run.get("config")
@@ -39,7 +51,8 @@ def read_own(path: Path, rows: Iterable[Mapping[str, Any]] | None = None) -> Run
         config=config,
         events=tuple(map(_event, events)),
         total_steps=as_step(run.get("total_steps")) or as_step(config.get("trainer.total_training_steps")) or None,
-        evaluations=read_summaries(run_dir),
+        evaluations=evaluations,
+        notes=tuple(notes),
         num_attempts=num_attempts,
         exit_code=as_step(ends[-1]) if ends else None,  # None if it started again since
         proofs=tuple(sorted(_proofs(run_dir), key=lambda proof: (proof.step, proof.engine))),
@@ -110,7 +123,7 @@ def state_files(run_dir: Path) -> list[Path]:
 
 def read_transformers(path: Path) -> RunLog:
     """Of a file that was cut as much of the history as is whole."""
-    frame, text = Frame(), path.read_text(encoding="utf-8", errors="replace")
+    frame, text = Frame(), read_regular(path).decode(errors="replace")
     if (tree := parsed(text)) is None:
         frame.num_unparsed += 1
         history = _HISTORY.search(text)
@@ -147,8 +160,9 @@ _METRIC = re.compile(r"\s*(.*):(?:(?:np\.)?[a-z]+\d*\((.*)\)|(.*?))\s*")
 def read_console(path: Path) -> RunLog:
     """Lines of both kinds count; the source is the kind there are more of. Other lines are not counted as unparsed."""
     frame, num_roll = Frame(), 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while line := file.readline(MAX_LINE_BYTES):
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
+        while raw := file.readline(MAX_LINE_BYTES):
+            line = raw.decode(errors="replace")
             if ROLL_MARK in line:
                 num_roll += 1
                 frame.add(*_roll_row(line[line.index(ROLL_MARK) + len(ROLL_MARK) - 1 :]))

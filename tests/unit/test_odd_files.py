@@ -1,0 +1,169 @@
+"""No command hangs or crashes on odd files in a run directory: FIFOs, devices, directories, huge or nested content."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from checkpoint_fakes import save, write_foreign
+
+from trainer.checkpoint import choice, rollback
+from trainer.checkpoint.layout import FSDP_CONFIG
+from trainer.checkpoint.lock import RunLock
+from trainer.cli import checkpoint, report
+from trainer.config import ConfigError
+from trainer.errors import CannotWriteError
+from trainer.launch import mirroring
+from trainer.run import preflight
+from trainer.run.compose import load_config
+from trainer.run.end import lost_rows, unfinished
+from trainer.runtime import heartbeat
+from trainer.runtime.files import atomic_write, tree_bytes
+from trainer.tracking import Tracking
+
+WITHIN_S = 5.0
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, suppress(OSError):  # its name is limited to 108 bytes
+        made.bind(str(path))
+
+
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "directory": os.mkdir,
+    "socket": make_socket,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "huge file": make_huge,
+    "nested JSON": lambda path: path.write_text("[" * 100_000),
+    "another object": lambda path: path.write_text(
+        '{"steps": 7, "run_ids": 7, "rollbacks": 7, "world_size": "7", "files": 7}'
+    ),
+}
+IN_RUN = (
+    "latest_checkpointed_iteration.txt", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "run.json",
+    ".mirror.json", "rollbacks.json", ".train.lock", preflight.RECORD,
+)  # fmt: skip
+IN_CHECKPOINT = ("manifest.json", FSDP_CONFIG, "data.pt", "model_world_size_2_rank_0.pt")
+NAMES = (*IN_RUN, *(f"global_step_4/{name}" for name in IN_CHECKPOINT), f"global_step_9/{FSDP_CONFIG}")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with checkpoints of its own and one without a manifest, and with logs."""
+    path = tmp_path / "run"
+    path.mkdir()
+    tracking = Tracking("project", "experiment", [], {}, run_dir=path)
+    for step in range(1, 5):
+        tracking.log({"train/loss": 1.0 / step}, step)
+    tracking.finish(0)
+    save(path, 2, 4)
+    write_foreign(path, 9)
+    return path
+
+
+@contextmanager
+def bounded(what: str) -> Iterator[None]:
+    def give_up(number: int, frame: object) -> None:
+        pytest.fail(f"{what} takes longer than {WITHIN_S} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, WITHIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def open_tracking(run_dir: Path) -> None:
+    tracking = Tracking("project", "experiment", [], {}, run_dir=run_dir)
+    try:
+        tracking.start(4)
+    finally:
+        tracking.finish(0)
+
+
+def lock(run_dir: Path) -> None:
+    held = RunLock(run_dir)
+    held.acquire(timeout_s=0)
+    held.release()
+
+
+def launch(run_dir: Path) -> None:
+    """What the launcher reads of a run directory."""
+    preflight.recall(run_dir, "a stamp")
+    mirroring.is_up(load_config([f"trainer.default_local_dir={run_dir}", "trainer.checkpoint.mirror=file:///nowhere"]))
+    heartbeat.is_live(run_dir)
+
+
+COMMANDS: dict[str, Callable[[Path], int]] = {
+    "checkpoint ls": lambda run_dir: checkpoint.main(["ls", str(run_dir)]),
+    "checkpoint ls --json": lambda run_dir: checkpoint.main(["ls", "--json", str(run_dir)]),
+    "checkpoint verify": lambda run_dir: checkpoint.main(["verify", str(run_dir)]),
+    "checkpoint prune": lambda run_dir: checkpoint.main(["prune", str(run_dir), "--keep", "1"]),
+    "report": lambda run_dir: report.main([str(run_dir)]),
+}
+PARTS: dict[str, Callable[[Path], object]] = {
+    "the launcher": launch,
+    "the choice of a checkpoint": choice.select,
+    "the rollbacks": rollback.read,
+    "the lock": lock,
+    "what the end lacks": lambda run_dir: unfinished(run_dir, 4, owes_validation=True),
+    "the rows that are lost": lambda run_dir: lost_rows(run_dir, 4),
+    "tracking": open_tracking,
+}
+"""Of a start: they may raise what it exits with."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_odd_file_holds_a_command_up_or_crashes_it(
+    run_dir: Path, kind: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / name).unlink(missing_ok=True)
+    KINDS[kind](run_dir / name)
+    for command, call in COMMANDS.items():
+        with bounded(command):
+            code = call(run_dir)
+        said = "".join(capsys.readouterr())
+        assert code in (0, 1, 2, 4, 73) and "Traceback" not in said, f"{command}: {code}, {said}"
+    for part, start in PARTS.items():
+        with bounded(part), suppress(ConfigError, CannotWriteError):
+            start(run_dir)
+
+
+def test_a_checkpoint_of_a_billion_ranks_is_told_at_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "global_step_9" / FSDP_CONFIG).write_text('{"FSDP_version": 2, "world_size": 999999999}')
+    with bounded("ls"):
+        assert checkpoint.main(["ls", str(run_dir)]) == 0
+    assert "files of its 999999999 ranks are missing" in capsys.readouterr().out
+    with bounded("report"):
+        assert report.main([str(run_dir)]) == 0
+
+
+def test_the_size_of_a_link_is_not_that_of_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "global_step_3").symlink_to("/")
+    with bounded("tree_bytes"):
+        assert tree_bytes(tmp_path / "global_step_3") == 1
+
+
+def test_a_file_is_replaced_without_following_a_link_of_its_temporary_name(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run.json.tmp").symlink_to("precious")
+    (tmp_path / "run.json").symlink_to("precious")
+    atomic_write(tmp_path / "run.json", "{}")
+    assert (tmp_path / "run.json").read_text() == "{}" and not (tmp_path / "run.json").is_symlink()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"precious": "precious", "run.json": "{}"}
+    (tmp_path / "run.json.tmp").write_text("left by a kill")
+    atomic_write(tmp_path / "run.json", "{1}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "run.json"]
