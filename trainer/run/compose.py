@@ -20,11 +20,16 @@ from trainer.losses import LOSSES
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import DECAYS
 from trainer.runtime.environment import call
+from trainer.runtime.files import read_regular
 from trainer.tracking.facade import BACKENDS
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """`trainer/conf`, a link to the top-level `conf/`; in an installed package the files themselves."""
 LOCAL_RECIPE = "sft.local.yaml"
+RECIPE_BYTES = 2**20
+MAX_RECIPE_DEPTH = 64
+MAX_RECIPE_VALUES = 10_000
+"""No recipe comes near; a file made to exhaust the memory does at once."""
 PARTS: dict[str, Mapping[str, object]] = {
     "model.loss": LOSSES,
     "optim.name": OPTIMIZERS,
@@ -153,16 +158,91 @@ def find_recipe(name: str) -> Path | None:
 def _read_recipe(path: Path) -> str:
     """Raises `ConfigError` for what is no YAML and for what is no key, with its place."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
+        _require_small(path, text)
         tree = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
+    _require_no_environment(path, tree)
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"recipe {path} holds no keys: write it as those in conf/experiment")
     words = as_words({name: value for name, value in (tree or {}).items() if name not in ("defaults", "hydra")})
     if problems := [problem for word in words if (problem := problem_with_key(word.partition("=")[0]))]:
         raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
     return text
+
+
+def _require_small(path: Path, text: str) -> None:
+    """Refuse what grows without bound when it is loaded: aliases of aliases, deep nesting, an anchor inside itself.
+
+    Counted from the parser's events, before anything is built. Raises `ConfigError`, `yaml.YAMLError`.
+    """
+    num_values: dict[str, int] = {}
+    """Values under each anchor, those of aliases included."""
+    open_collections: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_collections.append((event.anchor, 1))
+            if len(open_collections) > MAX_RECIPE_DEPTH:
+                raise ConfigError(f"recipe {path}, line {line}: more than {MAX_RECIPE_DEPTH} levels of nesting")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, count = open_collections.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, count = event.anchor, 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in [anchor for anchor, _ in open_collections]:
+                raise ConfigError(f"recipe {path}, line {line}: '*{event.anchor}' holds itself; write its values out")
+            anchor, count = None, num_values.get(event.anchor, 1)
+        else:
+            continue
+        if anchor is not None:
+            num_values[anchor] = count
+        if open_collections:
+            around, count_around = open_collections[-1]
+            count += count_around
+            open_collections[-1] = (around, count)
+        if count > MAX_RECIPE_VALUES:
+            raise ConfigError(
+                f"recipe {path}, line {line}: more than {MAX_RECIPE_VALUES} values, those of aliases (*name) included"
+            )
+
+
+def _require_no_environment(path: Path, value: Any, key: str = "") -> None:
+    """Refuse interpolations of the environment: what somebody else's recipe reads there would be logged.
+
+    A resolver whose name is itself put together could be any. Raises `ConfigError`.
+    """
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _require_no_environment(path, item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            _require_no_environment(path, item, key)
+    elif isinstance(value, str):
+        for name in _resolvers_in(value):
+            if name == "oc.env" or "$" in name:
+                raise ConfigError(
+                    f"recipe {path}: {key}: {value!r:.200} reads the environment, and its value would be logged with "
+                    f"the configuration. Fix: remove it from the recipe; to use it, pass {key}=… on the command line"
+                )
+
+
+def _resolvers_in(text: str) -> Iterator[str]:
+    """Names of the resolvers that are called in a text, as `oc.env` in `${oc.env:HOME}`."""
+    for found in re.finditer(r"\$\{", text):
+        depth = 0
+        for position in range(found.end(), len(text)):
+            if text[position] == "{":
+                depth += 1
+            elif text[position] == "}":
+                depth -= 1
+            if depth < 0:
+                break
+            if text[position] == ":" and depth == 0:
+                yield text[found.end() : position].strip()
+                break
 
 
 def _problem_with(word: str) -> str | None:
