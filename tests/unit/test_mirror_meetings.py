@@ -1,7 +1,9 @@
 """The mirror and what else a run does: evaluations, a damaged disk, a full one, saves that fail, several machines."""
 
 import errno
+import io
 import json
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from trainer.launch import mirroring
 from trainer.launch.ranks import NodeLayout
 from trainer.mirror import STATE
 from trainer.mirror import __main__ as process
+from trainer.mirror.contents import RUN_FILES
 from trainer.mirror.storage import Storage
 from trainer.run.compose import load_config
 from trainer.runtime.json_lines import read_object
@@ -104,6 +107,50 @@ def test_what_a_killed_process_left_of_logs_and_leases_goes_with_the_next(
     with retention.reading(run_dir / "global_step_4"):
         retention.rotate(run_dir, keep=1)
         assert [path.name for path in run_dir.glob(".lease_*")] == [".lease_global_step_4"]
+
+
+def archive_of(members: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def put_logs(storage: FaultyStorage, members: dict[str, bytes]) -> None:
+    (name,) = [name for name in storage.store if name.endswith(RUN_FILES)]
+    with storage.undisturbed():
+        storage.pipe_file(name, archive_of(members))
+
+
+def test_logs_that_cannot_be_unpacked_leave_nothing_in_the_checkpoint(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(source: io.BufferedReader, file: io.BufferedWriter) -> None:
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage, new = mirrored(run_dir, 2), tmp_path / "new"
+    put_logs(storage, {"metrics.jsonl": b"{}"})
+    monkeypatch.setattr("shutil.copyfileobj", full)
+    taken = restored(new, storage)
+    assert taken is not None and is_whole(taken) and not list(new.rglob("partial")) and not list(new.rglob("*.jsonl"))
+    assert "No space left" in caplog.text and "begin anew" in caplog.text
+
+
+def test_only_logs_of_a_sane_size_are_unpacked(run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = mirrored(run_dir, 2)
+    logs, others = ("metrics.jsonl", "proofs/x.json"), (".train.lock", "../x", "global_step_9/x")
+    put_logs(storage, dict.fromkeys((*logs, *others), b"{}\n"))
+    assert restored(tmp_path / "first", storage) is not None
+    names = {path.name for path in (tmp_path / "first").iterdir()}
+    assert {"metrics.jsonl", "proofs", "global_step_2"} <= names and "global_step_9" not in names
+    assert "cannot be read" not in caplog.text
+    put_logs(storage, {"metrics.jsonl": bytes(2**26)})
+    assert restored(tmp_path / "second", storage) is not None
+    assert not (tmp_path / "second" / "metrics.jsonl").exists() and "unpacks to more than 64 MiB" in caplog.text
 
 
 def raise_killed(*words: object) -> None:

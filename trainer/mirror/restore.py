@@ -19,12 +19,14 @@ from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.mirror.contents import HF_MODEL, RUN_FILES, MirrorState, look
 from trainer.mirror.storage import KEY, Storage, StorageError, is_repository
-from trainer.mirror.upload import NUM_STREAMS
+from trainer.mirror.upload import NUM_STREAMS, TRAVELS
 from trainer.runtime.text import readable
 from trainer.tracking import run_info
 
 RETRY_AFTER_S = (2.0, 10.0)
 WHOLE = "all"
+MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
+"""What logs may unpack to: JSON lines compress 5 to 20 times, an archive made to fill the disk 1,000 times."""
 NUM_READS = 2
 """Before what came counts as damaged: a connection may end early without an error."""
 
@@ -198,16 +200,27 @@ def _take_run_files(storage: Storage, place: str, staging: Path, run_dir: Path) 
 
 def _unpack(archive: Path, run_dir: Path) -> None:
     """Read to its end before a name is given: its checksum stands there. What a kill leaves half-written goes with the
-    directory of the archive.
+    directory of the archive; what a failure leaves is removed at once.
+
+    Raises `tarfile.TarError` for an archive that unpacks to more than logs can.
     """
+    limit_bytes, num_bytes = max(MIN_UNPACKED_BYTES, MAX_RATIO * archive.stat().st_size), 0
+    partial = archive.with_name("partial")
     with tarfile.open(archive, mode="r:gz") as opened:
-        while opened.next() is not None:
-            pass
+        while (member := opened.next()) is not None:
+            num_bytes += tarfile.BLOCKSIZE + member.size
+            if num_bytes > limit_bytes:
+                raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
         for member in opened.getmembers():
             path = run_dir / member.name
-            if member.isfile() and ".." not in path.parts and path.is_relative_to(run_dir) and not path.exists():
-                fsio.make_dirs(path.parent)
-                partial = archive.with_name("partial")
+            is_log = Path(member.name).parts[:1] in [(name,) for name in TRAVELS] and ".." not in path.parts
+            if not member.isfile() or not is_log or path.exists():
+                continue
+            fsio.make_dirs(path.parent)
+            try:
                 with open(partial, "wb") as file:
                     shutil.copyfileobj(opened.extractfile(member), file)  # type: ignore[arg-type]
                 fsio.rename(partial, path)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise

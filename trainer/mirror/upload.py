@@ -195,7 +195,7 @@ def packed(run_dir: Path) -> Iterator[Path]:
     try:
         with tarfile.open(path, mode="w:gz", compresslevel=1) as archive:
             for name in TRAVELS:
-                if (run_dir / name).exists():
+                if (run_dir / name).is_dir() or (run_dir / name).is_file():
                     archive.add(run_dir / name, name)
         yield path
     finally:
