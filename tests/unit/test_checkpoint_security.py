@@ -13,6 +13,8 @@ from checkpoint_fakes import commit, save
 from trainer.checkpoint import choice, layout, offline_export, shards
 from trainer.checkpoint.manifest import MANIFEST, OWN_DIGEST, digest_of, parse_manifest, verify_files
 from trainer.checkpoint.shards import CorruptShardError, read_torch
+from trainer.checkpoint.state import saved_data
+from trainer.config import ConfigError
 
 
 class Canary:
@@ -40,6 +42,23 @@ def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
     with pytest.raises(CorruptShardError, match=r"data\.pt"):
         read_torch(path)
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("content", ["a pickle that runs code", "a plain pickle", "no state"])
+def test_a_resume_names_the_data_file_that_a_forged_manifest_vouches_for(tmp_path: Path, content: str) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "global_step_1" / "data.pt"
+    if content == "a pickle that runs code":
+        torch.save({"epoch": Canary(tmp_path / "canary")}, path)
+    elif content == "a plain pickle":
+        path.write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    else:
+        torch.save([1], path)
+    info = layout.inspect(path.parent)
+    assert saved_data(info, is_proven=False) == {}
+    with pytest.raises(ConfigError, match=r"data\.pt (is refused: it is .*pickle|holds no state)"):
+        saved_data(info)
     assert not (tmp_path / "canary").exists()
 
 

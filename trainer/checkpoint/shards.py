@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import pickle
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,9 +47,12 @@ def read_torch(path: Path) -> Any:
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-        reason = f"it would run code that is no part of a checkpoint ({names})" if names else str(error)
-        raise CorruptShardError(f"{path} is refused: {reason}") from error
+        reason = f"it is a pickle that would run code ({names})" if names else f"it is no plain pickle: {error}"
+        fix = "Fix: move the checkpoint away and continue from another one; no code in it was run"
+        raise CorruptShardError(f"{path} is refused: {reason}. {fix}") from error
     except (RuntimeError, EOFError, OSError) as error:
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise CorruptShardError(f"{path} is refused: it is a bare pickle or damaged, no file of torch") from error
         raise CorruptShardError(f"{path} cannot be read: {error}") from error
 
 

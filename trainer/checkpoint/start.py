@@ -129,7 +129,7 @@ def _is_complete(
     if candidate.manifest is None and verify(candidate, world):
         return False
     position = _position(candidate, config, shape)
-    shape = _resumed(shape, _saved_data(candidate, config, world), position)
+    shape = _resumed(shape, _saved_data(candidate, config, world, is_proven=False), position)
     loop = _on_main(partial(saved_loop, candidate), config, world)
     has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
     if not has_ended or (not at_end and verify(candidate, world)):
@@ -164,11 +164,13 @@ def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape
     return verl.read_position(checkpoint.verl, num_samples=shape.num_samples, train_batch_size=shape.batch_size)
 
 
-def _saved_data(checkpoint: CheckpointInfo, config: TrainerConfig, world: World) -> dict[str, Any] | None:
+def _saved_data(
+    checkpoint: CheckpointInfo, config: TrainerConfig, world: World, *, is_proven: bool = True
+) -> dict[str, Any] | None:
     """Collective; None where the run does not go on with the data of the checkpoint."""
     if checkpoint.manifest is None or "extra" not in contents_of(config, checkpoint):
         return None
-    return _on_main(partial(saved_data, checkpoint), config, world)
+    return _on_main(partial(saved_data, checkpoint, is_proven=is_proven), config, world)
 
 
 def _resumed(shape: RunShape, data: Mapping[str, Any] | None, position: Position) -> RunShape:

@@ -129,12 +129,22 @@ def _load_foreign(checkpoint: CheckpointInfo, state: State, contents: Sequence[s
         logger.warning("%s", note)
 
 
-def saved_data(checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """What a checkpoint of ours says of its data beside the position; empty where that file is damaged."""
-    with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
-        state = shards.read_torch(checkpoint.path / layout.DATA)
-        return {key: value for key, value in state.items() if key != "loader"}
-    return {}
+def saved_data(checkpoint: CheckpointInfo, *, is_proven: bool = True) -> dict[str, Any]:
+    """What a checkpoint of ours says of its data beside the position.
+
+    Of one that is not proven yet, empty where the file is damaged: that is found, and told, when it is proven. Raises
+    `CorruptShardError` for a file that is as its manifest says and is no state: a manifest can be forged.
+    """
+    path = checkpoint.path / layout.DATA
+    try:
+        state = shards.read_torch(path)
+        if not isinstance(state, dict):
+            raise shards.CorruptShardError(f"{path} holds no state of the data: it is a {type(state).__name__}")
+    except shards.CorruptShardError:
+        if is_proven:
+            raise
+        return {}
+    return {key: value for key, value in state.items() if key != "loader"}
 
 
 def saved_loop(checkpoint: CheckpointInfo) -> LoopState:
