@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from trainer.config import ConfigError
 from trainer.quickstart import MODEL_DIR
 from trainer.serving.generation import Sampling, TransformersEngine, Turns
 
@@ -29,6 +30,16 @@ def written(export: Path, sampling: Sampling, num_prompts: int = 12) -> list[str
     return [
         text for _, text in TransformersEngine().generate(export, dict.fromkeys(range(num_prompts), turns), sampling)
     ]
+
+
+def test_code_that_comes_with_an_export_is_refused_and_not_run(export: Path, tmp_path: Path) -> None:
+    tree = json.loads((export / "config.json").read_text())
+    changes = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}, "model_type": "own"}
+    (export / "config.json").write_text(json.dumps(tree | changes))
+    (export / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
+    with pytest.raises(ConfigError, match=r"huggingface' is made by Python code .*auto_map.*Fix: serve it"):
+        written(export, Sampling(max_new_tokens=1))
+    assert not (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -73,14 +73,27 @@ def in_transformers(
 def load_model(export: Path, *, dtype: torch.dtype | Literal["auto"], has_adapter: bool = True) -> Any:
     """By transformers' own class, with the adapter where it is one; `dtype` "auto": as it was written."""
     path, adapter, _ = adapter_of(export)
-    whole = whole_model(transformers.AutoConfig.from_pretrained(path))
+    whole = whole_model(from_files(transformers.AutoConfig, path))
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
-    model: Any = loader.from_pretrained(path, dtype=dtype)
+    model: Any = from_files(loader, path, dtype=dtype)
     if adapter is not None and has_adapter:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter).to(model.dtype)
     return model.eval()
+
+
+def from_files(loader: Any, path: Path, **options: Any) -> Any:
+    """What a class of transformers makes of the files at `path`. Raises `ConfigError` where that needs their code."""
+    try:
+        return loader.from_pretrained(path, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            f"'{path}' is made by Python code that comes with it (auto_map in its files), which is not run here. "
+            "Fix: serve it with a server that is told to trust that code, and give its address: --engine http://HOST/v1"
+        ) from error
 
 
 @torch.no_grad()

@@ -61,8 +61,8 @@ class _Chat:
     def __init__(self, export: Path) -> None:
         path = engines.adapter_of(export)[0]
         own = export if (export / "tokenizer_config.json").exists() else path
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(own)
-        said = transformers.AutoConfig.from_pretrained(path).get_text_config().eos_token_id
+        self.tokenizer: Any = engines.from_files(transformers.AutoTokenizer, own)
+        said = engines.from_files(transformers.AutoConfig, path).get_text_config().eos_token_id
         if (path / "generation_config.json").exists():
             said = transformers.GenerationConfig.from_pretrained(path).eos_token_id or said
         ends = {self.tokenizer.eos_token_id, *(said if isinstance(said, list) else [said])}
