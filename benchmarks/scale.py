@@ -47,6 +47,7 @@ from trainer.checkpoint import choice
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.checkpoint.save import Saver
 from trainer.config import CheckpointConfig
@@ -323,7 +324,7 @@ def manager_of(world: World, run_dir: Path, source: ModelSource, parts: Any) -> 
         parts.model,
         world=world,
         config=CheckpointConfig(CONTENTS, CONTENTS[:3], "bfloat16", async_save=False, save_timeout_s=300),
-        source=ExportSource(Path(source.path), None, (3,)),
+        source=ExportSource(ModelFiles.read(Path(source.path)), None, (3,)),
         keep=1,
         lock=None,
         fingerprints={"data": "toy", "train_batch_size": "8", "model_config": "toy"},

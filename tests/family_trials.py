@@ -16,6 +16,7 @@ from toy_runs import Recipe, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import flops
@@ -125,7 +126,7 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
         nothing = torch.zeros(())
         differences = [(grad - plain_grads.get(name, nothing)).norm() / norm for name, grad in grads.items()]
         errors["gradient error"].append(float(max(differences)))
-    export_model(world, model, export_dir, ExportSource(path, None, ()), dtype="float32")
+    export_model(world, model, export_dir, ExportSource(ModelFiles.read(path), None, ()), dtype="float32")
     return {
         "how": PACKED if model.is_packed else PER_DOCUMENT,
         "reason": said.partition(": ")[2],

@@ -18,6 +18,7 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.lineage import Lineage
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, decide_start
@@ -126,12 +127,13 @@ def checkpoint_manager(
     more_state: Mapping[str, Stateful] | None = None,
     **settings: Any,
 ) -> CheckpointManager:
+    whole = None if source.random_weights else whole_checkpoint(source)
     saver = Saver(
         run_dir,
         parts.model,
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
-        source=ExportSource(Path(source.path), None, (3,), None if source.random_weights else whole_checkpoint(source)),
+        source=ExportSource(ModelFiles.read(Path(source.path)), None, (3,), whole),
         kept=Retention(keep=recipe.keep, keep_full=recipe.keep_full),
         lock=lock,
         fingerprints=fingerprints(recipe),

@@ -55,13 +55,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint of several parts of which the text part is trained, to be written again as it was.
+    """A checkpoint that holds more than is trained, to be written again with everything that it holds.
 
-    model: its class on the meta device; text_names: what its files call the tensors of the text part; others: all other
-    tensors, which pass through. An open file stays readable when it is replaced or deleted.
+    others: the tensors that are not trained, and pass through. Where it has several parts, of which the text part is
+    trained, `model` is the class of the whole on the meta device, and `text_names` are the names of the text part's
+    tensors in its files; a text model that comes with further tensors (for multi-token prediction) has neither.
     """
 
-    model: PreTrainedModel
+    model: PreTrainedModel | None
     text_names: tuple[str, ...]
     others: Mapping[str, StoredTensor]
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.checkpoint import export
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.model import load, packed_lm, parallelize
 
 NUM_LAYERS = 16
@@ -51,7 +52,7 @@ def load_and_export(world: Any, path: Path, target: Path) -> dict[str, Any]:
         torch.empty(model_bytes // 2 + files, dtype=torch.uint8)
     bounded(model_bytes + layer_bytes + NOISE_BYTES)  # the shards of all ranks are mapped
     with patch.object(export, "MAX_FILE_BYTES", layer_bytes // 4):
-        export_model(world, model, target, ExportSource(path, None, ()), dtype="bfloat16")
+        export_model(world, model, target, ExportSource(ModelFiles.read(path), None, ()), dtype="bfloat16")
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return {name: tensor.full_tensor() for name, tensor in model.model.layers[-1].named_parameters()}
 

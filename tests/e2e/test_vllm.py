@@ -30,6 +30,7 @@ from transformers import (
 from whole_models import WRAPPERS, write_whole_model
 
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.cli import evaluate
 from trainer.config import ConfigError
 from trainer.doctor.recipe import served_by_vllm
@@ -74,7 +75,7 @@ def export_families(world: Any, root: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.25)
-        export_source = ExportSource(root / name, None, (), whole)
+        export_source = ExportSource(ModelFiles.read(root / name), None, (), whole)
         export_model(world, model, root / f"{name}-export", export_source, dtype="float32")
 
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from trainer.checkpoint import export
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
 from trainer.model import load, packed_lm, parallelize
 
@@ -157,7 +158,7 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
 def export_in_parts(world: Any, path: Path, target: Path, dtype: str) -> list[tuple[str, int]]:
     model = sharded(world, path)
     with patch.object(export, "MAX_FILE_BYTES", 20_000):
-        records = export_model(world, model, target, ExportSource(path, None, ()), dtype=dtype)
+        records = export_model(world, model, target, ExportSource(ModelFiles.read(path), None, ()), dtype=dtype)
     return [(record.path, record.size_bytes) for record in records]
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, logging
 from whole_models import EXTRA, WRAPPERS, write_whole_model
 
 from trainer.checkpoint.export import ExportSource
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.shards import weight_buffers
 from trainer.config import ConfigError
 from trainer.data.loader import pack
@@ -71,7 +72,8 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
         model.forward = ours
     whole = load.whole_checkpoint(source)
     assert whole is not None
-    export_model(world, model, export_dir, ExportSource(Path(source.path), None, (), whole), dtype="float32")
+    export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
+    export_model(world, model, export_dir, export_source, dtype="float32")
     return {"loss": float(loss) / num_tokens, "logits": logits, "passes": len(whole.others)}
 
 

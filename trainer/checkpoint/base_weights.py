@@ -6,10 +6,10 @@ An export reads them again, to make one model of both.
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from trainer.adapter_names import adapted_name
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.manifest import deal_by_size
+from trainer.checkpoint.model_files import copied
 from trainer.checkpoint.shards import ShardReader
 from trainer.config import ConfigError
 from trainer.runtime.environment import local_rank, ranks_on_machine
 from trainer.weight_files import weight_files
-from trainer.weights import stored_in
+from trainer.weights import StoredTensor, stored_in
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,15 @@ def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
 class BaseWeights:
     """The tensors of a base's files under their own names, without their values."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+        self.shapes = {
+            name: torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.dtype], device="meta")
+            for name, tensor in tensors.items()
+        }
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
         """Raises `ConfigError` for weights in another format."""
         files = weight_files(directory)
         if not files or any(file.suffix != ".safetensors" for file in files):
@@ -93,11 +102,11 @@ class BaseWeights:
                 f"'{directory}' has no safetensors to merge adapters with; trainer.checkpoint.export_lora=adapter "
                 f"needs none"
             )
-        self._tensors = {name: tensor for file in files for name, tensor in sorted(stored_in(file).items())}
-        self.shapes = {
-            name: torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.dtype], device="meta")
-            for name, tensor in self._tensors.items()
-        }
+        return cls({name: tensor for file in files for name, tensor in sorted(stored_in(file).items())})
+
+    def with_copies(self, names: Iterable[str], directory: Path) -> Self:
+        """The same, with the named tensors read from a copy that is made now in `directory`."""
+        return type(self)({**self._tensors, **copied({name: self._tensors[name] for name in names}, directory)})
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name].whole()

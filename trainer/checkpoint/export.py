@@ -25,23 +25,13 @@ from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_name,
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, BaseWeights, MergedReader, stored_name
 from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles, copied
 from trainer.checkpoint.shards import ShardReader, weight_buffers, write_tensors
 from trainer.config import ConfigError
 from trainer.weight_files import INDEX
 from trainer.weights import TensorGroup, WholeCheckpoint, match
 
 MAX_FILE_BYTES = 5 * 10**9
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "spiece.model",
-    "*.tiktoken",
-    "*processor_config.json",
-    "*.py",
-)
-_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")
 OTHER_PARTS = "model-other-parts.safetensors"
 """What passes through: in every checkpoint, since its shards do not hold it."""
 
@@ -56,12 +46,12 @@ class TensorReader(Protocol):
 class ExportSource:
     """What the exported directory takes over: the files of the model trained from, and the template trained with."""
 
-    model_dir: Path
+    files: ModelFiles
     chat_template: str | None
     """Only when it is not the tokenizer's own; the tokenizer's files are copied byte for byte otherwise."""
     end_token_ids: tuple[int, ...]
     whole: WholeCheckpoint | None = None
-    """Where the model trained is the text part of one of several parts: the export is that again."""
+    """Where the files of the model hold more than is trained: the export holds that too."""
     adapter: Adapter | None = None
     """Of a run that trains adapters."""
 
@@ -114,22 +104,31 @@ def plan_exports(
     model: PreTrainedModel, parameters: Mapping[str, Tensor], source: ExportSource, *, dtype: str, lora: str
 ) -> Plans:
     """What a save of `parameters` exports. `lora`: adapter, merged or both, where these are adapters."""
+    architecture = meta_copy(model)
     if source.adapter is not None:
-        return plan_lora(parameters, source.adapter, dtype=dtype, lora=lora)
-    return {"": plan_export(parameters, weight_buffers(model), meta_copy(model), dtype=dtype, whole=source.whole)}
+        return plan_lora(parameters, source.adapter, architecture, dtype=dtype, lora=lora)
+    return {"": plan_export(parameters, weight_buffers(model), architecture, dtype=dtype, whole=source.whole)}
 
 
-def plan_lora(shapes: Mapping[str, Tensor], adapter: Adapter, *, dtype: str, lora: str) -> Plans:
+def plan_lora(
+    shapes: Mapping[str, Tensor], adapter: Adapter, architecture: PreTrainedModel | None, *, dtype: str, lora: str
+) -> Plans:
     """Adapters under peft's names in one file, and the base with what they add, under the names of its files.
+
+    `architecture` is the base's class on the meta device; what its files hold besides the tensors of that class is
+    merged unchanged. Without a class all weights of the files are exported in `dtype`.
 
     Raises `ConfigError` for a base that they cannot be merged with.
     """
     plans, target_dtype = dict[str, ExportPlan](), getattr(torch, dtype)
     if lora != "adapter":
-        base = BaseWeights(adapter.base)
+        base = BaseWeights.of(adapter.base)
         for name in shapes:
             stored_name(base, adapted_name(name))
-        numbers = {name: tensor for name, tensor in base.shapes.items() if tensor.is_floating_point()}
+        unknown = match(architecture, None, base.shapes)[1] if architecture is not None else []
+        numbers = {
+            name: tensor for name, tensor in base.shapes.items() if tensor.is_floating_point() and name not in unknown
+        }
         others = {name: tensor for name, tensor in base.shapes.items() if name not in numbers}
         merged = plan_export(numbers, others, None, dtype=dtype)
         plans[""] = dataclasses.replace(merged, base=base)
@@ -156,16 +155,17 @@ def plan_export(
 
     Parameters are exported in `dtype`, buffers in their own.
     `architecture` is the model on the meta device, by which transformers finds how it stores these tensors; None
-    stores them as they are. With `whole` they are stored as its files have them.
+    stores them as they are. They are stored as the files of `whole` have them where that has several parts.
     """
     target_dtype: torch.dtype = getattr(torch, dtype)
+    several, text_names = (None, ()) if whole is None else (whole.model, whole.text_names)
     own = {name: torch.empty(t.shape, dtype=target_dtype, device="meta") for name, t in shapes.items()}
     own |= {name: tensor.to("meta") for name, tensor in buffers.items()}
     if architecture is None:
         groups = [TensorGroup((name,), (name,)) for name in own]
     else:
-        names = revert_weight_conversion(architecture, own).keys() if whole is None else whole.text_names
-        groups, unknown = match(architecture, whole.model if whole else None, names)
+        names = revert_weight_conversion(architecture, own).keys() if several is None else text_names
+        groups, unknown = match(architecture, several, names)
         if unknown or {name for group in groups for name in group.own} != own.keys():
             raise ConfigError(
                 f"{type(architecture).__name__} cannot be exported: transformers {__version__} does not "
@@ -185,7 +185,7 @@ def plan_export(
         filename_pattern="model{suffix}.safetensors" if whole is None else "model-text{suffix}.safetensors",
         max_shard_size=MAX_FILE_BYTES,
     )
-    return ExportPlan(stored, split, by_name, whole.model if whole else architecture, whole, target_dtype)
+    return ExportPlan(stored, split, by_name, several or architecture, whole, target_dtype)
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -235,12 +235,45 @@ def write_export(
     return records
 
 
+def copied_bytes(plans: Plans, *, has_weights: bool = True) -> int:
+    """What `with_copies` takes on the disk, over all writers."""
+    bases = [plan for plan in plans.values() if plan.base is not None and has_weights]
+    base_bytes = sum(tensor.nbytes for plan in bases if plan.base for tensor in plan.base.shapes.values())
+    return base_bytes + sum(plan.others_bytes for plan in plans.values())
+
+
+def with_copies(plans: Plans, directory: Path, *, share: tuple[int, int], has_weights: bool = True) -> Plans:
+    """Plans that read the model directory no more: this writer's share of what they take from there is copied.
+
+    Raises `ConfigError` if it changed since its digest was taken, `OSError` if the copies cannot be made.
+    """
+    return {place: _with_copies(plan, directory, share, has_weights) for place, plan in plans.items()}
+
+
+def _with_copies(plan: ExportPlan, directory: Path, share: tuple[int, int], has_weights: bool) -> ExportPlan:
+    if plan.whole is not None and share[0] == 0:
+        whole = dataclasses.replace(plan.whole, others=copied(plan.whole.others, directory))
+        if whole.others_digest != plan.whole.others_digest:
+            raise ConfigError("the weights of the model changed while the run started; start again")
+        plan = dataclasses.replace(plan, whole=whole)
+    if plan.base is not None and has_weights:
+        names = [name for names in _files_of(plan, share).values() for name in names]
+        plan = dataclasses.replace(plan, base=plan.base.with_copies(names, directory))
+    return plan
+
+
+def _files_of(plan: ExportPlan, share: tuple[int, int]) -> dict[str, list[str]]:
+    """File name -> names of its tensors, of share `(index, count)` of the files."""
+    index, count = share
+    files = plan.split.filename_to_tensors.items()
+    return {name: names for number, (name, names) in enumerate(files) if number % count == index}
+
+
 def write_weights(
     plan: ExportPlan, target: Path, reader: TensorReader, *, root: Path, share: tuple[int, int] = (0, 1)
 ) -> list[FileRecord]:
     """Write this writer's share `(index, count)` of the files into the existing directory `target`; read them back."""
-    index, count = share
-    mine = {name: names for i, (name, names) in enumerate(plan.split.filename_to_tensors.items()) if i % count == index}
+    mine = _files_of(plan, share)
     tensors = _exported(plan, reader, [name for names in mine.values() for name in names])
     return [
         write_tensors(target / file_name, {name: plan.layout[name] for name in names}, tensors, root=root)
@@ -265,14 +298,16 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
     An adapter alone has no config.json: with one, transformers takes the directory for a whole model.
     """
     root = target.parent
-    records = [] if plan.is_adapter else [_write_json(target / "config.json", _config(source, plan), root=root)]
-    records.append(_write_json(target / "generation_config.json", _generation_config(source), root=root))
-    for path in companion_files(source.model_dir, has_template=source.chat_template is None):
-        if source.chat_template is not None and path.name == "tokenizer_config.json":
-            config = json.loads(path.read_text()) | {"chat_template": source.chat_template}
-            records.append(_write_json(target / path.name, config, root=root))
+    records = [] if plan.is_adapter else [_write_json(target / CONFIG, _config(source, plan), root=root)]
+    records.append(_write_json(target / GENERATION_CONFIG, _generation_config(source), root=root))
+    for name, data in source.files.companions.items():
+        if source.chat_template is not None and name in TEMPLATES:
+            continue  # the one trained with is written below
+        if source.chat_template is not None and name == "tokenizer_config.json":
+            config = json.loads(data) | {"chat_template": source.chat_template}
+            records.append(_write_json(target / name, config, root=root))
         else:
-            records.append(fsio.copy_file(path, target / path.name, root=root))
+            records.append(fsio.write_file(target / name, data, root=root))
     if source.chat_template is not None:
         text = source.chat_template.encode()
         records.append(fsio.write_file(target / "chat_template.jinja", text, root=root))
@@ -280,12 +315,6 @@ def write_companions(plan: ExportPlan, target: Path, source: ExportSource) -> li
         others = (tensor.whole() for tensor in plan.whole.others.values())
         records.append(write_tensors(target / OTHER_PARTS, plan.others, others, root=root))
     return records
-
-
-def companion_files(model_dir: Path, *, has_template: bool = True) -> list[Path]:
-    """What an export takes over from the model trained from as it is."""
-    copied = (*_TOKENIZER_FILES, *_VOCABULARIES, *(_TEMPLATES if has_template else ()))
-    return sorted({path for pattern in copied for path in model_dir.glob(pattern) if path.is_file()})
 
 
 def write_index(plan: ExportPlan, target: Path, *, root: Path) -> list[FileRecord]:
@@ -301,8 +330,7 @@ def write_index(plan: ExportPlan, target: Path, *, root: Path) -> list[FileRecor
 
 def _config(source: ExportSource, plan: ExportPlan) -> dict[str, object]:
     """The source's own config with the dtype that was written; `torch_dtype` is the key every reader knows."""
-    directory = source.adapter.base if source.adapter else source.model_dir
-    config: dict[str, object] = json.loads((directory / "config.json").read_text())
+    config: dict[str, object] = json.loads(source.files.contents[CONFIG])
     name = str(plan.dtype).removeprefix("torch.")
     config["torch_dtype"] = name
     for part in (config, config.get("text_config")):
@@ -315,8 +343,7 @@ def _config(source: ExportSource, plan: ExportPlan) -> dict[str, object]:
 
 def _generation_config(source: ExportSource) -> dict[str, object]:
     """The source's, its end tokens completed by those that the model was trained to end a turn with."""
-    path = source.model_dir / "generation_config.json"
-    config: dict[str, object] = json.loads(path.read_text()) if path.is_file() else {}
+    config: dict[str, object] = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
     known = config.get("eos_token_id", [])
     ids = [i for i in (known if isinstance(known, list) else [known]) if isinstance(i, int)]
     merged = ids + [i for i in source.end_token_ids if i not in ids]

@@ -19,6 +19,7 @@ from trainer.checkpoint.state import State, load_state, rank_state
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.progress import History, Position, Rollbacks
 from trainer.runtime.distributed import on_main
+from trainer.runtime.processes import begun
 from trainer.runtime.text import readable
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ RETRY_AFTER_S = (60.0, 300.0)
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
 """The same for a save that the run ends with: nothing goes on meanwhile."""
 CLOSE_TIMEOUT_S = 10.0
+SOURCE_ANSWERS_WITHIN_S = 5.0
 
 
 class CheckpointManager:
@@ -47,6 +49,7 @@ class CheckpointManager:
         self._failed_at, self._last_error = 0.0, ""
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
+        self._told_changes: set[str] = set()
 
     def require_space(self) -> None:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
@@ -55,10 +58,14 @@ class CheckpointManager:
         optimizer_bytes = size_bytes - self._saver.size_bytes(model)
 
         def check() -> None:
-            retention.require_space(self.run_dir, size_bytes, self._saver.kept)
+            retention.require_space(self.run_dir, size_bytes + self._saver.copied_bytes, self._saver.kept)
             retention.warn_if_tight(self.run_dir, size_bytes, optimizer_bytes=optimizer_bytes, kept=self._saver.kept)
 
         self._on_main(check)
+
+    def keep_sources(self) -> None:
+        """From here on no save reads the model directory. Raises `ConfigError`, `CannotWriteError`."""
+        self._saver.keep_sources()
 
     def save(self, position: Position, *, loss: float, grad_norm: float, history: History, is_required: bool) -> None:
         """Save the state as it is now, at `position`, unless this step is saved already.
@@ -69,6 +76,8 @@ class CheckpointManager:
         started = time.perf_counter()
         self.finish()
         step = position.step
+        if self._world.is_main:
+            self._tell_source_changes(step)
         for pause_s in (0.0, *(REQUIRED_RETRY_AFTER_S if is_required else ())):
             if step == self._committed_step:
                 break
@@ -109,6 +118,18 @@ class CheckpointManager:
         if self._committed_step is not None:
             metrics["ckpt/age_steps"] = step - self._committed_step
         return metrics
+
+    def _tell_source_changes(self, step: int) -> None:
+        """Say once of each file of the model directory that it is no longer what the run read at its start."""
+        try:  # the file server may be gone, and then never answer
+            found = begun(self._saver.source_changes).result(SOURCE_ANSWERS_WITHIN_S)
+        except TimeoutError:
+            found = [f"the model directory gave no answer within {SOURCE_ANSWERS_WITHIN_S:.0f} s"]
+        new = [change for change in found if change not in self._told_changes]
+        self._told_changes.update(new)
+        if new:
+            text = f"{'; '.join(new)}; exports go on with what the run read at its start"
+            self._tell("model_changed", step, text, "warn")
 
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
         started, step = time.perf_counter(), snapshot.position.step

@@ -16,6 +16,7 @@ from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource, Plans, num_bytes, plan_export, plan_lora, write_export
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
+from trainer.checkpoint.model_files import CONFIG, ModelFiles
 from trainer.checkpoint.shards import ShardReader, read_torch, weight_buffers
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
@@ -39,7 +40,7 @@ def export_from_shards(
     manifest = _require_exportable(checkpoint, target)
     adapter = _adapter_of(checkpoint, manifest, base)
     plans, reader = _open_shards(checkpoint, manifest, adapter, dtype=dtype, lora=lora)
-    source = ExportSource(checkpoint / layout.HUGGINGFACE, None, (), None, adapter)
+    source = ExportSource(_files_of(checkpoint, adapter), None, (), None, adapter)
     size_bytes, staging = num_bytes(plans), fsio.temporary_path(target)
     try:
         if (free_bytes := fsio.free_bytes(target.parent)) < size_bytes:
@@ -98,23 +99,35 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
     return adapter
 
 
+def _files_of(checkpoint: Path, adapter: Adapter | None) -> ModelFiles:
+    """Those of the export that the save made; an adapter alone has no config.json, which its base has then."""
+    files = ModelFiles.read(checkpoint / layout.HUGGINGFACE)
+    if adapter is None:
+        return files
+    base = ModelFiles.read(adapter.base)
+    return dataclasses.replace(files, contents={**files.contents, CONFIG: base.contents[CONFIG]})
+
+
 def _open_shards(
     checkpoint: Path, manifest: Manifest, adapter: Adapter | None, *, dtype: str, lora: str
 ) -> tuple[Plans, ShardReader]:
     """What to write, and the mapped files to make it from: they stay readable when a running job deletes them."""
     size, num_shards = manifest.world_size, manifest.num_shards
     exported = checkpoint / layout.HUGGINGFACE
-    architecture, model = known_architecture(exported) if adapter is None else (None, None)
+    architecture, model = None, None
+    if adapter is None or lora != "adapter":
+        architecture, model = known_architecture(exported if adapter is None else adapter.base)
     whole = None
-    if model is not None:
+    if manifest.num_passed_through:
         whole = WholeCheckpoint(model, manifest.text_names, stored_in(exported / OTHER_PARTS))
     buffers = read_torch(checkpoint / layout.extra_file(size, 0)).get("buffers", {})
-    if absent := sorted(set(weight_buffers(architecture) if architecture else ()) - set(buffers)):
+    expected = weight_buffers(architecture) if architecture is not None and adapter is None else {}
+    if absent := sorted(set(expected) - set(buffers)):
         text = f"'{checkpoint}' cannot be exported: it was saved by a version that left out {absent[0]}"
         raise ConfigError(f"{text}; export one that the run saves from now on")
     shapes = {name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()}
     if adapter is not None:
-        plans = plan_lora(shapes, adapter, dtype=dtype, lora=lora)
+        plans = plan_lora(shapes, adapter, architecture, dtype=dtype, lora=lora)
     else:
         plans = {"": plan_export(shapes, buffers, architecture, dtype=dtype, whole=whole)}
     reader = ShardReader(checkpoint, world_size=size, num_shards=num_shards, parameters=shapes, buffers=buffers)

@@ -26,7 +26,7 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.snapshot import Snapshot
-from trainer.config import CheckpointConfig
+from trainer.config import CheckpointConfig, ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.distributed import World
 from trainer.runtime.processes import begun
@@ -155,6 +155,35 @@ class Saver:
         self.device = next(model.parameters()).device
         self._plans = export.plan_exports(model, parameters, source, dtype=config.export_dtype, lora=config.export_lora)
         self._has_weights = "hf_model" in config.save_contents
+
+    @property
+    def copied_bytes(self) -> int:
+        """What `keep_sources` takes on the disk, over all ranks."""
+        return export.copied_bytes(self._plans, has_weights=self._has_weights)
+
+    def keep_sources(self) -> None:
+        """Copy what exports take from the model directory, so that no save reads it. Collective.
+
+        Raises `CannotWriteError` on all ranks alike if a copy cannot be made, `ConfigError` if a file cannot be read.
+        """
+        share = (self.world.rank, self.world.size)
+        error: ConfigError | CannotWriteError | None = None
+        try:
+            self._plans = export.with_copies(self._plans, self.run_dir, share=share, has_weights=self._has_weights)
+        except ConfigError as failure:
+            error = failure
+        except OSError as failure:
+            error = CannotWriteError(f"'{self.run_dir}': tensors of the model cannot be copied there: {failure}")
+        errors: list[Any] = [None] * self.world.size
+        dist.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                raise found
+
+    def source_changes(self) -> list[str]:
+        """How the model directory differs from what the run read at its start, each with the directory's name."""
+        files = self._source.files
+        return [f"{files.directory}: {change}" for change in files.changes()]
 
     def size_bytes(self, state: Any) -> int:
         """Of a checkpoint whose shards hold `state` (nested tensors) on this rank, and as much on the others."""

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ HUB_TIMEOUT_S = 10.0
 _ARCHITECTURE = ["*.json", "*.py"]
 _WITHOUT_WEIGHTS = [*_ARCHITECTURE, "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _FILES = [*_WITHOUT_WEIGHTS, "*.safetensors"]
-_READ = ["config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
-_READ += ["vocab.*", "merges.txt", "*.jinja", "*.model", "*.tiktoken", "*.py"]
-_READ += ["*.safetensors", "pytorch_model*.bin", "*.index.json"]
-"""What a run reads of a model directory, which may hold other files that change."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken", "vocab.*")
 
 
@@ -35,28 +30,6 @@ def find_model(name: str, *, random_weights: bool, progress: Callable[[], None] 
 def find_architecture(name: str) -> str:
     """The same for config.json alone."""
     return str(_find(name, _ARCHITECTURE, _config_problem, lambda: None))
-
-
-class ModelFiles:
-    """The files of a model directory as they were when this was made: before any of them is read."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self._states = self._look()
-
-    def changed(self) -> list[str]:
-        """Names of the files that were written to, replaced, added or removed since."""
-        now = self._look()
-        return sorted(name for name in now.keys() | self._states.keys() if now.get(name) != self._states.get(name))
-
-    def _look(self) -> dict[str, tuple[int, int, int]]:
-        """Size and times by name. Links are followed; `st_ctime` cannot be set back, unlike `st_mtime`."""
-        states = {}
-        for path in {path for pattern in _READ for path in Path(self.directory).glob(pattern)}:
-            with suppress(OSError):  # removed meanwhile, or a link to nothing
-                state = path.stat()
-                states[path.name] = (state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-        return states
 
 
 def require_model(name: str, *, random_weights: bool) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import export, fsio
+from trainer.checkpoint import fsio
+from trainer.checkpoint.model_files import companion_files
 from trainer.checkpoint.retention import bytes_to_come, existing_parent
 from trainer.config import Config
 from trainer.errors import DataError
@@ -40,7 +41,7 @@ class DiskPlan:
 
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
-    """What a model of several parts has besides its text part is not counted: no weights are read."""
+    """Tensors that pass through untrained, and copies in the run directory, are not counted: no weights are read."""
     return DiskPlan(
         shard_bytes=plan.saved_bytes * plan.num_ranks,
         optimizer_bytes=plan.optimizer_bytes * plan.num_ranks,
@@ -54,7 +55,7 @@ def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
 
 def _export_bytes(config: Config, plan: MemoryPlan) -> int:
     kept = config.trainer.checkpoint
-    found = sum(path.stat().st_size for path in export.companion_files(Path(plan.model_dir)))
+    found = sum(path.stat().st_size for path in companion_files(Path(plan.model_dir)))
     if "hf_model" not in kept.save_contents:
         return found
     num_exported = plan.num_parameters

@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import Config, ConfigError
 from trainer.data.chat import tokenizer_digest
-from trainer.model.source import ModelFiles
 from trainer.run.inputs import Inputs
 from trainer.sampled_weights import digest_of_weights
 from trainer.weight_files import weight_files
@@ -87,13 +87,14 @@ def _digest(*parts: bytes) -> str:
 def require_model_unchanged(files: ModelFiles) -> None:
     """Raise `ConfigError` on all ranks if a file of the model has changed on any of them. Collective.
 
-    To be called once every rank has loaded its weights: the digests of `facts_of` then hold for what was loaded.
+    To be called once every rank has loaded its weights and copied what exports need: the digests of `facts_of` then
+    hold for both.
     """
     found: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, files.changed())
-    if changed := sorted({name for names in found for name in names}):
+    dist.all_gather_object(found, files.changes(is_strict=True))
+    if changed := sorted({change for changes in found for change in changes}):
         raise ConfigError(
-            f"files of model.partial_pretrain changed while this run read them: {', '.join(changed)} "
-            f"in '{files.directory}'; what was loaded may be partly old and partly new.\n"
+            f"the files of model.partial_pretrain='{files.directory}' changed while this run read them: "
+            f"{', '.join(changed)}; what was loaded may be partly old and partly new.\n"
             f"Fix: start again with the same command when nothing writes to that directory"
         )

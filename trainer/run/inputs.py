@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import columns_of
@@ -29,7 +30,6 @@ from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason, require_parts, require_splittable
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
-from trainer.model.source import ModelFiles
 from trainer.progress import Position
 from trainer.run import preflight
 from trainer.run.preflight import TEMPLATE_NAMES, DataFiles, Files, find_files, find_model_dir, read_chat_template
@@ -197,12 +197,12 @@ class Inputs(PreparedData):
     """What a run is made from, ready before any process group exists."""
 
     source: ModelSource
+    model_files: ModelFiles
+    """Read before anything else of the model, so that what is trained and what is exported are the same files."""
     whole: WholeCheckpoint | None
-    """Where the model is the text part of a checkpoint of several parts."""
+    """Where the files of the model hold more than is trained."""
     stamp: str
     """Of all that, for `finished`."""
-    model_files: ModelFiles
-    """As they were before any was read."""
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
@@ -213,12 +213,11 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
     files, model_dir = find_files(config), find_model_dir(config.model, progress=progress)
     stamp = preflight.stamp_of(config, files, model_dir, num_ranks=rank_and_size()[1])
     source = source_at(config, model_dir)
-    model_files = ModelFiles(source.path)
+    model_files = ModelFiles.read(Path(source.path))
     require_trainable(config, source)
-    if (whole := whole_checkpoint(source)) is not None:
-        logger.info("the text part is trained; %d other tensors go into exports unchanged", len(whole.others))
+    whole = whole_checkpoint(source)
     data = prepare_data(config, files, source, progress=progress)
-    return Inputs(**vars(data), source=source, whole=whole, stamp=stamp, model_files=model_files)
+    return Inputs(**vars(data), source=source, model_files=model_files, whole=whole, stamp=stamp)
 
 
 def require_trainable(config: Config, source: ModelSource) -> str | None:

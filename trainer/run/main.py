@@ -18,6 +18,7 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS, Lineage, describe_run
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.model_files import CONFIG
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
@@ -116,10 +117,11 @@ def train(config: Config, inputs: Inputs, start: Start, world: World, stop: Stop
             held.tracking = make_tracking(config, total_steps=total_steps)
         parts = make_run(config, inputs, start, world, held.tracking, stop, heartbeat)
         held.checkpoints = parts.checkpoints
-        require_model_unchanged(inputs.model_files)
         if start.checkpoint is not None:
             _resume(parts, start.checkpoint, config)
         parts.checkpoints.require_space()  # after a resume has deleted what is no longer to be kept
+        parts.checkpoints.keep_sources()
+        require_model_unchanged(inputs.model_files)
         if start.position.step < parts.cadence.total_steps:
             _announce(parts, inputs)
         if held.tracking is not None:
@@ -254,10 +256,10 @@ def _checkpoints(config: Config, inputs: Inputs, start: Start, parts: Run) -> Ch
         world=parts.world,
         config=config.trainer.checkpoint,
         source=ExportSource(
-            Path(inputs.source.path),
+            inputs.model_files,
             inputs.chat_template,
             inputs.train.end_token_ids,
-            inputs.whole,
+            None if config.model.has_adapters else inputs.whole,
             Adapter(adapters.settings(model), Path(inputs.source.path)) if config.model.has_adapters else None,
         ),
         kept=Retention(
@@ -314,7 +316,7 @@ def _announce(parts: Run, inputs: Inputs) -> None:
 
 def _lineage(config: Config, inputs: Inputs) -> Lineage:
     """Collective."""
-    architecture = hashlib.sha256((Path(inputs.source.path) / "config.json").read_bytes()).hexdigest()[:16]
+    architecture = hashlib.sha256(inputs.model_files.contents[CONFIG]).hexdigest()[:16]
     fingerprints = describe_run(
         config.resolved,
         data=inputs.train.fingerprint,
@@ -322,10 +324,12 @@ def _lineage(config: Config, inputs: Inputs) -> Lineage:
         seed=config.trainer.seed,
         tokenizer=inputs.tokenizer_digest[:16],
         model_config=architecture,
-        **({} if inputs.whole is None else {"other_parts": inputs.whole.others_digest[:16]}),
+        model_files=inputs.model_files.digest[:16],
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
+    if inputs.whole is not None and not config.model.has_adapters:
+        fingerprints["other_parts"] = inputs.whole.others_digest[:16]
     if config.model.has_adapters:
         fingerprints[BASE_WEIGHTS] = digest_together(Path(inputs.source.path))
     return Lineage(fingerprints, tuple(config.trainer.resume_allow))

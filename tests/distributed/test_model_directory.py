@@ -1,0 +1,159 @@
+"""The model directory is read once: a run exports what it was trained from, whatever becomes of the directory.
+
+Each case trains the same recipe twice: undisturbed, and with the directory removed or changed after some step.
+"""
+
+import json
+import os
+import shutil
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_runs import prepare, save_tokenizer, words_of_run, write_samples
+from sweeps import short_or_full
+from whole_models import write_whole_model
+from whole_runs import run
+
+KINDS = ("text", "several parts", "merged")
+MERGED = ("model.lora_rank=4", "optim.lr=0.01", "trainer.checkpoint.export_lora=merged")
+FOUR_STEPS = "trainer.total_training_steps=4"
+CODE = "modeling_own.py"
+
+
+def words_of(root: Path, kind: str, run_dir: Path) -> tuple[str, ...]:
+    return (*words_of_run(root, root / "model", run_dir), FOUR_STEPS, *(MERGED if kind == "merged" else ()))
+
+
+def write_model(root: Path, kind: str) -> None:
+    if kind == "several parts":
+        write_whole_model(root / "model", "gemma3")
+        save_tokenizer(root / "model")
+        write_samples(root / "samples.jsonl")
+    else:
+        prepare(root, "qwen2")
+    (root / "model" / "generation_config.json").write_text('{"temperature": 0.5}')
+    (root / "model" / CODE).write_text("# taken along, never run\n")
+
+
+def remove(model: Path) -> None:
+    shutil.rmtree(model)
+
+
+def replace_small_files(model: Path) -> None:
+    """As another revision of the model would be downloaded: new files, renamed over the old ones."""
+    config = json.loads((model / "config.json").read_text())
+    config["rope_theta"] = 7.0
+    contents = {
+        "config.json": json.dumps(config),
+        "generation_config.json": '{"temperature": 0.9}',
+        "chat_template.jinja": "{{ 'another' }}",
+        CODE: "# another\n",
+    }
+    for name, text in contents.items():
+        (model / "new").write_text(text)
+        (model / "new").rename(model / name)
+    (model / "tokenizer.json").unlink()
+
+
+def overwrite_weights(model: Path) -> None:
+    """In place: whoever has the file open, or mapped, sees it."""
+    for file in model.glob("*.safetensors"):
+        size = file.stat().st_size
+        with file.open("r+b") as opened:
+            opened.write(os.urandom(size))
+
+
+def truncate_weights(model: Path) -> None:
+    """A mapped page behind the end of its file kills the process that reads it."""
+    for file in model.glob("*.safetensors"):
+        os.truncate(file, 16)
+
+
+CHANGES = {
+    "removed": remove,
+    "replaced": replace_small_files,
+    "overwritten": overwrite_weights,
+    "truncated": truncate_weights,
+}
+
+
+CASES = short_or_full(
+    (
+        ("text", "removed", 1),
+        ("text", "removed", 3),
+        ("text", "replaced", 1),
+        ("text", "replaced", 3),
+        ("several parts", "removed", 3),
+        ("several parts", "overwritten", 1),
+        ("several parts", "truncated", 3),
+        ("merged", "removed", 1),
+        ("merged", "overwritten", 3),
+        ("merged", "truncated", 1),
+    ),
+    full=tuple(product(KINDS, CHANGES, (1, 3))),
+)
+
+
+def disturb_after(step: int, change: Any, model: Path) -> None:
+    """In every rank; the first makes the change when the step is done, before it is saved."""
+    from trainer.loop import fit
+
+    whole = fit.training_step
+
+    def training_step(run: Any, batch: Any) -> Any:
+        outcome = whole(run, batch)
+        if batch.step == step and run.world.is_main:
+            change(model)
+        return outcome
+
+    fit.training_step = training_step
+
+
+def exports_of(run_dir: Path) -> dict[str, bytes]:
+    found = [path for path in run_dir.glob("global_step_*/huggingface/**/*") if path.is_file()]
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in found}
+
+
+def said_of_the_model(run_dir: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == "model_changed"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, bytes]]]:
+    """{kind: (where its model and samples lie, the exports of an undisturbed run)}"""
+    found = {}
+    for kind in KINDS:
+        root = tmp_path_factory.mktemp(kind.replace(" ", "-"))
+        write_model(root, kind)
+        shutil.copytree(root / "model", root / "kept")
+        run_dir = root / "undisturbed"
+        code, output = run(2, *words_of(root, kind, run_dir), log=root / "log")
+        assert code == 0, output
+        assert not said_of_the_model(run_dir)
+        found[kind] = root, exports_of(run_dir)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "change", "step"), CASES)
+def test_exports_are_those_of_an_undisturbed_run(
+    undisturbed: dict[str, tuple[Path, dict[str, bytes]]], tmp_path: Path, kind: str, change: str, step: int
+) -> None:
+    root, expected = undisturbed[kind]
+    model, run_dir = root / "model", tmp_path / "run"
+    shutil.rmtree(model, ignore_errors=True)
+    shutil.copytree(root / "kept", model)
+    before = partial(disturb_after, step, CHANGES[change], model)
+    code, output = run(2, *words_of(root, kind, run_dir), log=tmp_path / "log", before=before)
+    assert code == 0, output
+    found = exports_of(run_dir)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    (said,) = said_of_the_model(run_dir)
+    assert said["level"] == "warn" and said["step"] == (2 if step == 1 else 4)
+    assert str(model) in said["message"]
+    words_said = {"removed": "gone", "replaced": "tokenizer.json is gone"}.get(change, "model.safetensors changed")
+    assert words_said in said["message"], said["message"]
