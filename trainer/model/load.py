@@ -89,11 +89,11 @@ class SourceWeights:
             raise ConfigError(f"model.partial_pretrain={source.path}: {error}") from error
 
     def require_all_of(self, model: PreTrainedModel) -> None:
-        """Raise `ConfigError` unless every tensor of the model is here, once; name what a text model leaves out."""
+        """Raise `ConfigError` unless every tensor of the model is here, once."""
         missing = set(_stored_tensors(model)) - {name for group in self.groups for name in group.own}
         keys = LoadStateDictInfo(
             missing_keys=missing,
-            unexpected_keys=set() if self.whole is not None else set(self.others),
+            unexpected_keys=set(),
             mismatched_keys=set(),
             error_msgs=[],
             conversion_errors={},
@@ -103,18 +103,19 @@ class SourceWeights:
         if lacking := sorted(keys.missing_keys | (missing & dict(model.named_parameters()).keys())):
             way_out = "; use model.random_weights=true to start from random ones" if self.whole is None else ""
             raise ConfigError(f"model.partial_pretrain={self.path} lacks weights for {lacking[:5]}{way_out}")
-        if keys.unexpected_keys:
-            left_out = sorted(keys.unexpected_keys)
-            logger.warning("weights that the architecture does not have are left out: %s", left_out)
         self._require_same_tied()
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Name of a tensor of the files that is tied -> name of the tensor that it is another copy of."""
+        by_own: dict[tuple[str, ...], str] = {}
+        stored = [(group.stored[0], by_own.setdefault(group.own, group.stored[0])) for group in self.groups]
+        return {name: kept for name, kept in stored if name != kept}
 
     def _require_same_tied(self) -> None:
         """A head of its own under a config that ties it would be dropped without a word."""
-        by_own: dict[tuple[str, ...], TensorGroup] = {}
-        for group in self.groups:
-            first = by_own.setdefault(group.own, group)
-            name, kept = group.stored[0], first.stored[0]
-            if name != kept and not _are_equal(self.files[name], self.files[kept]):
+        for name, kept in self.aliases.items():
+            if not _are_equal(self.files[name], self.files[kept]):
                 raise ConfigError(
                     f"{self.files[name].file}: {name} differs from {kept}, the embeddings, but config.json ties them; "
                     f"set tie_word_embeddings to false there"
@@ -122,22 +123,41 @@ class SourceWeights:
 
 
 def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
-    """What an export gives back where the language model is one part of several.
+    """What the files hold besides the tensors that are trained, for exports to carry; None if that is nothing.
 
-    Raises `ConfigError` where a tensor of the text part is not found.
+    Raises `ConfigError` where a tensor of the text part of several parts is not found.
     """
-    if packed_lm.read_architecture(source)[1] is None:
-        return None
+    has_parts = packed_lm.read_architecture(source)[1] is not None
     if source.random_weights:
+        if not has_parts:
+            return None
         raise ConfigError(
             f"model.random_weights=true: the other parts of {source.path} have no weights then; name a directory whose "
             f"config.json is that of the text part alone (its 'text_config')"
         )
     found = SourceWeights.of(source)
+    others = {name: found.files[name] for name in sorted(found.others)}
+    if found.whole is None:
+        _announce_text(found)
+        return WholeCheckpoint(None, (), others) if others else None
     found.require_all_of(found.text)
-    assert found.whole is not None
+    logger.info("the text part is trained; %d other tensors go into exports unchanged", len(others))
     text_names = tuple(name for group in found.groups for name in group.stored)
-    return WholeCheckpoint(found.whole, text_names, {name: found.files[name] for name in sorted(found.others)})
+    return WholeCheckpoint(found.whole, text_names, others)
+
+
+def _announce_text(found: SourceWeights) -> None:
+    """Name what the files of a text model hold besides its tensors, and what they hold twice."""
+    if found.others:
+        logger.info(
+            "%d tensors of the files are not part of %s and are not trained (%s, ...): exports of the whole model "
+            "carry them unchanged",
+            len(found.others),
+            type(found.text).__name__,
+            sorted(found.others)[0],
+        )
+    for name, kept in found.aliases.items():
+        logger.info("%s and %s are the same weight (tied): exports hold it once", kept, name)
 
 
 def _is_tied(model: PreTrainedModel) -> bool:

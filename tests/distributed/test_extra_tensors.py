@@ -1,0 +1,192 @@
+"""A text model's files may hold further tensors, for example for multi-token prediction: exports carry them."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exports import export_model
+from families import VOCAB
+from family_runs import kill_in_step, prepare, words_of_run
+from family_trials import heard, save_model
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from toy import model_config
+from transformers import AutoModelForCausalLM
+from whole_runs import run
+
+from trainer.checkpoint.export import OTHER_PARTS, ExportSource
+from trainer.checkpoint.model_files import ModelFiles
+from trainer.checkpoint.offline_export import export_from_shards
+from trainer.checkpoint.shards import weight_buffers
+from trainer.model.assemble import build_model
+from trainer.model.load import whole_checkpoint
+from trainer.model.packed_lm import ModelSource
+
+_EXPERT = "mlp.experts.0"
+_PREDICTING = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+_HEADS = ("shared_head.norm.weight", "shared_head.head.weight", "embed_tokens.weight")
+EXTRA: dict[str, tuple[str, ...]] = {
+    "qwen3_next": (
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+        "mtp.layers.0.input_layernorm.weight",
+        "mtp.layers.0.self_attn.q_proj.weight",
+        *(f"mtp.layers.0.{_EXPERT}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")),
+    ),
+    "nemotron_h": tuple(f"mtp.layers.0.{name}" for name in (*_PREDICTING, "mixer.q_proj.weight")),
+    "mimo_v2_flash": tuple(f"model.mtp.layers.0.{name}" for name in (*_PREDICTING, "mlp.up_proj.weight")),
+    "glm4_moe": tuple(
+        f"model.layers.46.{name}"
+        for name in (*_PREDICTING, *_HEADS, f"{_EXPERT}.gate_proj.weight", "self_attn.q_proj.weight")
+    ),
+    "deepseek_v3": tuple(f"model.layers.2.{name}" for name in (*_PREDICTING, *_HEADS)),
+    "qwen3_5_text": ("mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight"),
+}
+"""{family: names as its released checkpoints have them}; the whole qwen3_5 is in test_whole_models.py."""
+
+
+def add_tensors(model: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Random ones, half of them in bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    added = {name: torch.randn(VOCAB, 4, generator=generator) for name in names}
+    added |= {name: added[name].bfloat16() for name in names[::2]}
+    save_file(load_file(model / "model.safetensors") | added, model / "model.safetensors", {"format": "pt"})
+    return added
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor that the directory's index names, or that its single file holds."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(directory / "model.safetensors")
+    places = json.loads(index.read_text())["weight_map"]
+    files = {name: load_file(directory / name) for name in set(places.values())}
+    assert sorted(places) == sorted(name for tensors in files.values() for name in tensors)
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def export_all(world: Any, root: Path) -> dict[str, Any]:
+    """{family: what was logged}, each exported after a change of every parameter, in float32. Collective."""
+    said = {}
+    for name in EXTRA:
+        source = ModelSource(str(root / name), random_weights=False, trust_remote_code=False)
+        with heard() as lines:
+            whole = whole_checkpoint(source)
+            model: Any = build_model(model_config(random_weights=False), source, world=world, seed=1, max_length=64)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *weight_buffers(model).values()):
+                tensor.mul_(1.25)
+        export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
+        export_model(world, model, root / f"{name}-export", export_source, dtype="float32")
+        said[name] = lines
+    return said
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("extra")
+    for name, extra in EXTRA.items():
+        save_model(root / name, name)
+        add_tensors(root / name, extra)
+    return root, run_ranks(export_all, 2, root, timeout_s=300)[0]
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_every_tensor_is_in_the_export(exported: tuple[Path, dict[str, Any]], name: str) -> None:
+    root, said = exported
+    theirs, ours = stored(root / name), stored(root / f"{name}-export")
+    assert ours.keys() == theirs.keys()
+    assert {key for key in ours if same(ours[key], theirs[key])} == set(EXTRA[name])
+    (line,) = [line for line in said[name] if "carry them unchanged" in line]
+    assert f"{len(EXTRA[name])} tensors" in line and min(EXTRA[name]) in line
+    _, report = AutoModelForCausalLM.from_pretrained(root / f"{name}-export", output_loading_info=True)
+    assert not report.pop("unexpected_keys") - set(EXTRA[name])
+    assert not any(report.values()), report
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_training_again_from_the_export_carries_them_again(exported: tuple[Path, dict[str, Any]], name: str) -> None:
+    path = exported[0] / f"{name}-export"
+    whole = whole_checkpoint(ModelSource(str(path), random_weights=False, trust_remote_code=False))
+    assert whole is not None and set(whole.others) == set(EXTRA[name])
+    before = stored(exported[0] / name)
+    assert all(same(tensor.whole(), before[key]) for key, tensor in whole.others.items())
+
+
+def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with heard() as lines:
+        assert whole_checkpoint(ModelSource(str(tmp_path), random_weights=False, trust_remote_code=False)) is None
+    assert [line for line in lines if "lm_head.weight" in line and "exports hold it once" in line]
+
+
+MTP = ("mtp.fc.weight", "mtp.norm.weight")
+FOUR_STEPS = ("trainer.total_training_steps=4", "trainer.checkpoint.export_dtype=bfloat16")
+LORA = ("model.lora_rank=4", "trainer.checkpoint.export_lora=both")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    root = tmp_path_factory.mktemp("mtp")
+    prepare(root, "qwen2")
+    return root, add_tensors(root / "model", MTP)
+
+
+def train(root: Path, run_dir: Path, *words: str, before: Any = None) -> int | None:
+    words = (*words_of_run(root, root / "model", run_dir), *FOUR_STEPS, *words)
+    return run(2, *words, log=run_dir.with_suffix(".log"), before=before)[0]
+
+
+def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(
+    source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    root, added = source
+    assert train(root, tmp_path / "run", before=partial(kill_in_step, 4)) not in (0, None)
+    assert train(root, tmp_path / "run") == 0
+    checkpoint = tmp_path / "run" / "global_step_4"
+    tensors = stored(checkpoint / "huggingface")
+    assert all(same(tensors[name], tensor) for name, tensor in added.items())
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+    export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16")
+    saved, afterwards = (
+        {file.name: file.read_bytes() for file in path.iterdir()}
+        for path in (checkpoint / "huggingface", tmp_path / "afterwards")
+    )
+    assert saved == afterwards
+
+
+def test_other_tensors_are_another_run(source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    root, _ = source
+    own = tmp_path / "own"
+    shutil.copytree(root, own)
+    assert train(own, tmp_path / "run", "trainer.stop_at_step=2") in (0, 75)
+    add_tensors(own / "model", ("mtp.another.weight",))
+    assert train(own, tmp_path / "run") == 2
+    assert "other_parts: " in (tmp_path / "run.log").read_text()
+
+
+def test_merged_adapters_carry_them_and_adapters_alone_do_not(
+    source: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    root, added = source
+    assert train(root, tmp_path / "run", *LORA) == 0
+    checkpoint = tmp_path / "run" / "global_step_4"
+    export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16", lora="merged")
+    for path in (checkpoint / "huggingface", tmp_path / "afterwards"):
+        tensors = stored(path)
+        assert all(same(tensors[name], tensor) for name, tensor in added.items())
+        assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+        assert not (path / OTHER_PARTS).exists()
+    adapter = load_file(checkpoint / "huggingface" / "lora_adapter" / "adapter_model.safetensors")
+    assert all(".lora_" in name for name in adapter)
