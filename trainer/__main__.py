@@ -18,7 +18,7 @@ from trainer.run.compose import CONF_DIR, USAGE, load_config, with_recipe, with_
 
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
-        print(f"{USAGE}\n\n{listing()}\n\n{(CONF_DIR / 'sft.yaml').read_text()}")
+        print(f"{USAGE}\n\n{listing()}\n\n{(CONF_DIR / 'sft.yaml').read_text(encoding='utf-8')}")
         return 0
     try:
         words = [word for word in argv if word not in ("--cfg", "job")] if "--cfg" in argv else argv

@@ -22,7 +22,7 @@ def weight_files(directory: Path) -> list[Path]:
 def read_index(path: Path, index: str = INDEX) -> dict[str, str]:
     """Tensor name -> file name, of weights in several files. Raises `ConfigError` when one of them is not there."""
     try:
-        weight_map: dict[str, str] = json.loads((path / index).read_text())["weight_map"]
+        weight_map: dict[str, str] = json.loads((path / index).read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / index} is no index of weights: {error!r}") from error
     if missing := sorted({file for file in weight_map.values() if not (path / file).exists()}):

@@ -327,6 +327,29 @@ def _first_use_of_cuda(node: ast.AST) -> str | None:
     return None
 
 
+def text_without_encoding(path: str, source: str) -> Iterator[str]:
+    """Calls that read or write text in whatever encoding the locale has. What talks to other programs may do so."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and _needs_encoding(node):
+            yield f'{path}:{node.lineno}: text without encoding="utf-8"'
+
+
+def _needs_encoding(call: ast.Call) -> bool:
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    name, is_method = _leaf(call.func), isinstance(call.func, ast.Attribute)
+    if "encoding" in keywords or None in keywords:
+        return False
+    if name in ("read_text", "write_text"):
+        return is_method and len(call.args) <= (name == "write_text")
+    if name not in ("open", "fdopen") or _dotted(call.func) == "os.open":
+        return False
+    position = 0 if is_method and name == "open" else 1
+    mode = keywords.get("mode", call.args[position] if len(call.args) > position else None)
+    if mode is None:
+        return not is_method or "newline" in keywords
+    return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and set(mode.value) <= set("rwaxt+")
+
+
 def _leaf(node: ast.AST) -> str:
     """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -127,6 +127,33 @@ def test_torch_behind_another_file_is_caught() -> None:
     assert rules.torch_at_import("trainer.config", late) == []
 
 
+def test_text_is_read_and_written_as_utf8() -> None:
+    files = python_files("trainer").items()
+    assert [line for path, text in files for line in rules.text_without_encoding(path, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "is_caught"),
+    [
+        ("path.read_text()", True),
+        ("(a / 'b').write_text(text)", True),
+        ("open(path)", True),
+        ("open(path, 'w')", True),
+        ("path.open('a+')", True),
+        ("path.open(newline='')", True),
+        ("os.fdopen(number, 'w')", True),
+        ("path.read_text(encoding='utf-8')", False),
+        ("path.read_text('utf-8')", False),
+        ("open(path, 'rb')", False),
+        ("os.open(path, os.O_RDONLY)", False),
+        ("tarfile.open(path, mode='r:gz')", False),
+        ("sink.open()", False),
+    ],
+)
+def test_text_in_the_encoding_of_the_locale_is_caught(call: str, is_caught: bool) -> None:
+    assert bool(list(rules.text_without_encoding("a.py", call))) == is_caught
+
+
 def test_the_step_waits_for_the_device_only_where_listed() -> None:
     files = python_files("trainer")
     found = {f"{path}:{owner}": line for path in STEP_FILES for owner, line in rules.device_waits(files[path])}

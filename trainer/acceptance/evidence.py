@@ -175,7 +175,7 @@ def _await(process: subprocess.Popen, rank: int, log: Path) -> None:
         code = None
     if code != 0:
         what = f"ended with exit code {code}" if code is not None else f"gave no answer within {PROBE_TIMEOUT_S} s"
-        last = log.read_text(errors="replace").splitlines()[-1:]
+        last = log.read_text(errors="replace", encoding="utf-8").splitlines()[-1:]
         raise RunFailedError("\n  ".join([f"rank {rank} of the probe {what}:", *last]), name=PROBE, code=EXIT_CRASH)
 
 

@@ -241,4 +241,4 @@ def _extent(comparison: "Comparison") -> str:
 
 
 def _log(run: KilledRun) -> str:
-    return run.log.read_text(errors="replace")
+    return run.log.read_text(errors="replace", encoding="utf-8")

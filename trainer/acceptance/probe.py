@@ -46,7 +46,9 @@ class Probe:
 
 
 def read(output: Path, num_ranks: int) -> list[Probe]:
-    return [Probe(**json.loads((output / f"rank_{rank}.json").read_text())) for rank in range(num_ranks)]
+    return [
+        Probe(**json.loads((output / f"rank_{rank}.json").read_text(encoding="utf-8"))) for rank in range(num_ranks)
+    ]
 
 
 def main(argv: list[str]) -> None:

@@ -89,7 +89,7 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
     """What a checkpoint says of its adapters. Raises `ConfigError` if `base` is not what they were trained for."""
     if not (checkpoint / ADAPTER_CONFIG).exists():
         return None
-    settings = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
+    settings = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     adapter = Adapter(settings, base or Path(settings["base_model_name_or_path"]))
     if not adapter.base.is_dir() or digest(adapter.base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(
@@ -144,7 +144,7 @@ def known_architecture(directory: Path) -> tuple[PreTrainedModel | None, PreTrai
 
     Raises `ConfigError` if this version of transformers does not know it.
     """
-    tree = json.loads((directory / "config.json").read_text())
+    tree = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if "auto_map" in tree and (any(directory.glob("*.py")) or tree.get("model_type") not in CONFIG_MAPPING):
         return None, None
     try:

@@ -221,7 +221,7 @@ def reading(checkpoint: Path) -> Iterator[bool]:
     path = _lease_file(checkpoint)
     is_ours = False
     while not is_ours:  # who changed it took the file away that was waited for
-        with path.open("a+") as file:
+        with path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH)
             except OSError as error:
@@ -241,7 +241,7 @@ def changing(checkpoint: Path) -> Iterator[bool]:
     if not path.exists():
         yield True
         return
-    with path.open("a+") as file:
+    with path.open("a+", encoding="utf-8") as file:
         may_change = try_lock(file.fileno()) is not None
         yield may_change
         if may_change:

@@ -8,6 +8,7 @@ from trainer.cli.commands import COMMANDS, TRAIN, listing
 from trainer.config import did_you_mean
 from trainer.errors import EXIT_DONE, EXIT_USAGE
 from trainer.runtime.environment import call
+from trainer.runtime.log import escape_unprintable
 
 
 def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
@@ -15,6 +16,8 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
     neither words nor this.
     """
     is_program |= argv is None
+    if is_program:
+        escape_unprintable()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: {call('COMMAND …')}   (each has --help)\n\n{listing()}")

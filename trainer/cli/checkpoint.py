@@ -219,7 +219,7 @@ def _base(given: Path | None, checkpoint: Path) -> Path | None:
     settings = checkpoint / ADAPTER_CONFIG
     if given is not None or not settings.is_file():
         return given
-    name = json.loads(settings.read_text())["base_model_name_or_path"]
+    name = json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]
     return Path(name) if Path(name).is_absolute() else Path(find_model(name, random_weights=False))
 
 

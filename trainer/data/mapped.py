@@ -64,5 +64,5 @@ class MappedFile:
 
 def read_checksums(directory: Path) -> dict[str, str]:
     """sha256 by file name of a prepared directory. Raises `OSError`, `UnicodeDecodeError`."""
-    lines = (directory / CHECKSUMS).read_text().splitlines()
+    lines = (directory / CHECKSUMS).read_text(encoding="utf-8").splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}

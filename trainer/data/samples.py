@@ -108,7 +108,7 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
         MappedFile(directory / name, sha256=checksums[name]) for name in (sample_writer.TOKENS, sample_writer.ROWS)
     )
     tokens, rows = mapped[0].array(TOKEN), mapped[1].array(ROW)
-    summary = Summary(**json.loads((directory / "summary.json").read_text()))
+    summary = Summary(**json.loads((directory / "summary.json").read_text(encoding="utf-8")))
     bounds = None
     if len(rows) != summary.num_kept_rows:
         places = rows[["file", "line"]]

@@ -183,7 +183,7 @@ def _remove_leftovers(directory: Path) -> None:
     """What killed preparations left: of this data, whose lock is held, and of other data that nobody prepares now."""
     for leftover in directory.parent.glob("*.tmp-*"):
         name = leftover.name.partition(".tmp-")[0]
-        with suppress(OSError), leftover.with_name(f"{name}.lock").open("a") as file:
+        with suppress(OSError), leftover.with_name(f"{name}.lock").open("a", encoding="utf-8") as file:
             if name == directory.name or try_lock(file.fileno()):
                 shutil.rmtree(leftover, ignore_errors=True)
 
@@ -208,7 +208,8 @@ def _fill(
         raise DataError(f"no row to train on: there is none in {', '.join(map(str, contents.paths))}")
     _check_usable(summary, writer.bad_rows, options, staging)
     contents.require_unchanged(is_hashed=True)
-    (staging / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    text = json.dumps(dataclasses.asdict(summary), indent=2)
+    (staging / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _check_usable(summary: Summary, bad_rows: BadRows, options: PrepareOptions, staging: Path) -> None:
@@ -257,13 +258,13 @@ def write_checksums(directory: Path) -> None:
     """List every file of the directory; `sha256sum -c SHA256SUMS` checks them too."""
     names = sorted(path.name for path in directory.iterdir())
     lines = [f"{digest}  {name}\n" for name, digest in _digests(directory, names).items()]
-    (directory / CHECKSUMS).write_text("".join(lines))
+    (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def find_damage(directory: Path) -> str | None:
     """What is wrong with the files: one that is missing, left over or changed; None when nothing is."""
     try:
-        lines = (directory / CHECKSUMS).read_text().splitlines()
+        lines = (directory / CHECKSUMS).read_text(encoding="utf-8").splitlines()
         names = sorted(path.name for path in directory.iterdir() if path.name != CHECKSUMS and path.name[0] != ".")
         found = [f"{digest}  {name}" for name, digest in _digests(directory, names).items()]
     except (OSError, UnicodeDecodeError) as error:

@@ -71,7 +71,7 @@ def run_tasks(
         command += ["--model_args", ",".join(arguments), "--output_path", work, "--seed", str(seed)]
         ended = run_in(python, *command)
         files = sorted(Path(work).rglob("results*.json"))
-        tree = json.loads(files[-1].read_text()) if files else {}
+        tree = json.loads(files[-1].read_text(encoding="utf-8")) if files else {}
         found = list(_results(tree))
         if ended.returncode != 0 or not found:
             said = "\n".join(ended.stderr.splitlines()[-NUM_LINES:])

@@ -71,7 +71,7 @@ class MemoryKills:
 def _memory_groups(proc: Path, mounted_at: Path) -> tuple[_Names, list[Path]]:
     """The control group of this process and those around it, the innermost first."""
     try:
-        lines = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
+        lines = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()]
     except OSError:
         lines = []
     paths = {controllers: path for _, controllers, path in lines}
@@ -87,7 +87,7 @@ def _memory_groups(proc: Path, mounted_at: Path) -> tuple[_Names, list[Path]]:
 def _fields(path: Path) -> dict[str, int]:
     """The numbers of a file with a name and a number on each line; {} when it cannot be read."""
     try:
-        words = [line.split() for line in path.read_text().splitlines()]
+        words = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return {}
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
@@ -96,7 +96,7 @@ def _fields(path: Path) -> dict[str, int]:
 def _number(path: Path) -> int | None:
     """The one number a file holds; None when it cannot be read, or says that there is none."""
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

@@ -153,7 +153,7 @@ def _found_cuda(reason: str) -> str | None:
 def _driver_release() -> str:
     """` 550.54.15`, or nothing where the driver does not say."""
     try:
-        match = re.search(r"Kernel Module.*? (\d+\.\d+[.\d]*)", DRIVER_RELEASE.read_text())
+        match = re.search(r"Kernel Module.*? (\d+\.\d+[.\d]*)", DRIVER_RELEASE.read_text(encoding="utf-8"))
     except OSError:
         return ""
     return "" if match is None else f" {match[1]}"

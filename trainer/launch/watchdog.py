@@ -192,7 +192,7 @@ def _write_hang_dir(run_dir: Path, files: dict[str, str]) -> Path:
             (run_dir / f"hang_{number}").mkdir()
             break
     for name, text in files.items():
-        (run_dir / f"hang_{number}" / name).write_text(text)
+        (run_dir / f"hang_{number}" / name).write_text(text, encoding="utf-8")
     return run_dir / f"hang_{number}"
 
 

@@ -60,7 +60,7 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
 
 def _longer(source: Path, num_tokens: int) -> str:
     """config.json with a vocabulary of at least so many rows."""
-    tree = json.loads((source / "config.json").read_text())
+    tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if "text_config" in tree:
         raise ConfigError(f"model.new_tokens: {source} is a checkpoint of several parts, whose vocabulary cannot grow")
     if tree["vocab_size"] < num_tokens:
@@ -70,7 +70,7 @@ def _longer(source: Path, num_tokens: int) -> str:
 
 def _described(source: Path, ids: dict[str, int]) -> str:
     """tokenizer_config.json, which lists added tokens once more."""
-    tree = json.loads((source / "tokenizer_config.json").read_text())
+    tree = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if "added_tokens_decoder" in tree:
         flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
         tree["added_tokens_decoder"] |= {str(number): {"content": token, **flags} for token, number in ids.items()}

@@ -169,7 +169,7 @@ def _history(path: Path) -> Any:
     """Its lines, but for times; None without the file."""
     if not path.exists():
         return None
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [{name: cell for name, cell in line.items() if name != TIMED} for line in csv.DictReader(file)]
 
 

@@ -166,7 +166,7 @@ class KilledRun:
         if process.poll() in (None, *self.good_codes):
             return
         code = process.returncode if process.returncode > 0 else EXIT_CRASH
-        lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+        lines = self.log.read_text(errors="replace", encoding="utf-8").splitlines()[-NUM_LOG_LINES:]
         text = f"the run '{self.name}' ended with exit code {process.returncode}; the end of its log:"
         raise RunFailedError("\n  ".join([text, *lines]), name=self.name, code=code)
 

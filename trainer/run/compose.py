@@ -128,7 +128,9 @@ def _where_hydra_finds(recipe: Path | None) -> Iterator[list[str]]:
         return
     with TemporaryDirectory() as place:
         Path(place, "experiment").mkdir()
-        Path(place, "experiment", "asked.yaml").write_text(f"# @package _global_\n{_read_recipe(recipe)}")
+        Path(place, "experiment", "asked.yaml").write_text(
+            f"# @package _global_\n{_read_recipe(recipe)}", encoding="utf-8"
+        )
         yield [f"hydra.searchpath=[file://{place}]", "experiment=asked"]
 
 

@@ -113,7 +113,7 @@ def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterato
     `on_wait` is called again and again while another process holds it. Raises `OSError` when it cannot be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         while (is_locked := try_lock(file.fileno())) is None:
             on_wait()
             time.sleep(POLL_S)

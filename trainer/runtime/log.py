@@ -1,6 +1,7 @@
 """Plain lines on the terminal: information on stdout from rank 0, warnings and errors on stderr (floor 1)."""
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -42,12 +43,20 @@ class SafeStream:
         return getattr(self._stream, name)
 
 
+def escape_unprintable() -> None:
+    """Show characters that the terminal's encoding lacks as escapes: a Latin-1 locale has no `│`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def keep_streams_safe(*, says_so: bool = True) -> None:
     """To be called first in a process: closed standard streams lead to /dev/null, and broken ones do no harm.
 
     Else a file opened later would get the free number, and receive what is meant for the terminal. With `says_so` the
     loss of stdout is told on stderr.
     """
+    escape_unprintable()
     for number, mode in enumerate(("r", "w", "w")):
         try:
             os.fstat(number)

@@ -42,7 +42,9 @@ def born_at(pid: int) -> int | None:
     it has ended, and after a restart of a container soon, that tells it from them. None where nothing says it.
     """
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8").rpartition(")")[2].split()[19]
+        )
     except (OSError, LookupError, ValueError):
         return None
 

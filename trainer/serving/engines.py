@@ -42,7 +42,7 @@ def adapter_of(export: Path) -> tuple[Path, Path | None, int]:
     """
     if not (export / PEFT_CONFIG).exists():
         return export, None, 0
-    settings = json.loads((export / PEFT_CONFIG).read_text())
+    settings = json.loads((export / PEFT_CONFIG).read_text(encoding="utf-8"))
     base = Path(str(settings["base_model_name_or_path"]))
     if not base.is_dir():
         raise ConfigError(
@@ -116,12 +116,12 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
         job_file, answer_file = Path(work, "job.json"), Path(work, "answer.json")
         about = {"model": str(model), "adapter": adapter and str(adapter), "max_lora_rank": vllm_rank(rank)}
-        job_file.write_text(json.dumps({**about, **asked, "answer": str(answer_file)}))
+        job_file.write_text(json.dumps({**about, **asked, "answer": str(answer_file)}), encoding="utf-8")
         ended = run_in(python, str(vllm_engine.__file__), str(job_file))
         if ended.returncode != 0:
             said = "\n".join(ended.stderr.splitlines()[-NUM_LINES:])
             raise ConfigError(f"vLLM does not serve '{export}' ({python} ended with {ended.returncode}):\n{said}")
-        answer: dict[str, Any] = json.loads(answer_file.read_text())
+        answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
     return answer
 
 

@@ -153,7 +153,7 @@ class ServerEngine:
         lone = [name for name, root in served.items() if len(served) == 1 and root.name != export.name]
         own = [name for name, root in served.items() if root.parts[-2:] == export.parts[-2:]]
         if (settings := export / engines.PEFT_CONFIG).exists():
-            base = Path(json.loads(settings.read_text())["base_model_name_or_path"])
+            base = Path(json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"])
             bases = {str(model["id"]) for model in models if not model.get("parent")}
             bases = {name for name in bases if served[name].parts[-2:] == base.parts[-2:]}
             lone, own = ([name for name in names if name not in bases] for names in (lone, own))

@@ -50,5 +50,5 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    job = json.loads(Path(sys.argv[1]).read_text())
-    Path(job["answer"]).write_text(json.dumps(serve(job)))
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(job["answer"]).write_text(json.dumps(serve(job)), encoding="utf-8")

@@ -95,7 +95,9 @@ def _base(info: CheckpointInfo, export: Path) -> Iterator[str]:
     base, _, _ = adapter_of(export)
     if (trained_for := info.manifest.fingerprints.get(BASE_WEIGHTS)) and digest(base) != trained_for:
         yield f"base: '{base}' holds other weights than those the adapter was trained for"
-    saved, exported = (json.loads(path.read_text()) for path in (info.path / ADAPTER_CONFIG, export / PEFT_CONFIG))
+    saved, exported = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (info.path / ADAPTER_CONFIG, export / PEFT_CONFIG)
+    )
     for key in ("r", "lora_alpha", "use_rslora"):
         if saved.get(key) != exported.get(key):
             yield f"adapter: {PEFT_CONFIG} says {key}={exported.get(key)}, it was trained with {saved.get(key)}"
@@ -127,7 +129,9 @@ def _settings(source: Path, export: Path) -> Iterator[str]:
     """What config.json says otherwise than that of the model which was trained."""
     if not (export / "config.json").exists():
         return
-    trained, exported = (flat(json.loads((path / "config.json").read_text())) for path in (source, export))
+    trained, exported = (
+        flat(json.loads((path / "config.json").read_text(encoding="utf-8"))) for path in (source, export)
+    )
     for key in sorted(trained.keys() & exported.keys()):
         if key.rpartition(".")[2] not in NO_MATTER and trained[key] != exported[key]:
             yield f"config.json: {key} is {exported[key]}, the model was trained with {trained[key]}"

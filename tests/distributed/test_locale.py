@@ -1,0 +1,61 @@
+"""A run in a Latin-1 locale: it trains the tokens that it trains in a UTF-8 locale, and prints without a traceback."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_runs import tiny_model
+
+from trainer.tracking import read_metrics
+
+LATIN_1 = "en_US.ISO-8859-1"
+SMALL = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ '｜' + message['role'] + '｜→' + message['content'] }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>{{ '｜assistant｜→' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def locales(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a Latin-1 locale, for LOCPATH."""
+    path = tmp_path_factory.mktemp("locales")
+    if shutil.which("localedef") is None:
+        pytest.skip("localedef is not installed")
+    made = subprocess.run(["localedef", "-i", "en_US", "-f", "ISO-8859-1", path / LATIN_1], capture_output=True)
+    if not (path / LATIN_1).is_dir():
+        pytest.skip(f"no Latin-1 locale can be made here: {made.stderr.decode(errors='replace')}")
+    return path
+
+
+def train(root: Path, run_dir: Path, **env: str) -> str:
+    """The output of a run on one rank, as the terminal would get it."""
+    (root / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    words = (*tiny_model(root), *SMALL, f"data.chat_template={root}/template.jinja")
+    words = (*words, f"trainer.default_local_dir={run_dir}", f"data.cache_dir={run_dir}-cache")
+    command = [sys.executable, "-m", "trainer", *words]
+    names = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "HOME", "TMPDIR")
+    clean = {name: os.environ[name] for name in names if name in os.environ}
+    done = subprocess.run(command, env={**clean, "HF_HUB_OFFLINE": "1", **env}, capture_output=True, timeout=240)
+    output = (done.stdout + done.stderr).decode(errors="replace")
+    assert done.returncode == 0, output
+    return output
+
+
+def test_a_latin_1_locale_trains_the_same_tokens(tmp_path: Path, locales: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    train(root, tmp_path / "utf8", LC_ALL="C.UTF-8")
+    output = train(root, tmp_path / "latin1", LC_ALL=LATIN_1, LOCPATH=str(locales))
+    assert "Traceback" not in output and "UnicodeEncodeError" not in output, output
+    assert "\\uff5c" in output, "the template's own character cannot be shown in Latin-1"
+    losses = [
+        [row["train/loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "train/loss" in row]
+        for name in ("utf8", "latin1")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    exported = [tmp_path / name / "global_step_2" / "huggingface" for name in ("utf8", "latin1")]
+    assert [(path / "chat_template.jinja").read_text(encoding="utf-8") for path in exported] == [TEMPLATE, TEMPLATE]
