@@ -3,6 +3,7 @@
 Each rank has a working directory of its own, as machines have, and all share the run directory.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from trainer.run.inputs import prepare_inputs
 from trainer.run.preflight import TEMPLATES
 from trainer.runtime.distributed import free_port
 from trainer.runtime.heartbeat import Heartbeat, unpack_beat
+from trainer.runtime.status import Status
 
 REFUSED_WITHIN_S = 5.0
 LIMIT_S = 120.0
@@ -149,17 +151,15 @@ def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(tmp
     for change in CHANGES.values():
         change(machines[1])
     port = str(free_port())
-    launchers, status_roots = [], []
+    launchers = []
     for number, directory in enumerate(machines):
-        status_roots.append(tmp_path / f"tmp{number}")
-        status_roots[-1].mkdir()
         place = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = {**os.environ, **place, "TMPDIR": str(status_roots[-1]), "PYTHONPATH": str(REPOSITORY)}
+        env = {**os.environ, **place, "PYTHONPATH": str(REPOSITORY)}
         command = [sys.executable, "-m", "trainer.launch", "1", *words_of(machine, tmp_path)]
         with (tmp_path / f"log{number}").open("wb") as log:
             launchers.append(subprocess.Popen(command, cwd=directory, env=env, stdout=log, stderr=log))
     try:
-        met_at = wait_until_met(status_roots, launchers)
+        met_at = wait_until_met(launchers)
         codes = [launcher.wait(LIMIT_S) for launcher in launchers]
     finally:
         for launcher in launchers:
@@ -173,17 +173,28 @@ def test_two_launchers_with_different_files_refuse_and_name_all_that_differs(tmp
     assert not list((tmp_path / "run").glob("*"))
 
 
-def wait_until_met(status_roots: list[Path], launchers: list["subprocess.Popen[bytes]"]) -> float:
+def wait_until_met(launchers: list["subprocess.Popen[bytes]"]) -> float:
     """When the rank of each launcher had entered the meeting, or had already left."""
     deadline = time.monotonic() + LIMIT_S
-    waiting = list(status_roots)
+    waiting = list(launchers)
     while waiting and time.monotonic() < deadline:
-        assert len(waiting) < 2 or all(launcher.poll() is None for launcher in launchers), "ended before the meeting"
-        beats = [unpack_beat(path.read_bytes()) for path in waiting[0].glob("*/rank_0.beat")]
-        if any(beat is not None and beat.phase == "meet" for beat in beats) or launchers[0].poll() is not None:
+        is_early = len(waiting) == len(launchers)
+        assert not is_early or all(launcher.poll() is None for launcher in launchers), "ended before the meeting"
+        if phase_of_rank(waiting[0]) == "meet" or launchers[0].poll() is not None:
             waiting.pop(0)
         time.sleep(0.01)
     return time.monotonic()
+
+
+def phase_of_rank(launcher: "subprocess.Popen[bytes]") -> str | None:
+    """The phase that the launcher's one rank last reported; None before that."""
+    with contextlib.suppress(OSError):
+        links = list(Path(f"/proc/{launcher.pid}/fd").iterdir())
+        files = sorted((link for link in links if "sft-status" in os.readlink(link)), key=lambda link: int(link.name))
+        if len(files) == 2:
+            beat = unpack_beat(Status(":".join(map(str, files))).beat(0))
+            return None if beat is None else beat.phase
+    return None
 
 
 # What follows changes files at moments of the start.
