@@ -180,7 +180,7 @@ def test_files_that_change_while_the_run_starts_are_refused(tmp_path: Path) -> N
     before = partial(change_while_starting, tmp_path / "model")
     code, output = run(2, *words_of(tmp_path, "text", tmp_path / "run"), log=tmp_path / "log", before=before)
     assert code == 2, output
-    assert f"'{tmp_path}/model' changed while the run started (tokenizer.json changed)" in output
+    assert f"'{tmp_path}/model' changed while this run read them: tokenizer.json changed" in output
     assert not list((tmp_path / "run").glob("global_step_*"))
 
 
