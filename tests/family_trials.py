@@ -32,14 +32,20 @@ DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= lengt
 NUM_TOKENS = int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
 
 
-def save_model(path: Path, name: str, **changes: Any) -> None:
-    """A random model of the family or variant in which no parameter has the value that a missing one would get."""
+def family_config(name: str, **changes: Any) -> Any:
+    """The configuration of the tiny model of a family or variant."""
     settings = {**COMMON, **(FAMILIES | VARIANTS)[name], **changes}
     removed = {key for key in COMMON if settings[key] is None and COMMON[key] is not None}
     config = AutoConfig.for_model(name.split()[0], **{k: v for k, v in settings.items() if k not in removed})
     for key in vars(config):
         if key.endswith(("pdrop", "dropout", "dropout_prob", "dropout_p", "layerdrop", "jitter_noise")):
             setattr(config, key, 0.0)
+    return config
+
+
+def save_model(path: Path, name: str, **changes: Any) -> None:
+    """A random model of the family or variant in which no parameter has the value that a missing one would get."""
+    config = family_config(name, **changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = {id(parameter) for parameter in model.parameters()}

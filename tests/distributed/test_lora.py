@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_runs import prepare, words_of_run
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -237,3 +238,30 @@ def test_an_adapter_begins_where_another_ended(
     start(tmp_path / "on", 1, *words, f"model.lora_adapter_path={path}", "optim.lr=1e-9")
     expected = curve(straight["lora 2"], "val/loss")[-1]
     assert math.isclose(curve(tmp_path / "on", "val/loss")[-1], expected, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "mamba2"])
+def test_exports_of_mixtures_and_mamba_load_in_peft_and_are_base_plus_adapter(tmp_path: Path, family: str) -> None:
+    """With the default layers: also those whose names peft takes for experts in this architecture."""
+    prepare(tmp_path, family)
+    lora = ("model.lora_rank=4", "trainer.checkpoint.export_lora=both")
+    output = start(tmp_path / "run", 2, *words_of_run(tmp_path, tmp_path / "model", tmp_path / "run"), *lora)
+    assert output.count("LoRA: rank 4 on ") == 1, output
+    whole = tmp_path / "run" / "global_step_6" / "huggingface"
+    adapter = load_file(whole / "lora_adapter" / ADAPTER)
+    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "model", whole))
+    assert base.keys() == merged.keys()
+    for name, tensor in base.items():
+        down, up = (f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight" for x in "AB")
+        added = 4.0 * adapter.pop(up) @ adapter.pop(down) if up in adapter else torch.zeros(())
+        assert torch.equal(merged[name], tensor) if not added.ndim else added.any(), name
+        assert torch.allclose(merged[name], tensor + added, rtol=1e-6, atol=1e-7), name
+    assert not adapter, "an adapter of no tensor"
+    of_merged = logits_of(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    before = logits_of(plain)
+    in_peft = logits_of(PeftModel.from_pretrained(plain, whole / "lora_adapter"))
+    direct = logits_of(AutoModelForCausalLM.from_pretrained(whole / "lora_adapter", dtype=torch.float32))
+    assert not torch.allclose(before, of_merged, rtol=1e-3)
+    for logits in (in_peft, direct):
+        assert (logits - of_merged).abs().max() < 1e-4 * of_merged.abs().max()

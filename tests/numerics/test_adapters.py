@@ -2,26 +2,28 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from family_trials import family_config
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from ranks import each, run_ranks
+from safetensors.torch import save_file
 from test_invariance import plain_transformers, relative, train
 from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, model_config, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from trainer.config import ConfigError
-from trainer.model import adapters, assemble, flops, new_tokens, packed_lm, source
+from trainer.model import adapters, assemble, flops, lora_layers, new_tokens, packed_lm, source
 from trainer.planner.live_storage import FROZEN
 from trainer.planner.memory_plan import plan_memory
 from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def write_adapter(model: Any, path: Path, **settings: Any) -> str:
@@ -78,9 +80,13 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_rank": 4, "target_modules": ["nope"]}, "nope.* not found in the base model"),
-        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "embeddings or the output head"),
-        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "embeddings or the output head"),
+        ({"lora_rank": 4, "target_modules": ["nope"]}, "nope.* names no layer of this model"),
+        ({"lora_rank": 4, "target_modules": ["qproj"]}, "did you mean 'q_proj'"),
+        ({"lora_rank": 4, "target_modules": "q_proj"}, r"whole names\. model\.target_modules=\[q_proj\]"),
+        ({"lora_rank": 4, "target_modules": "("}, "no regular expression"),
+        ({"lora_rank": 4, "target_modules": ["norm"]}, "'model.norm' cannot be adapted: it is no linear layer"),
+        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "embeddings and the output head"),
+        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "embeddings and the output head"),
         ({"freeze": ["layers.7"]}, "'layers.7' is in the name of no parameter"),
         ({"freeze": ["("]}, "no regular expression"),
         ({"freeze": ["."]}, "nothing is left to train"),
@@ -119,14 +125,165 @@ def test_an_adapter_that_names_no_experts_is_a_plain_one(tmp_path: Path) -> None
     assemble.require_parts(model_config(lora_adapter_path=str(tmp_path / "adapter")), model)
 
 
-def test_experts_stay_as_they_are_or_are_refused(tmp_path: Path) -> None:
-    model = write_model_config(tmp_path / "model", "qwen3_moe", **EXPERTS)
-    built = packed_lm.build_on_meta(model, packed_lm.read_config(model), is_packed=True)
-    adapters.choose_trained(built, model_config(lora_rank=4))
-    trained = {name.split(".")[-4] for name, p in built.named_parameters() if p.requires_grad}
-    assert trained == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ConfigError, match="takes in experts"):
-        assemble.require_parts(model_config(lora_rank=4, target_modules=["gate_proj", "up_proj"]), model)
+MIXTURES = {
+    "afmoe": "shared_experts",
+    "deepseek_v2": "shared_experts",
+    "deepseek_v3": "shared_experts",
+    "deepseek_v32": "shared_experts",
+    "dots1": "shared_experts",
+    "ernie4_5_moe": "shared_experts",
+    "exaone_moe": "shared_experts",
+    "glm4_moe": "shared_experts",
+    "glm4_moe_lite": "shared_experts",
+    "glm_moe_dsa": "shared_experts",
+    "hunyuan_v1_moe": "shared_mlp",
+    "longcat_flash": "mlps.0",
+    "qwen3_next": "shared_expert",
+    "solar_open": "shared_experts",
+}
+"""With the name of a dense or shared MLP, whose layers peft takes for experts where they are target modules."""
+MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+EXPERT_NAMES, ROUTER_NAMES = {"experts"}, {"router", "gate", "shared_expert_gate"}
+
+
+def on_meta(source: packed_lm.ModelSource, **changes: Any) -> Any:
+    """The model with the adapters that these keys ask for."""
+    model = packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=False)
+    adapters.choose_trained(model, model_config(**{"lora_rank": 4, **changes}))
+    return model
+
+
+def adapted(model: Any) -> set[str]:
+    """Full names of its layers with an adapter."""
+    return {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+
+
+def adapted_by_plain_peft(source: packed_lm.ModelSource, settings: dict[str, Any]) -> set[str]:
+    """The same for the layers that peft alone adapts where it reads these settings."""
+    with torch.device("meta"):
+        plain = plain_model(source.path)
+    return adapted(inject_adapter_in_model(LoraConfig(**settings), plain))
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Callable[..., packed_lm.ModelSource]:
+    """The tiny model of a family, without weights."""
+
+    def of(name: str, **changes: Any) -> packed_lm.ModelSource:
+        family_config(name, **changes).save_pretrained(tmp_path / name)
+        return packed_lm.ModelSource(str(tmp_path / name), random_weights=True, trust_remote_code=False)
+
+    return of
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, *MAMBAS])
+def test_all_linear_takes_what_can_be_adapted(family: Any, name: str) -> None:
+    source = family(name)
+    model = on_meta(source)
+    layers = adapted(model)
+    parts = {part for layer in layers for part in layer.split(".")}
+    assert not parts & (EXPERT_NAMES | ROUTER_NAMES | {"lm_head"})
+    if name in MIXTURES:
+        ends = {f"{MIXTURES[name]}.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
+        assert all(any(layer.endswith(end) for layer in layers) for end in ends), "a dense or shared MLP is left out"
+    else:
+        assert "in_proj" in parts and not parts & {"out_proj", "x_proj", "dt_proj", "conv1d"}
+    assert adapted_by_plain_peft(source, adapters.settings(model)) == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "expected"),
+    [
+        ("qwen3_next", ["shared_expert.gate_proj"], {"shared_expert.gate_proj"}),
+        ("qwen3_next", ["q_proj", "down_proj"], {"q_proj", "shared_expert.down_proj"}),
+        ("deepseek_v3", ["gate_proj"], {"mlp.gate_proj", "shared_experts.gate_proj"}),
+        ("deepseek_v3", r".*\.shared_experts\.(up|down)_proj", {"shared_experts.up_proj", "shared_experts.down_proj"}),
+        ("deepseek_v3", r".*\.(o_proj|up_proj)", {"o_proj", "mlp.up_proj", "shared_experts.up_proj"}),
+        ("llama4_text", ["router"], None),
+        ("qwen2_moe", ["shared_expert_gate"], {"shared_expert_gate"}),
+    ],
+)
+def test_lists_and_patterns_name_dense_and_shared_layers(
+    family: Any, name: str, targets: Any, expected: set[str] | None
+) -> None:
+    source = family(name)
+    if expected is None:
+        with pytest.raises(ConfigError, match="cannot be adapted"):
+            on_meta(source, target_modules=targets)
+        return
+    model = on_meta(source, target_modules=targets)
+    layers = adapted(model)
+    assert all(any(layer.endswith(end) for end in expected) for layer in layers)
+    assert all(any(layer.endswith(end) for layer in layers) for end in expected)
+    assert adapted_by_plain_peft(source, adapters.settings(model)) == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("qwen3_moe", ["gate_proj", "up_proj"], "'gate_proj' takes in experts"),
+        ("qwen3_moe", r".*\.(q_proj|down_proj)", "takes in experts"),
+        ("qwen3_next", ["experts.gate_proj"], "takes in experts"),
+        ("qwen3_next", r".*\.experts\..*", "takes in experts"),
+        ("deepseek_v3", ["mlp.experts"], "takes in experts"),
+        ("mixtral", ["w1", "w2", "w3"], "takes in experts"),
+        ("deepseek_v3", ["gate"], "it is no linear layer but a DeepseekV3TopkRouter"),
+        ("mamba2", ["in_proj", "out_proj"], r"mixer\.out_proj' cannot be adapted: the fused kernels of Mamba"),
+        ("mamba", ["x_proj"], "fused kernels of Mamba"),
+        ("mamba2", ["conv1d"], "fused kernels of Mamba"),
+        ("deepseek_v4", ["o_a_proj"], "DeepseekV4GroupedLinear is not one matrix product"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(family: Any, name: str, targets: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        on_meta(family(name), target_modules=targets)
+    assert "PEFT" not in str(refusal.value) and "Fix: model.target_modules=all-linear" in str(refusal.value)
+
+
+def test_all_linear_leaves_routers_and_experts_as_they_are(family: Any) -> None:
+    for name in ("qwen3_moe", "llama4_text", "qwen2_moe", "granitemoe", "jetmoe"):
+        model = on_meta(family(name))
+        parts = {part for layer in adapted(model) for part in layer.split(".")}
+        assert not parts & (EXPERT_NAMES - {"experts"} | ROUTER_NAMES), name
+        assert "not adapted: experts, routers" in lora_layers.summary(model, rank=4, targets="all-linear")
+
+
+def test_the_start_says_which_layers_are_adapted(family: Any) -> None:
+    model = on_meta(family("deepseek_v3"), target_modules=["q_proj", "k_proj", "o_proj", "gate_proj"])
+    said = lora_layers.summary(model, rank=4, targets=["q_proj", "k_proj", "o_proj", "gate_proj"])
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_all = sum(p.numel() for p in model.parameters())
+    assert said.startswith("LoRA: rank 4 on o_proj (2), mlp.gate_proj, shared_experts.gate_proj (1 each); ")
+    assert f"{num_trained:,} of {num_all:,} parameters train ({num_trained / num_all:.1%}); " in said
+    assert said.endswith("not adapted: experts, routers; no layer is called q_proj or k_proj")
+
+
+def exported(source: packed_lm.ModelSource, path: Path) -> str:
+    """An adapter as the trainer writes one, that adds something."""
+    model = on_meta(source, partial_pretrain=source.path, lora_rank=3)
+    torch.manual_seed(5)
+    tensors = {peft_name(n): 0.05 * torch.randn(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
+    path.mkdir()
+    save_file(tensors, path / ADAPTER_WEIGHTS)
+    (path / ADAPTER_CONFIG).write_text(json.dumps(adapters.settings(model), default=str))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mamba2"])
+def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family: Any, tmp_path: Path, name: str) -> None:
+    source = family(name, initializer_range=0.05)  # with larger weights a router's choice may turn on the last bit
+    path = exported(source, tmp_path / "adapter")
+    losses, norms, _ = plain_transformers(source, path)
+    ways: dict[int, dict[str, dict[str, Any]]] = {
+        1: {"one rank": {}, "one document": {"is_packed": False}},
+        2: {"micro-batches": {"max_samples": 1}},
+    }
+    for num_ranks, variants in ways.items():
+        variants = {way: changes | {"lora_adapter_path": path} for way, changes in variants.items()}
+        for way, found in run_ranks(each, num_ranks, train, source, variants)[0].items():
+            assert relative(found[0], losses) < 1e-5, way
+            assert relative(found[1], norms) < 1e-5, way
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ class ModelConfig:
     use_rslora: bool = key(False, "LoRA: scale by lora_alpha / sqrt(lora_rank)")
     target_modules: str | list[str] = key(
         "all-linear",
-        "LoRA: layers that get an adapter: all-linear (all but the head), ends of names as [q_proj,v_proj], or a "
-        "regular expression of whole names",
+        "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), ends of names as "
+        "[q_proj,v_proj], or a regular expression of whole names",
         not_empty,
     )
     lora_adapter_path: str | None = key(

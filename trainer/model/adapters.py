@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from trainer.adapter_names import ADAPTER_WEIGHTS, NAME, is_adapter, peft_name
 from trainer.config import ConfigError, ModelConfig, did_you_mean
-from trainer.model import load
+from trainer.model import load, lora_layers
 from trainer.runtime import seeding
 from trainer.weights import TensorGroup, local_slices, stored_in
 
@@ -25,10 +24,11 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 logger = logging.getLogger(__name__)
-_ALL_LINEAR = "all-linear"
 _FREE = {"base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"}
-_HELD = {"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "fan_in_fan_out", "lora_dropout"}
-"""Settings of an adapter to start from that say nothing about it, and those that are followed."""
+_BY_TENSORS = {"target_modules", "target_parameters", "exclude_modules"}
+_HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
+"""Settings of an adapter to start from: those that do not matter, those that the names of its tensors say exactly, and
+those that are followed."""
 
 
 def choose_trained(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -66,54 +66,63 @@ def fill(model: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
         local.copy_(whole[where])
 
 
+def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Say once which layers of a built model have adapters."""
+    if config.has_adapters:
+        own: Any = model
+        rank = own.peft_config[NAME].r
+        targets = lora_layers.ALL_LINEAR if config.lora_adapter_path else config.target_modules
+        logger.info("%s", lora_layers.summary(model, rank=rank, targets=targets))
+
+
 def _inject(model: PreTrainedModel, config: ModelConfig) -> None:
     from peft import inject_adapter_in_model
 
-    settings = _given(config.lora_adapter_path) if config.lora_adapter_path else _configured(model, config)
+    path = config.lora_adapter_path
+    settings = _given(path) if path else _configured(config)
     if config.lora_rank not in (0, settings.r):
         raise ConfigError(
             f"model.lora_rank={config.lora_rank}, but the adapter in model.lora_adapter_path has rank {settings.r}: "
             f"leave model.lora_rank out"
         )
     settings.base_model_name_or_path = _where(config.partial_pretrain)
-    head: Any = model.get_output_embeddings()
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        logger.info("LoRA: experts stay as they are, and have no adapters")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a tied head, which is refused below, and of settings of the layer
-            inject_adapter_in_model(settings, model, NAME)
-    except ValueError as error:
-        raise ConfigError(f"model.target_modules={settings.target_modules}: {error}") from error
-    if settings.target_parameters:
-        raise ConfigError(
-            f"model.target_modules={config.target_modules} takes in experts, which lie in one tensor of three "
-            f"dimensions and cannot have adapters here: name other layers, as "
-            f"model.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    if path:
+        layers = lora_layers.chosen(
+            model, _adapted_in(Path(path) / ADAPTER_WEIGHTS), said=f"model.lora_adapter_path={path}"
         )
-    has_lookup = any("lora_embedding" in name for name, _ in model.named_parameters())
-    if has_lookup or model.get_output_embeddings() is not head:
-        raise ConfigError(
-            f"model.target_modules={config.target_modules} takes in the embeddings or the output head, which cannot "
-            f"have adapters here: the head holds the loss, and may share the embeddings' weight; name layers only"
-        )
+    else:
+        targets = config.target_modules
+        layers = lora_layers.chosen(model, targets, said=f"model.target_modules={targets}")
+    # the layers are named by the tensors of an adapter: peft gives some names in target_modules another meaning
+    tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of target_modules, which are not set yet, and of settings of the layer
+        try:
+            inject_adapter_in_model(settings, model, NAME, state_dict=tensors)
+        except ValueError as error:
+            raise ConfigError(
+                f"peft cannot adapt {layers[0]} and {len(layers) - 1} other layers of this model: {error}.\n"
+                f"Fix: name fewer layers with model.target_modules"
+            ) from error
+    settings.target_modules, settings.target_parameters = lora_layers.written(model, layers)
 
 
-def _configured(model: PreTrainedModel, config: ModelConfig) -> "LoraConfig":
+def _configured(config: ModelConfig) -> "LoraConfig":
     from peft import LoraConfig
 
-    targets = config.target_modules
-    if targets == _ALL_LINEAR:  # peft's own would take in experts, whose layers have these names in older files
-        head = model.get_output_embeddings()
-        linear = (nn.Linear, Conv1D)
-        targets = [name for name, layer in model.named_modules() if isinstance(layer, linear) and layer is not head]
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         use_rslora=config.use_rslora,
-        target_modules=targets,
+        target_modules=[],
         task_type="CAUSAL_LM",
     )
+
+
+def _adapted_in(file: Path) -> list[str]:
+    """The layers that the adapter in a file is for."""
+    names = dict.fromkeys(name.removeprefix(peft_name("")).partition(".lora_")[0] for name in stored_in(file))
+    return list(names)
 
 
 def _given(path: str) -> "LoraConfig":
@@ -127,14 +136,14 @@ def _given(path: str) -> "LoraConfig":
     plain, own = LoraConfig().to_dict(), found.to_dict()
     # how its first values were drawn says nothing, but for ways that change the base
     free = _FREE | {"init_lora_weights"} if own["init_lora_weights"] in (True, False, "gaussian") else _FREE
-    # peft writes an empty list for experts of which none has an adapter
-    odd = [key for key in own if key not in free | _HELD and (own[key] or None) != (plain.get(key) or None)]
+    known = free | _BY_TENSORS | _HELD | {"lora_dropout"}
+    odd = [key for key in own if key not in known and (own[key] or None) != (plain.get(key) or None)]
     if odd:
         values = ", ".join(f"{key}={own[key]}" for key in odd)
         raise ConfigError(f"model.lora_adapter_path={path} is more than plain LoRA, which alone is trained: {values}")
     if own["lora_dropout"]:
         logger.info("model.lora_adapter_path: its lora_dropout=%s is not used", own["lora_dropout"])
-    return LoraConfig(task_type="CAUSAL_LM", **{key: own[key] for key in _HELD - {"lora_dropout"}})
+    return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **{key: own[key] for key in _HELD})
 
 
 def _where(name: str) -> str:

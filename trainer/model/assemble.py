@@ -45,6 +45,7 @@ def build_model(
     logger.info("%s", how_documents_run(model, reason))
     for note in packed_lm.notes(model.config):
         logger.info("%s", note)
+    adapters.log_trained(model, config)
     return model
 
 
