@@ -40,6 +40,7 @@ TOKENS = (
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>",
     "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
     "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|im_assistant|>", "<|im_middle|>",
+    "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>",
 )  # fmt: skip
 
 CALLS = (
@@ -157,6 +158,18 @@ ZEPHYR = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+# A turn ends with a mark of the template and, directly behind it, the tokenizer's end token.
+COMMAND = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}{% if m.role == 'assistant' %}"
+    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}"
+    "{% else %}{{ m.role + m.content + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>{% endif %}"
+)
+COMMAND_TAGGED = COMMAND.replace(
+    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}",
+    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% generation %}"
+    "{{ m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}{% endgeneration %}",
+)
 
 
 def gpt_oss_turn(message: dict[str, Any]) -> str:
@@ -196,5 +209,7 @@ FAMILIES = {
     "glm with tags": Family(GLM, ("<|user|>", "<|observation|>"), thinking="reasoning_content"),
     "glm as published": Family(GLM_OPEN, ("<|user|>", "<|observation|>"), thinking="reasoning_content", is_open=True),
     "kimi": Family(KIMI, IM_END, together=True),
+    "command": Family(COMMAND, ("<|END_OF_TURN_TOKEN|>",), tools=False, together=True),
+    "command with tags": Family(COMMAND_TAGGED, ("<|END_OF_TURN_TOKEN|>",), tools=False, together=True),
     "zephyr": Family(ZEPHYR, ("</s>",), tools=False, together=True),
 }

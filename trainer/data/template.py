@@ -59,6 +59,7 @@ class ChatTemplate:
         self._variables = {**tokenizer.special_tokens_map, **template_kwargs}
         self._added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._ends = {str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
+        self._end = str(tokenizer.eos_token or "")
         self._outline_of = lru_cache(NUM_OUTLINES)(self._make_outline)
         self._num_filled: Counter[tuple[bool | str, ...]] = Counter()
 
@@ -174,11 +175,18 @@ class ChatTemplate:
 
     @cached_property
     def closing(self) -> str:
-        """What the end of a conversation adds behind the end token of its last turn: nothing generates that."""
+        """What the end of a conversation adds behind the end token of its last turn: nothing generates that.
+
+        Where every turn, also one that others follow, has the tokenizer's own end token directly behind another mark
+        (Command: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), that token is the turn's end: the model must learn to
+        write it, because a server may stop there alone.
+        """
         ended, continued = self._try(PLAIN[:2]) or "", self._try(PLAIN[:3]) or ""
         answer = ended.rfind(PLAIN[1]["content"])
         ends = [at + len(token) for token in self._marks_in(ended) if (at := ended.find(token, answer)) >= 0]
         end = min(ends, default=len(ended))
+        if self._end and continued.startswith(ended[:end] + self._end) and ended.startswith(self._end, end):
+            end += len(self._end)
         return ended[end:] if ended[end:].strip() and continued.startswith(ended[:end]) else ""
 
     def _marks_in(self, text: str) -> set[str]:
