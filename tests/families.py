@@ -37,6 +37,7 @@ _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 _TIED = {"tie_word_embeddings": True}
 _NO_HEAD_DIM = {"head_dim": None}
 _GEMMA = {**_TIED, "query_pre_attn_scalar": 8}
+_GROUPED = {**_ROUTED, "n_group": 2, "topk_group": 1}
 _RANKS = _of(8, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 _MLA = {**_RANKS, "qk_rope_head_dim": 4, "head_dim": None, "num_key_value_heads": 4}
 _INDEX = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
@@ -65,7 +66,8 @@ _SPARSE_FIRST = {
     "altup_num_inputs": 2,
     "laurel_rank": 4,
 }
-_HYBRID = {**_CONVOLUTION, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "head_dim": None}
+_HYBRIDS = ["mamba", "hybrid", "mamba", "hybrid"]  # as released: several, which share their attention and MLP
+_HYBRID = {**_TIED, **_CONVOLUTION, "num_hidden_layers": 4, "layers_block_type": _HYBRIDS, "head_dim": None}
 _NGRAMS = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 2}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_compress_ratio": 4}
 _DBRX_EXPERTS = {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
@@ -86,7 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
     "aria_text": {"moe_num_experts": 4},
-    "axk1": {**_MLA, **_ROUTED},
+    "axk1": {**_MLA, **_GROUPED},
     "axk2": {**_DSA, **_ROUTED, "n_group": None, "topk_group": None, "gated_norm_rank": 4},
     "bailing_hybrid": {
         **{name: size for name, size in _MLA.items() if name != "q_lora_rank"},
@@ -94,12 +96,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LINEAR_FIRST,
         **_DENSE_FIRST,
         "num_local_experts": 4,
-        "n_group": 1,
+        "n_group": 2,
         "topk_group": 1,
         "head_dim": 8,
     },
     "bamba": {**_STATES, **_NO_HEAD_DIM, "attn_layer_indices": [1]},
-    "beam": {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, "n_group": 1, "topk_group": 1, "final_logit_softcapping": 3.0},
+    "beam": {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, "n_group": 2, "topk_group": 1, "final_logit_softcapping": 3.0},
     "biogpt": {**_TIED},
     "bitnet": {},
     "bloom": {**_TIED},
@@ -121,8 +123,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_config": _DBRX_EXPERTS,
     },
     "deepseek_v2": {**_MLA, **_ROUTED, "first_k_dense_replace": 1},
-    "deepseek_v3": {**_MLA, **_ROUTED, "first_k_dense_replace": 1},
-    "deepseek_v32": {**_DSA, **_ROUTED},
+    "deepseek_v3": {**_MLA, **_GROUPED, "first_k_dense_replace": 1},
+    "deepseek_v32": {**_DSA, **_GROUPED},
     "deepseek_v4": {
         **_ROUTED,
         **_of(2, "hc_mult", "o_groups", "index_n_heads"),
@@ -150,8 +152,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_of(4, "sliding_window", "swa_num_attention_heads", "swa_num_key_value_heads"),
         "swa_head_dim": 12,
     },
-    "ernie4_5": {},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1},
+    "ernie4_5": {**_TIED},
+    "ernie4_5_moe": {
+        **_TIED,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 2,
+    },
     "exaone4": {**_WINDOWS},
     "exaone_moe": {**_WINDOWS, **_EXPERTS},
     "falcon": {**_TIED, **_NO_HEAD_DIM},
@@ -163,7 +171,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, **_WINDOWS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {**_GEMMA, **_WINDOWS},
     "gemma3n_text": {**_TIED, **_GEMMA_WIDTHS, **_FOUR_LAYERS, **_SPARSE_FIRST},
-    "gemma4_text": {**_TIED, **_WINDOWS, **_GEMMA_WIDTHS, "global_head_dim": 16, "final_logit_softcapping": 3.0},
+    "gemma4_text": {
+        **_TIED,
+        **_FOUR_LAYERS,
+        **_GEMMA_WIDTHS,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 16,
+        "final_logit_softcapping": 3.0,
+    },
     "gemma4_unified_text": {**_TIED, **_WINDOWS, "global_head_dim": 16},
     "glm": {},
     "glm4": {},
@@ -175,11 +190,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {**_TIED},
     "gpt_neo": {**_TIED, "attention_types": [[["global", "local"], 1]], "window_size": 4},
     "gpt_neox": {},
-    "gpt_neox_japanese": {},
+    "gpt_neox_japanese": {**_TIED},
     "gpt_oss": {**_LOCAL, "sliding_window": 4},
     "gptj": {"rotary_dim": 4},
     "granite": {**_GRANITE},
-    "granite_swa": {**_GRANITE, **_WINDOWS, **_NO_HEAD_DIM},
+    "granite_swa": {**_TIED, **_GRANITE, **_WINDOWS, **_NO_HEAD_DIM},
     "granitemoe": {**_GRANITE_EXPERTS},
     "granitemoe_swa": {**_GRANITE_EXPERTS, **_WINDOWS},
     "granitemoehybrid": {
@@ -194,7 +209,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "hy_v3": {**_EXPERTS},
-    "hy_v4": {**_DSA, **_ROUTED, "hc_mult": 2},
+    "hy_v4": {**_DSA, **_ROUTED, "hc_mult": 2, "indexer_types": ["full", "shared"]},
     "hyperclovax": {**_GRANITE},
     "inkling_text": {
         **_ROUTED,
@@ -215,7 +230,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "iquestcoder": {},
     "jais2": {},
     "jamba": {**_CONVOLUTION, "num_experts": 4, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "jetmoe": {**_LOCAL, "kv_channels": 8, "head_dim": None},
+    "jetmoe": {**_TIED, **_LOCAL, "kv_channels": 8, "head_dim": None},
     "kimi_linear": {
         **_MLA,
         **_EXPERTS,
@@ -227,8 +242,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "kolibri1": {**_EXPERTS, **_WINDOWS, **_SHARED},
     "laguna": {**_EXPERTS, **_WINDOWS, **_SHARED},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
-    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2": {**_TIED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "lfm2_moe": {**_TIED, **_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {
         **_TIED,
         "num_hidden_layers": 3,
@@ -236,7 +251,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
     "llama": {},
-    "llama4_text": {**_LOCAL, **_CHUNKS, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+    "llama4_text": {
+        **_LOCAL,
+        **_CHUNKS,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "no_rope_layers": [1, 0],
+        "moe_layers": [1],
+    },
     "longcat_flash": {
         **_MLA,
         **_ZERO_EXPERTS,
@@ -245,11 +267,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 48,
         "head_dim": 4,
     },
-    "mamba": {"head_dim": None, "num_attention_heads": None},
+    "mamba": {**_TIED, "head_dim": None, "num_attention_heads": None},
     "mamba2": {**_MAMBA, "head_dim": 16, "num_heads": 4, "state_size": 8, "n_groups": 2, "num_attention_heads": None},
     "mellum": {**_EXPERTS, **_WINDOWS},
     "mimo_v2_flash": {**_ROUTED, **_WINDOWS, "v_head_dim": 6},
-    "minicpm3": {**_MLA, "v_head_dim": 6},
+    "minicpm3": {**_TIED, **_MLA, "v_head_dim": 6},
     "minimax": {**_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     "minimax_m2": {**_LOCAL},
     "minimax_m3_vl_text": {
@@ -264,7 +286,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "mistral": {"sliding_window": 4},
     "mixtral": {**_LOCAL, "sliding_window": 4},
-    "modernbert-decoder": {**_MODERN_IDS, "local_attention": 8, "layer_types": _WINDOWS["layer_types"]},
+    "modernbert-decoder": {**_TIED, **_MODERN_IDS, "local_attention": 8, "layer_types": _WINDOWS["layer_types"]},
     "mpt": {**_TIED},
     "nanochat": {},
     "nemotron": {},
@@ -275,7 +297,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**_LINEAR, **_NO_HEAD_DIM, "linear_num_key_heads": 4},
     "olmoe": {**_EXPERTS},
     "openai-gpt": {**_TIED},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "opt": {**_TIED, "ffn_dim": 48, "word_embed_proj_dim": 16},
     "persimmon": {},
     "phi": {**_NO_HEAD_DIM},
     "phi3": {**_NO_HEAD_DIM, "sliding_window": 4},
@@ -302,17 +324,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {**_TIED, "num_hidden_layers": 3, "attention_window_size": 4},
     "rwkv": {},
     "seed_oss": {},
-    "smollm3": {},
+    "smollm3": {**_TIED, "no_rope_layers": [1, 0]},
     "solar_open": {**_ROUTED},
     "stablelm": {**_NO_HEAD_DIM},
-    "starcoder2": {"sliding_window": 4},
+    "starcoder2": {**_TIED, "sliding_window": 4},
     "vaultgemma": {**_GEMMA, **_WINDOWS},
     "xglm": {**_TIED, "ffn_dim": 48},
     "xlstm": {"num_heads": 4, "chunk_size": 8, "ffn_round_up_to_multiple_of": 8},
-    "youtu": {**_MLA},
+    "youtu": {**_TIED, **_MLA},
     "zamba": {**_HYBRID, "n_mamba_heads": 2},
     "zamba2": {**_HYBRID, "n_mamba_heads": 4, "chunk_size": 8, "adapter_rank": 4},
-    "zaya": {**_EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16, **_HYBRID_WINDOWS},
+    "zaya": {**_TIED, **_EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16, **_HYBRID_WINDOWS},
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from family_trials import family_config
 from ranks import run_ranks
 from test_selfcheck import _leaking
 from toy import ToySamples, model_config, write_model_config
@@ -114,6 +115,15 @@ def test_an_encoder_is_refused_since_its_tokens_see_later_ones(tmp_path: Path) -
 def test_a_parameter_that_becomes_shared_with_the_head_is_refused(tmp_path: Path) -> None:
     (outcome, _), *_ = run_ranks(built, 1, _encoder(tmp_path, "bert"), -1, "auto")
     assert outcome.startswith("refused:") and "BertLMHeadModel shares parameters between layers" in outcome
+
+
+@pytest.mark.parametrize("family", ["zamba", "zamba2"])
+def test_layers_that_share_parameters_are_refused(tmp_path: Path, family: str) -> None:
+    """As the released models have them: one block of attention in several places."""
+    family_config(family).save_pretrained(tmp_path)
+    source = ModelSource(str(tmp_path), random_weights=True, trust_remote_code=False)
+    with pytest.raises(ConfigError, match="shares parameters between layers"):
+        packed_lm.build_on_meta(source, packed_lm.read_config(source), is_packed=False)
 
 
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
