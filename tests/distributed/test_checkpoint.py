@@ -146,6 +146,22 @@ def test_a_changed_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "another schedule from here on: peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20" in caplog.text
 
 
+def test_a_changed_share_at_peak_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints that were saved before this field was part of the state have nothing to compare."""
+
+    def part(stable_ratio: float) -> RateState:
+        config = optim_config(lr_scheduler="wsd", stable_ratio=stable_ratio)
+        return RateState(LrSchedule.from_config(config, peak_lr=2e-5, total_steps=20), SimpleNamespace(step=12))
+
+    saved = part(0.9).state_dict()
+    older = {key: value for key, value in saved.items() if key != "stable_ratio"}
+    part(0.9).load_state_dict(saved)
+    part(0.5).load_state_dict(older)
+    assert caplog.text == ""
+    part(0.5).load_state_dict(saved)
+    assert "another schedule from here on: stable_ratio: 0.9 -> 0.5" in caplog.text
+
+
 @pytest.mark.covers("S3.24")
 def test_rotation_counts_from_disk(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run_ranks(run, 1, tmp_path / "run", source, Recipe(total_steps=2, save_freq=1))

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import fields
 from math import inf, nan
 from typing import Any
 
@@ -74,6 +75,12 @@ def test_the_last_step_is_one_short_of_the_minimum(kind: str) -> None:
 def test_steps_of_warm_up_go_before_their_share(given: int | None, expected: int) -> None:
     config = optim_config(lr_warmup_steps_ratio=0.5, lr_warmup_steps=given)
     assert LrSchedule.from_config(config, peak_lr=1.0, total_steps=4).warmup_steps == expected
+
+
+def test_the_saved_schedule_has_every_field() -> None:
+    """A resume compares what was saved: a field that is left out could change unnoticed."""
+    schedule = LrSchedule.from_config(optim_config(lr_scheduler="wsd"), peak_lr=2e-3, total_steps=100)
+    assert schedule.state_dict() == {field.name: getattr(schedule, field.name) for field in fields(LrSchedule)}
 
 
 def test_apply_sets_every_group() -> None:

@@ -135,6 +135,8 @@ class RateState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         now = self._schedule.state_dict()
-        changes = [f"{key}: {state_dict.get(key)} -> {now[key]}" for key in now if state_dict.get(key) != now[key]]
+        # a checkpoint from before a setting was saved has no value to compare
+        compared = [key for key in now if key in state_dict]
+        changes = [f"{key}: {state_dict[key]} -> {now[key]}" for key in compared if state_dict[key] != now[key]]
         if changes:
             logger.warning("the learning rate follows another schedule from here on: %s", ", ".join(changes))

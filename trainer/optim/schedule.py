@@ -5,7 +5,7 @@ Imports no torch, so that a mistyped name of a schedule fails at once.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,11 +78,5 @@ class LrSchedule:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Written for readers of the checkpoint; a run computes its rate from its own configuration and step."""
-        return {
-            "kind": self.kind,
-            "peak_lr": self.peak_lr,
-            "total_steps": self.total_steps,
-            "warmup_steps": self.warmup_steps,
-            "min_lr_ratio": self.min_lr_ratio,
-        }
+        """Return every field. A run computes its rate from its own configuration and step; a resume compares these."""
+        return asdict(self)
