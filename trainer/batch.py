@@ -130,9 +130,11 @@ class LossOutput(NamedTuple):
     """What a model says of a micro-batch; a tuple, because FSDP looks for the tensors in it that carry gradients."""
 
     loss_sum: Tensor
-    """Sum of `losses_S`, float64 scalar: what is differentiated."""
+    """Sum of the trained loss over the supervised positions, float64 scalar: it is differentiated. Without gradients it
+    is the sum of `losses_S`."""
     losses_S: Tensor
-    """Loss of each supervised position, float32, without gradient."""
+    """Cross-entropy of each supervised position, float32, without gradient; `loss_sum` is its sum unless the model
+    trains another loss."""
     hits_S: Tensor
     """Whether no token was likelier than the label."""
 

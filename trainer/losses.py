@@ -1,8 +1,8 @@
 """What is trained: a loss of logits and labels, by name (floor 1, imports no torch).
 
 A loss sees the supervised positions of one chunk of a micro-batch, so it must treat every position by itself: then the
-step's loss, their sum over the global count, depends on no chunk, micro-batch or rank. Validation always measures
-cross-entropy, whatever is trained.
+step's loss, their sum over the global count, depends on no chunk, micro-batch or rank. `train/loss` and validation
+always show cross-entropy, whatever is trained.
 
 Shape suffixes: C positions of one chunk, V vocabulary.
 """
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Formula = Callable[["Tensor", "Tensor"], "Tensor"]
-LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor"]]
+LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor | None"]]
+"""(logits, labels) -> (losses float32 [C], gradient of their sum by the logits, in their dtype [C, V], cross-entropy
+float32 [C] where the losses are something else, otherwise None)."""
 
 
 @dataclass(frozen=True)
 class Loss:
     """What is meant, and optionally how it is computed with fewer passes over the logits.
 
-    Calling it gives (losses float32 [C], gradient of their sum by the logits, in their dtype [C, V]).
+    Calling it gives what `LossAndGradient` describes.
     """
 
     formula: Formula
@@ -30,17 +32,23 @@ class Loss:
     fused: LossAndGradient | None = None
     """The same with its gradient; the start of every run compares it with autograd of the formula."""
 
-    def __call__(self, logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor"]:
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the trained loss is the one that is logged as `train/loss`."""
+        return self.formula is cross_entropy
+
+    def __call__(self, logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor", "Tensor | None"]:
         return (self.fused or self._differentiated)(logits_CV, labels_C)
 
-    def _differentiated(self, logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor"]:
+    def _differentiated(self, logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor", "Tensor | None"]:
         import torch
 
         with torch.enable_grad():
             leaf_CV = logits_CV.detach().float().requires_grad_()
             losses_C = self.formula(leaf_CV, labels_C)
             (grad_CV,) = torch.autograd.grad(losses_C.sum(), leaf_CV)
-        return losses_C.detach(), grad_CV.to(logits_CV.dtype)
+        cross_entropy_C = None if self.is_cross_entropy else cross_entropy(logits_CV.detach().float(), labels_C)
+        return losses_C.detach(), grad_CV.to(logits_CV.dtype), cross_entropy_C
 
 
 def cross_entropy(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
@@ -57,15 +65,15 @@ def dft(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
     return losses_C * losses_C.detach().neg().exp()
 
 
-def _fused_cross_entropy(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor"]:
+def _fused_cross_entropy(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor", None]:
     losses_C, grad_CV = _softmax_minus_onehot(logits_CV, labels_C)
-    return losses_C, grad_CV.to(logits_CV.dtype)
+    return losses_C, grad_CV.to(logits_CV.dtype), None
 
 
-def _fused_dft(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor"]:
-    losses_C, grad_CV = _softmax_minus_onehot(logits_CV, labels_C)
-    weights_C = losses_C.neg().exp()
-    return losses_C * weights_C, (grad_CV * weights_C[:, None]).to(logits_CV.dtype)
+def _fused_dft(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor", "Tensor"]:
+    cross_entropy_C, grad_CV = _softmax_minus_onehot(logits_CV, labels_C)
+    weights_C = cross_entropy_C.neg().exp()
+    return cross_entropy_C * weights_C, (grad_CV * weights_C[:, None]).to(logits_CV.dtype), cross_entropy_C
 
 
 def _softmax_minus_onehot(logits_CV: "Tensor", labels_C: "Tensor") -> tuple["Tensor", "Tensor"]:

@@ -138,13 +138,14 @@ def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
 
 
 def judged(model: Any, documents: Iterable[Document], loss: str, **asked: Any) -> Iterator[tuple[Document, Any, ...]]:
-    """(document, losses of its supervised tokens, number of hits, what the model gave)."""
+    """(document, (cross-entropy, trained loss) of its supervised tokens, number of hits, what the model gave)."""
     for document in documents:
         output = model(input_ids=torch.tensor([document.ids]), use_cache=False, **asked)
         where = torch.tensor(document.mask[1:])
         logits, labels = output.logits[0, :-1][where], torch.tensor(document.ids[1:])[where]
         hits = (logits.gather(1, labels[:, None])[:, 0] >= logits.amax(-1)).sum().item()
-        yield document, token_losses(logits, labels, loss), hits, output
+        losses = token_losses(logits, labels, "cross_entropy"), token_losses(logits, labels, loss)
+        yield document, losses, hits, output
 
 
 def measured(
@@ -155,8 +156,10 @@ def measured(
     routers = [p for name, p in model.named_parameters() if re.search(r"mlp\.gate\.weight$", name)]
     is_routed = bool(coefficient and any(p.requires_grad for p in routers) and definition.has_router_loss)
     found = list(judged(model, documents, definition.loss, **({"output_router_logits": True} if is_routed else {})))
-    objective = torch.cat([losses for _, losses, *_ in found]).sum() / supervised(documents)
+    objective = torch.cat([losses for _, (_, losses), *_ in found]).sum() / supervised(documents)
     row = summary(found, "train")
+    if definition.loss != "cross_entropy":
+        row["train/objective"] = objective.item()
     row["train/total_token_count"] = sum(len(document.ids) for document in documents)
     if is_routed:
         layers = [
@@ -176,10 +179,10 @@ def supervised(documents: Iterable[Document]) -> int:
 
 
 def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str, float]:
-    """Loss and hits over all tokens, and the loss of each source that has some where there are several."""
+    """Cross-entropy and hits over all tokens, and that of each source that has some where there are several."""
     count = supervised(document for document, *_ in found)
     sums, tokens = Counter[str](), Counter[str]()
-    for document, losses, *_ in found:
+    for document, (losses, _), *_ in found:
         sums[document.source] += losses.detach().sum().item()
         tokens[document.source] += len(losses)
     row = {f"{kind}/loss_by/{name}": total / tokens[name] for name, total in sums.items() if name}

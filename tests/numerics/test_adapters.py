@@ -44,7 +44,7 @@ def plain_model(path: str, **settings: Any) -> Any:
 def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path: Path, is_tied: bool) -> None:
     model = write_model_config(tmp_path / "model", tie_word_embeddings=is_tied)
     path = write_adapter(plain_model(model.path), tmp_path / "adapter")
-    losses, norms, _ = plain_transformers(model, path)
+    losses, norms, *_ = plain_transformers(model, path)
     ways: dict[int, dict[str, dict[str, Any]]] = {
         1: {"one rank": {}, "one document": {"is_packed": False}},
         2: {"micro-batches": {"max_samples": 1}, "recomputed": {"enable_gradient_checkpointing": True}},

@@ -4,6 +4,7 @@ Tolerances: fp32 sums in another order agree to a few 1e-8 relative; 1e-6 for th
 for twelve steps of training on top of each other.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +37,44 @@ PAIRS = [(size, number) for size in (1, 2, 4) for number in (1, 4, 16)]
 TRIED = short_or_full([(1, 1), (2, 4), (4, 1), (4, 16)], full=PAIRS)
 
 
-def train(  # type: ignore[no-untyped-def]
+def run_once(  # type: ignore[no-untyped-def]
     world, source, max_samples=None, max_tokens=None, is_packed=True, optimizer="adamw", **model_changes
 ):
-    """(losses, norms, validation losses, whole parameters, shares of tokens that are right) of a short run."""
+    """A short run that has ended."""
     model = build_toy_model(world, source, is_packed=is_packed, **model_changes)
     held_out = ToySamples(5, seed=1)
     limits = {"max_samples": max_samples, "max_tokens": max_tokens}
     parts = toy_run(world, model, ToySamples(), total_steps=STEPS, optimizer_name=optimizer, **limits)
     parts.validation_batches = ValidationBatches(held_out, parts.batches.plan, batch_size=4)
     assert fit(parts) == 0
+    return parts
+
+
+def rows_of(*args, **changes) -> Any:  # type: ignore[no-untyped-def]
+    """What a short run logged."""
+    return run_once(*args, **changes).tracking
+
+
+def train(*args, **changes):  # type: ignore[no-untyped-def]
+    """(losses, norms, validation losses, whole parameters, shares of tokens that are right) of a short run."""
+    parts = run_once(*args, **changes)
     rows: Any = parts.tracking
     columns = [rows.column(key) for key in ("train/loss", "train/grad_norm", "val/loss", "train/token_accuracy")]
-    return *columns[:3], full_parameters(model), columns[3]
+    return *columns[:3], full_parameters(parts.model), columns[3]
 
 
-def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
+def plain_transformers(source, adapter=None, *, loss="cross_entropy", dtype=torch.float32):  # type: ignore[no-untyped-def]
     """The same run as an unpacked loop over a stock model: one sample per forward, nothing of ours but the order.
 
-    `adapter`: directory of one that peft loads and trains, with the model frozen.
+    `adapter`: directory of one that peft loads and trains, with the model frozen. Returns what each step has of
+    cross-entropy, gradient norm, share of tokens that are right, and of the trained loss.
     """
     torch.manual_seed(seeding.key("init", 7))
     config = AutoConfig.from_pretrained(source.path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    model = model.to(dtype)
     samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
     lr = LrSchedule.from_config(optim_config(), peak_lr=3e-3, total_steps=STEPS)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -68,17 +82,21 @@ def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
     vectors = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms, accuracies = [], [], []
+    losses, norms, accuracies, objectives = [], [], [], []
     for step in range(1, STEPS + 1):
-        total, count, num_right = torch.zeros((), dtype=torch.float64), 0, 0
+        total, objective = torch.zeros(2, dtype=torch.float64)
+        count = num_right = 0
         for index in schedule.rows(step):
             ids, mask = (torch.from_numpy(x) for x in samples.sample(int(index)))
             logits = model(input_ids=ids[None].long()).logits[0, :-1]
             labels = torch.where(mask[1:], ids[1:].long(), -100)
-            total = total + F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).double()
+            losses_T = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+            weights_T = losses_T.detach().neg().exp() if loss == "dft" else torch.ones_like(losses_T)
+            total = total + losses_T.detach().sum().double()
+            objective = objective + (weights_T * losses_T).sum().double()
             count += int(mask[1:].sum())
             num_right += int((logits.argmax(dim=-1) == labels).sum())
-        (total / count).backward()
+        (objective / count).backward()
         norm = torch.stack([p.grad.double().square().sum() for p in trained]).sum().sqrt()
         for p in trained:
             p.grad *= min(1.0, 1.0 / norm.item())
@@ -89,7 +107,8 @@ def plain_transformers(source, adapter=None):  # type: ignore[no-untyped-def]
         losses.append((total / count).item())
         norms.append(norm.item())
         accuracies.append(num_right / count)
-    return losses, norms, accuracies
+        objectives.append((objective / count).item())
+    return losses, norms, accuracies, objectives
 
 
 def relative(ours: list[float], theirs: list[float]) -> float:
@@ -138,6 +157,25 @@ def test_other_losses_and_optimizers_do_not_depend_on_the_execution_either(tmp_p
         assert relative(found[0], losses) < 1e-6
         assert relative(found[1], norms) < 1e-5
         assert relative(found[2], val_losses) < 1e-6
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "granite"])
+def test_with_another_trained_loss_the_shown_one_is_cross_entropy(tmp_path: Path, model_type: str) -> None:
+    """Against a plain loop in float64; granite's logits exist as a whole. Both losses come with one reduction."""
+    source = write_model_config(tmp_path, model_type)
+    losses, norms, accuracies, objectives = plain_transformers(source, loss="dft", dtype=torch.float64)
+    variants = {"usual": {}, "dft": {"loss": "dft", "max_samples": 2}}
+    for world_size in (1, 2):
+        found = run_ranks(each, world_size, rows_of, source, variants)[0]
+        rows = found["dft"]
+        assert relative(rows.column("train/loss"), losses) < 1e-6
+        assert relative(rows.column("train/objective"), objectives) < 1e-6
+        assert relative(rows.column("train/grad_norm"), norms) < 1e-5
+        assert rows.column("train/token_accuracy") == accuracies
+        assert rows.column("train/ppl") == pytest.approx([math.exp(loss) for loss in losses], rel=1e-5)
+        assert rows.column("train/loss_max_rank")[0] >= losses[0] * (1 - 1e-6) > 2 * objectives[0]
+        assert abs(rows.column("val/gap")[-1]) < 1, "both of its losses are cross-entropy"
+        assert not found["usual"].column("train/objective"), "it would repeat train/loss"
 
 
 @pytest.mark.covers("S3.10", "S3.11")

@@ -44,8 +44,8 @@ def read_nothing(packet: Packet, **derived: torch.Tensor) -> Totals:
     return Totals(dict.fromkeys((*derived, *packet.names), 1.0), by_rank)
 
 
-def reads_of_a_step(world: Any, source: Any, is_broken: bool) -> list[str]:
-    model = build_toy_model(world, source)
+def reads_of_a_step(world: Any, source: Any, is_broken: bool, loss: str = "cross_entropy") -> list[str]:
+    model = build_toy_model(world, source, loss=loss)
     parts = toy_run(world, model, ToySamples(), total_steps=3)
     if is_broken:
         plain = model.forward
@@ -66,6 +66,7 @@ def test_a_step_reads_nothing_back_before_its_sums(tmp_path: Path) -> None:
     source = write_model_config(tmp_path)
     for world_size in (1, 2):
         assert run_ranks(reads_of_a_step, world_size, source, False) == [[]] * world_size
+    assert run_ranks(reads_of_a_step, 2, source, False, "dft") == [[], []]
     assert run_ranks(reads_of_a_step, 1, source, True)[0], "a read of the loss goes unseen"
 
 

@@ -143,9 +143,10 @@ def _without_mean(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _unweighted(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, right: Loss = LOSSES["dft"]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The losses of DFT with the gradient of cross-entropy."""
-    return right(logits_CV, labels_C)[0], LOSSES["cross_entropy"](logits_CV, labels_C)[1]
+    losses_C, _, cross_entropy_C = right(logits_CV, labels_C)
+    return losses_C, LOSSES["cross_entropy"](logits_CV, labels_C)[1], cross_entropy_C
 
 
 def _backward_fault(name: str) -> AbstractContextManager[Any]:

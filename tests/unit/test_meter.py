@@ -139,7 +139,7 @@ def test_other_systems_names_are_asked_for() -> None:
 def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
     times = dict.fromkeys((slot for slot in metrics.travelling() if slot.startswith("time/")), (1.0, 2.0))
     routers = dict.fromkeys((key for key in METRICS if key.startswith("moe/")), 1.0)
-    signals = new_meter().signals(batch(), totals(times, **routers), lr=1.0)
+    signals = new_meter().signals(batch(), totals(times, objective_sum=7.0, **routers), lr=1.0)
     seen = {key for key in METRICS if is_signal(key) and "<" not in key}
     on_cuda = {key for key in seen if key.startswith("memory/") and key != "memory/cpu/rss_gib"}
     assert {key for key in signals if METRICS[key].every == "step"} == seen - on_cuda

@@ -93,7 +93,7 @@ class ModelConfig:
     loss: str = key(
         "cross_entropy",
         "what is trained: cross_entropy | dft (each token's loss weighted by its own probability: for pretrained "
-        "weights); validation always measures cross_entropy",
+        "weights); train/loss, the guard and validation use cross_entropy in any case, train/objective shows the other",
     )
     router_loss: str = key(
         AUTO,

@@ -5,7 +5,7 @@ And what of it survives a restart, by name.
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -113,15 +113,38 @@ class Run:
             "rng": seeding.GeneratorState(self.world.device),
             "buffers": WeightBuffers(self.model),
             "routers": self.routers,
-            "guard": self.guard,
+            "guard": self._loss_history(self.guard, keys=("detector",)),
             "loop": self.loop,
-            "meter": self.meter,
+            "meter": self._loss_history(self.meter, keys=("ema", "num_ema")),
             **({} if self.tracking is None else {"tracking": self.tracking}),
         }
+
+    def _loss_history(self, part: Stateful, *, keys: Sequence[str]) -> Stateful:
+        """`part`, whose `keys` remember earlier values of train/loss."""
+        return part if self.model.trains_cross_entropy else CrossEntropyHistory(part, keys)
 
     def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
         if self.tracking is not None:
             self.tracking.log(row, step, kind)
+
+
+class CrossEntropyHistory:
+    """A part that remembers train/loss, in a run that trains another loss than cross-entropy.
+
+    Checkpoints from before train/loss was always cross-entropy remember the trained loss, which is much smaller.
+    Against that, every step would be a spike.
+    """
+
+    def __init__(self, part: Stateful, keys: Sequence[str]) -> None:
+        self._part, self._keys = part, keys
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._part.state_dict(), "has_cross_entropy": True}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not state_dict.get("has_cross_entropy"):
+            state_dict = {key: value for key, value in state_dict.items() if key not in self._keys}
+        self._part.load_state_dict(state_dict)
 
 
 class RateState:

@@ -27,7 +27,9 @@ class LossSums(NamedTuple):
     """Of this rank's micro-batches, on the device."""
 
     loss_sum: Tensor
-    """Float64 scalar."""
+    """Cross-entropy of the supervised tokens, float64 scalar."""
+    objective_sum: Tensor | None
+    """The same of the trained loss; None where that is cross-entropy."""
     num_hits: Tensor
     """Supervised tokens that no other was likelier than, float64."""
     num_nonfinite: Tensor
@@ -37,10 +39,17 @@ class LossSums(NamedTuple):
     losses: list[Tensor]
     """Per micro-batch the loss of each supervised position."""
 
+    @property
+    def trained(self) -> str:
+        """Name of the sum whose gradient is taken."""
+        return "loss_sum" if self.objective_sum is None else "objective_sum"
+
     def by_name(self, batch: StepBatch) -> dict[str, Tensor]:
         """What ranks add up."""
         by_source = zip(batch.loss_tokens_by, self.by_source.unbind(), strict=True)
         named = {loss_key(name): value for name, value in by_source}
+        if self.objective_sum is not None:
+            named["objective_sum"] = self.objective_sum
         return {"loss_sum": self.loss_sum, "num_hits": self.num_hits, **named}
 
 
@@ -69,7 +78,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     )
     mean_loss = packet.sum_of("loss_sum") / batch.num_loss_tokens
     grad_norm = packet.sum_of("grad_square_sum").sqrt()
-    is_skipped = is_left_out(mean_loss, grad_norm, run.guard.limits())
+    is_skipped = is_left_out(mean_loss, grad_norm, run.guard.limits()) | ~packet.sum_of(loss.trained).isfinite()
     run.checkpoints.before_update()
     clipped_step(
         run.optimizer,
@@ -98,9 +107,10 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
 def accumulate(run: Run, batch: StepBatch) -> LossSums:
     """Add up the gradients of this rank's micro-batches, of the mean loss over the whole global batch."""
     clock, device = run.meter.clock, run.world.device
-    loss_sum, num_hits, num_nonfinite = torch.zeros(3, dtype=torch.float64, device=device).unbind()
+    loss_sum, objective_sum, num_hits, num_nonfinite = torch.zeros(4, dtype=torch.float64, device=device).unbind()
     by_source = torch.zeros(len(batch.loss_tokens_by), dtype=torch.float64, device=device)
-    sums = LossSums(loss_sum, num_hits, num_nonfinite, by_source, [])
+    objective = None if run.model.trains_cross_entropy else objective_sum
+    sums = LossSums(loss_sum, objective, num_hits, num_nonfinite, by_source, [])
     for index, micro_batch in enumerate(batch.micro_batches):
         parallelize.prepare_backward(run.model, is_last=index == len(batch.micro_batches) - 1)
         inputs = micro_batch.to(device)
@@ -110,9 +120,14 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
         router_loss = run.routers.add(inputs, batch.num_tokens)
         (output.loss_sum / batch.num_loss_tokens + router_loss).backward()
         clock.mark("backward")
-        sums.loss_sum.add_(output.loss_sum.detach())
+        trained_sum = output.loss_sum.detach()
+        if sums.objective_sum is None:
+            sums.loss_sum.add_(trained_sum)
+        else:
+            sums.objective_sum.add_(trained_sum)
+            sums.loss_sum.add_(output.losses_S.sum(dtype=torch.float64))
         sums.num_hits.add_(output.hits_S.sum())
-        sums.num_nonfinite.add_(~output.loss_sum.detach().isfinite())
+        sums.num_nonfinite.add_(~trained_sum.isfinite())
         if batch.loss_tokens_by:
             by_source.index_add_(0, inputs.sources_D, document_sums(inputs, output.losses_S)[0])
         sums.losses.append(output.losses_S)

@@ -44,7 +44,9 @@ class LossHead(nn.Linear):
     def forward(  # type: ignore[override]  # a linear layer gives a tensor; so does this one without labels
         self, hidden_SH: Tensor, labels_S: Tensor | None = None
     ) -> Tensor | LossOutput:
-        """The loss of the labels: what is trained, or without gradients the cross-entropy; logits without labels."""
+        """The trained loss of the labels and their cross-entropy, or without gradients the latter as both; logits
+        without labels.
+        """
         if labels_S is None:
             return super().forward(hidden_SH)
         if torch.is_grad_enabled():
@@ -91,11 +93,12 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 class _LossOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> tuple[Tensor, Tensor, Tensor]:
-        losses_S, grad_logits_SV = loss(logits_SV, labels_S)
+        losses_S, grad_logits_SV, cross_entropy_S = loss(logits_SV, labels_S)
         hits_S = likeliest(logits_SV, labels_S)
+        shown_S = losses_S if cross_entropy_S is None else cross_entropy_S
         ctx.save_for_backward(grad_logits_SV)
-        ctx.mark_non_differentiable(losses_S, hits_S)
-        return losses_S.sum(dtype=torch.float64), losses_S, hits_S
+        ctx.mark_non_differentiable(shown_S, hits_S)
+        return losses_S.sum(dtype=torch.float64), shown_S, hits_S
 
     @staticmethod
     @once_differentiable
@@ -117,6 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and is_bias_trained else None
         losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
         hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
+        cross_entropies: list[Tensor] = []  # of the chunks, where another loss is trained
         block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
         for start in range(0, len(labels_S), block_size):
             block = slice(start, start + block_size)
@@ -126,8 +130,11 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             for logits_CV, labels_C, losses_C, hits_C in zip(*parts, strict=True):
                 hits_C.copy_(likeliest(logits_CV, labels_C))
-                for target, found in zip((losses_C, logits_CV), loss(logits_CV, labels_C), strict=True):
-                    target.copy_(found)
+                found_C, grad_logits_CV, cross_entropy_C = loss(logits_CV, labels_C)
+                losses_C.copy_(found_C)
+                logits_CV.copy_(grad_logits_CV)
+                if cross_entropy_C is not None:
+                    cross_entropies.append(cross_entropy_C)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_BV.sum(0, dtype=torch.float32)
             grad_hidden_SH[block] = grad_logits_BV @ weight_VH
@@ -135,8 +142,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_weight_VH += grad_logits_BV.T @ hidden_SH[block]
         ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
         ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
-        ctx.mark_non_differentiable(losses_S, hits_S)
-        return losses_S.sum(dtype=torch.float64), losses_S, hits_S
+        shown_S = torch.cat(cross_entropies) if cross_entropies else losses_S
+        ctx.mark_non_differentiable(shown_S, hits_S)
+        return losses_S.sum(dtype=torch.float64), shown_S, hits_S
 
     @staticmethod
     @once_differentiable

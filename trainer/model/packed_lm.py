@@ -123,6 +123,7 @@ def build_on_meta(
     model.original_forward = model.forward
     model.forward = types.MethodType(forward, model)
     model.is_packed = is_packed
+    model.trains_cross_entropy = loss.is_cross_entropy
     return model
 
 

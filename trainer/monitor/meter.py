@@ -124,6 +124,7 @@ class Meter(Remembered):
             "train/grad_norm": grad_norm,
             "train/ppl": perplexity(loss),
             "train/token_accuracy": totals.sums["num_hits"] / batch.num_loss_tokens,
+            **self._objective(batch, totals),
             **{f"train/{key}": value for key, value in losses_by_source(totals.sums, batch.loss_tokens_by).items()},
             **{key: value for key, value in totals.sums.items() if key in metrics.METRICS},
             **{f"train/{name}": value for name, value in batch.length_facts.items()},
@@ -185,6 +186,12 @@ class Meter(Remembered):
 
     def _is_rare_row(self, step: int) -> bool:
         return self.is_rare(step) or self._is_first
+
+    def _objective(self, batch: StepBatch, totals: Totals) -> dict[str, float]:
+        """The mean of the trained loss, where that is not cross-entropy."""
+        if "objective_sum" not in totals.sums:
+            return {}
+        return {"train/objective": totals.sums["objective_sum"] / batch.num_loss_tokens}
 
     def _count(self, batch: StepBatch, loss: float, clip_coef: float) -> None:
         self._num_samples += batch.num_samples
