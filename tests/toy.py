@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
@@ -242,4 +243,5 @@ def toy_run(
 
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """{name: whole tensor}, collective."""
-    return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in whole.items()}

@@ -16,6 +16,7 @@ import torch
 from family_runs import prepare, words_of_run
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 from whole_runs import run, tiny_model
 
@@ -116,13 +117,20 @@ def test_killed_and_started_again_is_bit_equal(
     assert found.num_tensors > 10 and not found.differences, found.differences
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("lora", LORA), ("freeze", FREEZE)])
+@pytest.mark.parametrize(
+    ("kind", "changes", "ranks"), [("lora", LORA, (1, 2)), ("freeze", FREEZE, (1, 2)), ("freeze", FREEZE, (2, 1))]
+)
 def test_another_number_of_ranks_continues(
-    words: tuple[str, ...], straight: dict[str, Path], tmp_path: Path, kind: str, changes: tuple[str, ...]
+    words: tuple[str, ...],
+    straight: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    changes: tuple[str, ...],
+    ranks: tuple[int, int],
 ) -> None:
     run_dir = tmp_path / "run"
-    start(run_dir, 1, *words, *changes, code=None, before=partial(kill_in_step, 3))
-    start(run_dir, 2, *words, *changes)
+    start(run_dir, ranks[0], *words, *changes, code=None, before=partial(kill_in_step, 3))
+    start(run_dir, ranks[1], *words, *changes)
     assert relative(curve(run_dir), curve(straight[f"{kind} 1"])) < 1e-6
 
 
@@ -138,16 +146,20 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(straight: dict[str,
     assert not {"config.json", "model.safetensors"} & names, "transformers would take it for a whole model"
 
 
-def test_a_frozen_parameter_stays_and_is_saved_without_moments(straight: dict[str, Path], root: Path) -> None:
-    checkpoint = straight["freeze 2"] / "global_step_4"
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_frozen_parameter_stays_and_is_saved_without_moments(
+    straight: dict[str, Path], root: Path, num_ranks: int
+) -> None:
+    checkpoint = straight[f"freeze {num_ranks}"] / "global_step_4"
     before, after = (load_file(path / "model.safetensors") for path in (root / "model", checkpoint / "huggingface"))
     frozen = {name for name in before if "embed_tokens" in name or "mlp" in name}
     assert before.keys() == after.keys() and len(frozen) == 4
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == (name in frozen), name
-    moments = read_torch(checkpoint / layout.optim_file(2, 0))["state"]
-    saved = set(read_torch(checkpoint / layout.model_file(2, 0)))
-    assert saved - set(moments) - {"lm_head.weight"} == frozen
+    moments = read_torch(checkpoint / layout.optim_file(num_ranks, 0))["state"]
+    saved = read_torch(checkpoint / layout.model_file(num_ranks, 0))
+    assert set(saved) - set(moments) - {"lm_head.weight"} == frozen
+    assert {tuple(tensor.placements) for tensor in saved.values()} == {(Shard(0),)}, "also of what is not sharded"
 
 
 def logits_of(model: Any) -> torch.Tensor:

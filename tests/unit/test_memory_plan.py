@@ -20,6 +20,7 @@ from trainer.planner import fake_step, forecast, live_storage, memory_plan
 from trainer.planner.forecast import Change, Forecast, change_series, smallest_change
 from trainer.planner.live_storage import (
     ACTIVATIONS,
+    FROZEN,
     GATHERED,
     HEAD,
     HOST_INPUTS,
@@ -62,6 +63,21 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path: Path, 
     buffers = found.device_bytes[PARAMETERS] - shard_bytes
     assert 0 <= buffers <= 2 * 8 * 4, "only the rotary frequencies"
     assert found.host_bytes[SAVE_COPY] == found.device_bytes[PARAMETERS] + found.device_bytes[OPTIMIZER]
+
+
+def test_one_card_holds_a_frozen_model_once(tmp_path: Path) -> None:
+    """There is nothing to gather but adapters. Two cards each hold half, and gather it."""
+    one, two = (planned(tmp_path, num_ranks, *tokens(64, 32), LORA, **WIDE) for num_ranks in (1, 2))
+    offloaded = planned(tmp_path, 1, *tokens(64, 32), LORA, "model.fsdp_config.cpu_offload=true", **WIDE)
+    base_bytes = 2 * (one.num_parameters - one.num_trained)
+    assert one.device_bytes[FROZEN] == base_bytes
+    assert one.device_bytes[GATHERED] <= 4 * one.num_trained
+    assert two.device_bytes[FROZEN] == pytest.approx(base_bytes / 2, rel=1e-3)
+    assert offloaded.host_bytes[FROZEN] == base_bytes
+    assert two.device_bytes[GATHERED] > base_bytes / 4
+
+
+LORA = "model.lora_rank=4"
 
 
 def test_what_is_sharded_falls_with_the_number_of_ranks(tmp_path: Path) -> None:

@@ -77,7 +77,9 @@ def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """{parameter name: this rank's shard as a DTensor}; a tied head appears under both names, written once."""
-    shards = {parameter: _compact(parameter) for parameter in saved_parameters(model).values()}
+    saved = list(saved_parameters(model).values())
+    cut = next((parameter for parameter in saved if isinstance(parameter, DTensor)), None)
+    shards = {parameter: _compact(parameter if cut is None else _as_shard(parameter, cut)) for parameter in saved}
     return {name: shards[p] for name, p in saved_parameters(model, remove_duplicate=False).items()}
 
 
@@ -177,6 +179,13 @@ def _entry(part: Mapping[str, Any], name: str, directory: Path) -> Any:
     return part[name]
 
 
+def _as_shard(parameter: Tensor, like: DTensor) -> Tensor:
+    """A parameter that FSDP left alone because each rank holds it whole, as the one shard of it there is."""
+    if isinstance(parameter, DTensor):
+        return parameter
+    return DTensor.from_local(parameter.detach(), like.device_mesh, like.placements, run_check=False)
+
+
 def _compact(value: Any) -> Any:
     """Without autograd, and without the padding FSDP keeps behind an uneven shard (it would be saved too)."""
     if not isinstance(value, DTensor):
@@ -207,11 +216,14 @@ def _copy_slice(saved: list[Any], live: Tensor, name: str, key: str, *, may_roun
             f"start anew from the checkpoint's huggingface/ with model.partial_pretrain and another "
             f"trainer.experiment_name"
         )
-    if not isinstance(live, DTensor):
+    if not isinstance(saved[0], DTensor) and not isinstance(live, DTensor):
         live.copy_(saved[0])
         return
-    local = live.to_local()
-    _, (first, *_) = compute_local_shape_and_global_offset(live.shape, live.device_mesh, live.placements)
+    if isinstance(live, DTensor):
+        local = live.to_local()
+        _, (first, *_) = compute_local_shape_and_global_offset(live.shape, live.device_mesh, live.placements)
+    else:  # FSDP left it alone, since this rank holds it whole
+        local, first = live, 0
     for rows in _rows(saved, name, first, first + len(local)):
         local[: len(rows)].copy_(rows)
         local = local[len(rows) :]

@@ -99,6 +99,7 @@ def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """One FSDP unit per decoder layer; embeddings and head are units of their own unless they share a weight."""
     fsdp = config.fsdp_config
+    is_offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     unit = partial(
         fully_shard,
         mesh=world.mesh,
@@ -107,7 +108,8 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
             reduce_dtype=getattr(torch, fsdp.reduce_dtype),
             cast_forward_inputs=False,
         ),
-        offload_policy=CPUOffloadPolicy() if fsdp.cpu_offload and world.device.type == "cuda" else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
+        ignored_params=_used_in_place(model, world, is_offloaded=is_offloaded),
     )
     reshard = fsdp.reshard_after_forward
     if reshard == AUTO:
@@ -130,6 +132,17 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     if config.master_dtype != "float32":
         model.register_forward_pre_hook(_keep_gradients_in_float32)
     model.register_forward_hook(_reshard_without_backward)
+
+
+def _used_in_place(model: PreTrainedModel, world: World, *, is_offloaded: bool) -> set[nn.Parameter]:
+    """Return the parameters that FSDP leaves alone: what is frozen, where each rank holds the whole model anyway.
+
+    FSDP would copy a shard that is the whole parameter in order to gather it. A frozen parameter already has the dtype
+    it is computed in, and no gradient to reduce. Offloaded parameters do have to come to the device.
+    """
+    if world.num_shards > 1 or is_offloaded:
+        return set()
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad and parameter.ndim}
 
 
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
