@@ -1,9 +1,13 @@
-"""Where a run stands (floor 0)."""
+"""Where a run stands (floor 0), and of which ranks the saved state of a part is."""
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+ALL, MAIN, OWN = "all", "main", "own"
+"""Values of the attribute `state_of` of a part: the state is equal on all ranks; that of rank 0 counts; each rank has
+its own, which another number of ranks cannot use."""
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from toy import write_model_config
 from toy_runs import Recipe, Result, StopsAfter, run
 
+from trainer.checkpoint import layout
 from trainer.config import OptimConfig
 from trainer.errors import EXIT_RESUMABLE
 from trainer.loop.run import Run
 from trainer.losses import LOSSES, Loss
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer, local
+from trainer.progress import ALL, OWN
 
 SMOOTHING = 0.1
 CHOICES = ({"loss": "smoothed"}, {"optimizer_name": "heavy_ball"}, {"loss": "dft"}, {"optimizer_name": "muon"})
@@ -75,6 +78,8 @@ def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path: 
 class WeightAverage:
     """Of this rank's shards over all steps so far: it changes with each step and must go on where it was."""
 
+    state_of = OWN
+
     def __init__(self, model: nn.Module) -> None:
         self._named = {name: local(parameter) for name, parameter in model.named_parameters()}
         self.averages = {name: torch.zeros_like(shard) for name, shard in self._named.items()}
@@ -91,7 +96,31 @@ class WeightAverage:
             average.copy_(state_dict[name])
 
 
-def train_averaged(world: Any, run_dir: Path, source: Any, num_steps: int = 99, has_average: bool = True) -> Any:
+class Undeclared(WeightAverage):
+    """It does not say that its state is that of this rank."""
+
+    state_of = ALL
+
+
+class Sharded(WeightAverage):
+    """It saves what it averages, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "parameters": [parameter.detach() for parameter in self._model.parameters()]}
+
+
+def train_averaged(
+    world: Any,
+    run_dir: Path,
+    source: Any,
+    num_steps: int = 99,
+    has_average: bool = True,
+    kind: type[WeightAverage] = WeightAverage,
+) -> Any:
     """(steps trained, the averages at the end, lines of the log)."""
     made: list[WeightAverage] = []
     lines: list[str] = []
@@ -101,7 +130,7 @@ def train_averaged(world: Any, run_dir: Path, source: Any, num_steps: int = 99, 
     logging.getLogger("trainer").setLevel(logging.INFO)
 
     def parts_of(run: Run) -> dict[str, Any]:
-        made.append(WeightAverage(run.model))
+        made.append(kind(run.model))
         step = run.optimizer.step
         run.optimizer.step = lambda: (step(), made[0].update())  # type: ignore[method-assign, assignment]
         return {"average": made[0]} if has_average else {}
@@ -119,6 +148,36 @@ def test_a_stateful_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path: Pa
     for (steps, ours, lines), (_, theirs, _) in zip(resumed, straight, strict=True):
         assert steps == [3, 4] and all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert not any("'average'" in line for line in lines)
+
+
+def test_a_part_that_differs_by_rank_without_saying_so_is_refused_at_the_save(tmp_path: Path) -> None:
+    """On one rank there is nothing that could differ."""
+    source = write_model_config(tmp_path)
+    with pytest.raises(AssertionError, match="part 'average' cannot be saved: it is not the same on rank 0 and rank 1"):
+        run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=Undeclared)
+    assert not layout.checkpoints(tmp_path / "run")
+    ((steps, *_),) = run_ranks(train_averaged, 1, tmp_path / "alone", source, kind=Undeclared)
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_sharded_tensor_in_the_extra_state_is_refused_at_the_save(tmp_path: Path) -> None:
+    source = write_model_config(tmp_path)
+    with pytest.raises(AssertionError, match="part 'average' cannot be saved: it holds a sharded tensor"):
+        run_ranks(train_averaged, 2, tmp_path / "run", source, 2, kind=Sharded)
+    assert not layout.checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {"fsdp_size": 1})])
+def test_a_part_of_each_rank_is_not_given_to_other_ranks(
+    tmp_path: Path, num_ranks: int, changes: dict[str, Any]
+) -> None:
+    source = write_model_config(tmp_path)
+    run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
+    text = r"state of the part 'average' for each of its 2 ranks \(fsdp 2\)"
+    with pytest.raises(AssertionError, match=text):
+        run_ranks(train_averaged, num_ranks, tmp_path / "run", source, **changes)
+    (info,) = layout.checkpoints(tmp_path / "run")
+    assert info.step == 2
 
 
 def test_a_checkpoint_from_before_a_part_was_there_leaves_it_as_it_begins_and_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.checkpoint import fsio, layout, retention, rollback, shards, start
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.checkpoint.state import State, load_state, rank_state
+from trainer.checkpoint.state import State, load_state, rank_state, require_resumable
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.progress import History, Position, Rollbacks
 from trainer.runtime.distributed import on_main
@@ -191,12 +191,16 @@ class CheckpointManager:
         return count.item() == 0
 
     def _snapshot(self, position: Position, *, loss: float, grad_norm: float, history: History) -> Snapshot:
-        """The live state of this rank; its tensors change with the next step."""
+        """The live state of this rank; its tensors change with the next step. Raises `ConfigError` on all ranks for
+        one that could not be resumed.
+        """
+        extra = rank_state(self._state, position.step)
+        require_resumable(extra, self._state, self._world)
         return Snapshot(
             position=position,
             model=self._state["model"].state_dict(),
             optim=self._state["optimizer"].state_dict(),
-            extra=rank_state(self._state, position.step),
+            extra=extra,
             data=self._state["data"].state_dict(),
             loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,

@@ -303,7 +303,7 @@ class Saver:
             epoch=snapshot.position.epoch,
             samples_consumed=snapshot.position.samples_consumed,
             world_size=self.world.size,
-            mesh={name: self.world.mesh[name].size() for name in self.world.mesh.mesh_dim_names or ()},
+            mesh=self.world.mesh_sizes,
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             nonce=secrets.token_hex(8),
             files=tuple(records),

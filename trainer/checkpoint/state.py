@@ -2,8 +2,13 @@
 
 Where a part is kept follows from its name: `model` and `optimizer` in a file of shards each, `data` in the file that
 belongs to no rank, every other part in the extra state of each rank.
+
+A resume on another number of ranks gives every rank the extra state of rank 0. That is right for a part whose state is
+equal on all ranks, which each save checks, or whose state on rank 0 is the one that counts. A part whose class sets
+`state_of = OWN` has a different state on each rank. It can only continue on the same ranks, and is refused on others.
 """
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,20 +17,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint import layout, shards, verl
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.progress import LoopState
+from trainer.config import ConfigError
+from trainer.progress import ALL, MAIN, OWN, LoopState
 from trainer.runtime.distributed import World
+from trainer.weights import bytes_of
 
 logger = logging.getLogger(__name__)
-RANKS_OWN = ("rng",)
-"""Parts that ranks of another number cannot use."""
+APART = ("model", "optimizer", "data")
+"""Parts that have files of their own."""
+SEEDED = ("rng",)
+"""Parts that differ by rank, and that other ranks do not need: each step seeds them again."""
 
 
 class Stateful(Protocol):
-    """A part that survives a restart."""
+    """A part that survives a restart. Its class may have an attribute `state_of`, by default `ALL`: see
+    `trainer.progress`.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -82,8 +96,63 @@ class WeightBuffers:
 
 def rank_state(state: State, step: int) -> dict[str, Any]:
     """The extra state of this rank after finished step `step`."""
-    apart = ("model", "optimizer", "data")
-    return {"step": step, **{name: part.state_dict() for name, part in state.items() if name not in apart}}
+    return {"step": step, **{name: part.state_dict() for name, part in state.items() if name not in APART}}
+
+
+def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
+    """Raise `ConfigError` on all ranks for an extra state that ranks of another number could not use. Collective.
+
+    `extra`: what `rank_state` gave on this rank.
+    """
+    parts = [name for name in extra if name in state and name not in SEEDED]
+    sharded = [name for name in parts if any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name]))]
+    common = [name for name in parts if _state_of(state[name]) == ALL and name not in sharded]
+    reports: list[Any] = [None] * world.size
+    dist.all_gather_object(reports, ({name: _digest(extra[name]) for name in common}, sharded))
+    expected, _ = reports[0]
+    for rank, (digests, found_sharded) in enumerate(reports):
+        if found_sharded:
+            raise ConfigError(
+                f"the state of the part '{found_sharded[0]}' cannot be saved: it holds a sharded tensor (DTensor), and "
+                f"another number of ranks does not shard the extra state of a checkpoint again.\n"
+                f"Fix: return its to_local() from state_dict, and set state_of = {OWN!r} on the class"
+            )
+        names = expected.keys() | digests.keys()
+        if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
+            raise ConfigError(
+                f"the state of the part '{different[0]}' cannot be saved: it is not the same on rank 0 and rank "
+                f"{rank}, and a resume on another number of ranks would give every rank that of rank 0.\n"
+                f"Fix: make it the same on all ranks, or set state_of on the class: {OWN!r} if each rank needs its "
+                f"own state, {MAIN!r} if that of rank 0 counts"
+            )
+
+
+def _state_of(part: Stateful) -> str:
+    return getattr(part, "state_of", ALL)
+
+
+def _digest(value: Any) -> str:
+    """Equal for equal nested containers of tensors and plain values."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(item: Any) -> None:
+        digest.update(type(item).__name__.encode())
+        if isinstance(item, Tensor):
+            digest.update(repr((item.dtype, tuple(item.shape))).encode())
+            digest.update(bytes_of(item.detach()))
+        elif isinstance(item, Mapping):
+            for key in sorted(item, key=repr):
+                add(key)
+                add(item[key])
+        elif isinstance(item, list | tuple):
+            digest.update(str(len(item)).encode())
+            for entry in item:
+                add(entry)
+        else:
+            digest.update(repr(item).encode())
+
+    add(value)
+    return digest.hexdigest()
 
 
 def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[str], world: World) -> None:
@@ -102,15 +171,29 @@ def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[s
     if "extra" not in contents:
         return
     is_same_size = world_size == world.size
+    is_same_mesh = is_same_size and checkpoint.manifest.mesh == world.mesh_sizes
     extra = shards.read_torch(path / layout.extra_file(world_size, world.rank if is_same_size else 0))
     extra["data"] = shards.read_torch(path / layout.DATA)
     for name, part in state.items():
-        if name in ("model", "optimizer") or (name in RANKS_OWN and not is_same_size):
+        if name in ("model", "optimizer") or (name in SEEDED and not is_same_size):
             continue
         if name in extra:
+            if _state_of(part) == OWN and name not in SEEDED and not is_same_mesh:
+                raise ConfigError(
+                    f"{path} holds a state of the part '{name}' for each of its {world_size} ranks "
+                    f"({_described(checkpoint.manifest.mesh)}), which the {world.size} ranks of this run "
+                    f"({_described(world.mesh_sizes)}) cannot take over.\n"
+                    f"Fix: continue on the same ranks, or start anew from its weights: another "
+                    f"trainer.experiment_name, trainer.resume_mode=resume_path, trainer.resume_from_path={path}, "
+                    f"trainer.checkpoint.load_contents=[model]"
+                )
             part.load_state_dict(extra[name])
         elif part.state_dict():
             logger.info("%s was saved without the state of '%s', which begins anew", path, name)
+
+
+def _described(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
 
 def _load_foreign(checkpoint: CheckpointInfo, state: State, contents: Sequence[str]) -> None:

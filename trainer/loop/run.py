@@ -23,7 +23,7 @@ from trainer.monitor.memory import RollDetail
 from trainer.monitor.meter import Meter
 from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import LrSchedule
-from trainer.progress import LoopState
+from trainer.progress import ALL, LoopState
 from trainer.runtime import seeding
 from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
@@ -103,7 +103,8 @@ class Run:
     def stateful_parts(self) -> dict[str, Stateful]:
         """All that is saved, loaded and rolled back. A new part is a line here, and its two methods.
 
-        A checkpoint from before a part was there leaves it as it begins.
+        Its state has to be equal on all ranks, which each save checks; otherwise the class of the part sets `state_of`
+        (`trainer.progress`). A checkpoint from before a part was there leaves it as it begins.
         """
         return {
             "model": ModelShards(self.model),
@@ -137,6 +138,7 @@ class CrossEntropyHistory:
 
     def __init__(self, part: Stateful, keys: Sequence[str]) -> None:
         self._part, self._keys = part, keys
+        self.state_of = getattr(part, "state_of", ALL)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._part.state_dict(), "has_cross_entropy": True}

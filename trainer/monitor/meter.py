@@ -21,7 +21,7 @@ from trainer.monitor.clock import PhaseClock, Span
 from trainer.monitor.memory import DEVICE_FIELDS, GIB, GpuSampler, Memory
 from trainer.monitor.packet import Totals, losses_by_source
 from trainer.monitor.throughput import PEAK_TFLOPS, Window, known_as
-from trainer.progress import Remembered
+from trainer.progress import MAIN, Remembered
 from trainer.runtime.distributed import World
 
 RARE_EVERY = 50
@@ -59,6 +59,7 @@ class Plan:
 class Meter(Remembered):
     """One per rank; rows differ between ranks only where the table says that rank 0's counts. Survives restarts."""
 
+    state_of = MAIN  # ranks measure their own times
     KEPT: ClassVar = (
         *("_num_samples", "_num_tokens", "_num_valid_tokens", "_productive_s", "_ema", "_num_ema"),
         "_clipped",

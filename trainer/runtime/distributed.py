@@ -56,6 +56,11 @@ class World:
         return self.rank == 0
 
     @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """{name of a dimension of the mesh: its size}."""
+        return {name: self.mesh[name].size() for name in self.mesh.mesh_dim_names or ()}
+
+    @property
     def num_replicas(self) -> int:
         """How many ranks hold the same parameter shard."""
         return self.size // self.num_shards

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
+from trainer.progress import MAIN
 from trainer.runtime import heartbeat
 from trainer.tracking import (
     events_file,
@@ -108,6 +109,8 @@ class Tracking:
     run or in which another process trains, `CannotWriteError` when a file of its own cannot be opened. After that no
     failure of a disk, a network or a tracker reaches the caller.
     """
+
+    state_of = MAIN
 
     def __init__(
         self,
