@@ -18,6 +18,7 @@ from toy import build_toy_model, model_config, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
+from trainer.checkpoint import shards
 from trainer.config import ConfigError
 from trainer.model import adapters, assemble, flops, lora_layers, new_tokens, packed_lm, source
 from trainer.planner.live_storage import FROZEN
@@ -284,6 +285,14 @@ def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family: Any, tmp_
             assert relative(found[0], losses) < 1e-5, way
             assert relative(found[1], norms) < 1e-5, way
     assert losses[-1] < losses[0]
+
+
+def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family: Any) -> None:
+    source = family("qwen2_moe")
+    model, wider = on_meta(source), on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
+    saved = {name: parameter for name, parameter in wider.named_parameters() if ".lora_" in name}
+    with pytest.raises(ConfigError, match=r"does not adapt: .*shared_expert_gate.lora_A.*4 such tensors"):
+        shards.load_model(model, [saved], Path("global_step_2"))
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,15 @@ def load_model(model: nn.Module, parts: Sequence[Mapping[str, Any]], directory: 
     """Copy the saved parameters into `model`, whatever the number of ranks that saved them.
 
     `parts`: what `model_state` gave on each of the ranks that hold one whole copy, read from `directory`.
+    Raises `ConfigError` where the checkpoint has adapters for layers that have none in `model`.
     """
-    for name, parameter in saved_parameters(model).items():
+    parameters = saved_parameters(model)
+    if lost := sorted(name for name in parts[0].keys() - parameters.keys() if is_adapter(name)):
+        raise ConfigError(
+            f"{directory} has adapters for layers that this run does not adapt: {lost[0]} ({len(lost)} such tensors).\n"
+            f"Fix: start a new run with trainer.experiment_name=<new name>"
+        )
+    for name, parameter in parameters.items():
         may_round = not parameter.requires_grad
         saved = [_entry(part, name, directory) for part in parts]
         _copy_slice(saved, parameter, name, "model.master_dtype", may_round=may_round)
