@@ -66,7 +66,7 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path: Path, 
 
 
 def test_one_card_holds_a_frozen_model_once(tmp_path: Path) -> None:
-    """There is nothing to gather but adapters. Two cards each hold half, and gather it."""
+    """There is nothing to gather but adapters. Two cards each hold half, and gather it; offloaded layers come."""
     one, two = (planned(tmp_path, num_ranks, *tokens(64, 32), LORA, **WIDE) for num_ranks in (1, 2))
     offloaded = planned(tmp_path, 1, *tokens(64, 32), LORA, "model.fsdp_config.cpu_offload=true", **WIDE)
     base_bytes = 2 * (one.num_parameters - one.num_trained)
@@ -74,7 +74,7 @@ def test_one_card_holds_a_frozen_model_once(tmp_path: Path) -> None:
     assert one.device_bytes[GATHERED] <= 4 * one.num_trained
     assert two.device_bytes[FROZEN] == pytest.approx(base_bytes / 2, rel=1e-3)
     assert offloaded.host_bytes[FROZEN] == base_bytes
-    assert two.device_bytes[GATHERED] > base_bytes / 4
+    assert min(found.device_bytes[GATHERED] for found in (two, offloaded)) > base_bytes / 4
 
 
 LORA = "model.lora_rank=4"

@@ -99,7 +99,6 @@ def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """One FSDP unit per decoder layer; embeddings and head are units of their own unless they share a weight."""
     fsdp = config.fsdp_config
-    is_offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     unit = partial(
         fully_shard,
         mesh=world.mesh,
@@ -108,8 +107,8 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
             reduce_dtype=getattr(torch, fsdp.reduce_dtype),
             cast_forward_inputs=False,
         ),
-        offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
-        ignored_params=_used_in_place(model, world, is_offloaded=is_offloaded),
+        offload_policy=CPUOffloadPolicy() if fsdp.cpu_offload and world.device.type == "cuda" else OffloadPolicy(),
+        ignored_params=_used_in_place(model, world, is_offloaded=fsdp.cpu_offload),
     )
     reshard = fsdp.reshard_after_forward
     if reshard == AUTO:
