@@ -2,15 +2,20 @@
 
 import logging
 import os
+import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch._dynamo.exc
+import torch._inductor.exc
+import torch.distributed as dist
 from family_trials import family_config
-from ranks import run_ranks
+from ranks import run_ranks, started_ranks
 from test_selfcheck import _leaking
 from toy import ToySamples, model_config, write_model_config
 from transformers import AutoConfig, PretrainedConfig
@@ -48,6 +53,66 @@ def built(world: Any, source: ModelSource, faulty_rank: int, choice: str) -> tup
     loss = model(pack(ToySamples(), [0])).loss_sum
     loss.backward()
     return "packed" if model.is_packed else "one by one", lines.lines
+
+
+def errors(kind: str) -> Exception:
+    found = {
+        "kernel": RuntimeError("varlen_attn needs a head size that divides by 8"),
+        "value": ValueError("head_dim"),
+        "not there": NotImplementedError("varlen_attn on this device"),
+        "memory": torch.OutOfMemoryError("CUDA out of memory"),
+        "device": torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        "peer": dist.DistBackendError("NCCL error"),
+        "compiler": torch._inductor.exc.InductorError(RuntimeError("no C++ compiler"), None),
+        "tracing": torch._dynamo.exc.TorchRuntimeError("a fake tensor"),
+        "mistake": TypeError("packed_attention() got an unexpected keyword argument"),
+    }
+    return found[kind]
+
+
+REFUSALS = ("kernel", "value", "not there")
+
+
+def built_with_errors(world: Any, source: ModelSource, failing_rank: int, kinds: list[str]) -> dict[str, str]:
+    """{kind of error that attention raises on a rank: how documents run, or the type of the error that got out}."""
+    found = {}
+    for kind in kinds:
+        error = errors(kind)
+        attend = attention.packed_attention if world.rank != failing_rank else Mock(side_effect=error)
+        with patch.object(attention, "packed_attention", attend):
+            try:
+                model = build_model(model_config(attention="auto"), source, world=world, seed=1, max_length=64)
+                found[kind] = "packed" if model.is_packed else "one by one"
+            except Exception as raised:
+                found[kind] = type(raised).__name__
+    return found
+
+
+def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(tmp_path: Path) -> None:
+    """A card that is full, lost or without a compiler is none of packing: `auto` would train several times slower."""
+    source = write_model_config(tmp_path)
+    (found,) = run_ranks(built_with_errors, 1, source, 0, kinds := [*REFUSALS, *sorted(OTHERS)])
+    assert found == {kind: "one by one" if kind in REFUSALS else type(errors(kind)).__name__ for kind in kinds}
+
+
+OTHERS = ("memory", "device", "peer", "compiler", "tracing", "mistake")
+
+
+def fails_on_one_rank(world: Any, source: ModelSource) -> None:
+    with (
+        patch.object(attention, "packed_attention", Mock(side_effect=errors("memory"))) if world.rank else nullcontext()
+    ):
+        build_model(model_config(), source, world=world, seed=1, max_length=64)
+
+
+def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path: Path) -> None:
+    """Its process ends, and the launcher the others; it told them its error where they did not listen, for a minute."""
+    with started_ranks(fails_on_one_rank, 2, write_model_config(tmp_path)) as ranks:
+        (process, receiver) = ranks[1]
+        assert receiver.poll(30), "it waits for the other rank"
+        is_ok, text = pickle.loads(receiver.recv_bytes())
+        process.join(10)
+    assert not is_ok and "OutOfMemoryError: CUDA out of memory" in text and process.exitcode == 1
 
 
 def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(tmp_path: Path) -> None:

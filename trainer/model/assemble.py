@@ -133,9 +133,9 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
             refusal = f"trainer.deterministic=true is not possible with {name} here: {operation}"
-        elif model.is_packed:
+        elif model.is_packed and _is_refusal(error):
             refusal = f"{name}: {type(error).__name__}: {error}"
-        else:
+        else:  # on one rank alone, perhaps: its process ends, and the launcher ends those that wait for it
             raise
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, (errors.loss, errors.foresight, refusal))
@@ -155,6 +155,16 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_len
     computed = str(dtype).removeprefix("torch.")
     logger.info("self-check: loss equals transformers' own forward pass within %s, in %s", within, computed)
     return None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it may be what a kernel says of its arguments, which another attention need not say.
+
+    A card that is full or lost, a peer that is gone and a missing compiler fail with any attention.
+    """
+    others = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+    is_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    return isinstance(error, RuntimeError | ValueError) and not isinstance(error, others) and not is_compiler
 
 
 def _or_infinity(error: float) -> float:
