@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from trainer.runtime.environment import grow_cuda_segments, let_waiting_threads_sleep
+from trainer.runtime.environment import grow_cuda_segments, let_waiting_threads_sleep, pinned_bytes
 
+MB = 2**20
 SEGMENTS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 CASES = [
@@ -33,3 +34,22 @@ def test_allocator_and_threads_are_set_unless_the_user_chose_otherwise(
         monkeypatch.setenv(names[index_chosen], "as I like")
     function()
     assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0, 1, 2, 8 * MB, 16 * MB]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, [0, 1, 2, 8 * MB, 16 * MB]),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, [0, 1, 2, 5 * MB, 9 * MB]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, pinned_max_cached_size_mb: 8"}, [0, 1, 2, 8 * MB, 9 * MB]),
+    ],
+)
+def test_page_locked_memory_comes_in_powers_of_two_up_to_the_limit_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: list[int]
+) -> None:
+    for name in SEGMENTS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert [pinned_bytes(size) for size in (0, 1, 2, 5 * MB, 9 * MB)] == expected

@@ -77,13 +77,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step on so many layers: bytes by category at the fullest moment of each phase, of everything and of what is
-    on the device; how often it asks for which operation.
+    """One step on so many layers: bytes by category at the fullest moment of each phase, of everything, of what is on
+    the device and of everything with page-locked memory as the host has it; how often it asks for which operation.
     """
 
     num_layers: int
     everything: dict[Phase, Counter[str]]
     on_device: dict[Phase, Counter[str]]
+    on_host: dict[Phase, Counter[str]]
     operations: Counter[DeviceOperation]
 
 
@@ -124,6 +125,7 @@ def measure(job: Job, num_layers: int) -> Measured:
         num_layers=num_layers,
         everything=live.peaks(),
         on_device=live.peaks(elsewhere=job.elsewhere),
+        on_host=live.peaks(pinned=job.elsewhere & live_storage.PINNED),
         operations=operations.counts,
     )
 

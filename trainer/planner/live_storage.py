@@ -18,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.runtime.environment import pinned_bytes
+
 PARAMETERS, OPTIMIZER, GATHERED = "parameters", "optimizer state", "gathered parameters"
 FROZEN = "frozen parameters"
 SHARDED_GRADIENTS, GRADIENTS = "sharded gradients", "gradients being reduced"
 ACTIVATIONS, HEAD, HOST_INPUTS = "activations", "head: logits and loss", "inputs of the layers, put away"
 LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
 """What a rank holds of the whole state: in host memory with CPU offload."""
+PINNED = frozenset({PARAMETERS, FROZEN, HOST_INPUTS})
+"""What is page-locked, a block for each tensor, where it is in host memory beside a GPU."""
 _HANDED_OVER = {
     "fsdp.all_gather_copy_in.default": GATHERED,
     "fsdp.chunk_cat.default": GRADIENTS,
@@ -69,15 +73,23 @@ class LiveStorages(TorchDispatchMode):
             if self._categories[index] not in LASTING:
                 self._categories[index] = category
 
-    def peaks(self, *, elsewhere: frozenset[str] = frozenset()) -> dict[Phase, Counter[str]]:
+    def peaks(
+        self, *, elsewhere: frozenset[str] = frozenset(), pinned: frozenset[str] = frozenset()
+    ) -> dict[Phase, Counter[str]]:
         """For each phase, in order, bytes by category at its fullest moment.
 
         `elsewhere` lists categories that live in other memory: they count here only at the moment they are made.
+        `pinned` lists those in page-locked memory, which each tensor takes more of than it has bytes.
         """
         live: Counter[str] = Counter()
+        sizes: Counter[int] = Counter()
         found: dict[Phase, Counter[str]] = {}
         for index, change_bytes, phase in self._events:
             category = self._categories[index]
+            if category in pinned:
+                before_bytes = pinned_bytes(sizes[index])
+                sizes[index] += change_bytes
+                change_bytes = pinned_bytes(sizes[index]) - before_bytes
             live[category] += change_bytes
             if phase not in found or live.total() > found[phase].total():
                 found[phase] = live.copy()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil, inf, prod
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ from trainer.planner.live_storage import (
 from trainer.planner.operations import ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE, DeviceOperation
 from trainer.planner.roofline import AWAITED, COPIES, repeats
 from trainer.run.inputs import resolve_source, source_at
-from trainer.runtime.distributed import compute_dtype, require_divided
+from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_divided
+from trainer.runtime.environment import pinned_bytes
 
 SAVE_COPY = "copy of an asynchronous save"
 NAMES = (PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS, GRADIENTS, GATHERED, ACTIVATIONS, HOST_INPUTS, HEAD)
@@ -130,6 +131,7 @@ def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
         num_layers=num_layers,
         everything=all_grown(few.everything, more.everything),
         on_device=all_grown(few.on_device, more.on_device),
+        on_host=all_grown(few.on_host, more.on_host),
         operations=Counter(  # of one that grows instead: so many times the larger, less the smaller
             {op: grown(few.operations[op], more.operations[op]) for op in few.operations | more.operations}
         ),
@@ -138,8 +140,11 @@ def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
 
 def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_layers: tuple[int, ...]) -> MemoryPlan:
     device = max(measured.on_device.values(), key=lambda held: held.total())
-    most = {name: max(held[name] for held in measured.everything.values()) for name in LASTING | {HOST_INPUTS}}
-    host = {name: most[name] for name in NAMES if name in job.elsewhere and most[name]}
+    most = {name: max(held[name] for held in measured.everything.values()) for name in LASTING}
+    on_host = {name: max(held[name] for held in measured.on_host.values()) for name in NAMES if name in job.elsewhere}
+    host = {name: size_bytes for name, size_bytes in on_host.items() if size_bytes}
+    if SHARDED_GRADIENTS in host:
+        host[SHARDED_GRADIENTS] = _pinned_gradient_bytes(job, model)
     saved = most[PARAMETERS] + most[OPTIMIZER] + most[FROZEN] * (not job.config.model.has_adapters)
     return MemoryPlan(
         num_ranks=job.num_ranks,
@@ -156,6 +161,16 @@ def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_lay
         model_dir=job.source.path,
         needed_flops=_needed_flops(model, job.workload),
     )
+
+
+def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
+    """Of the float32 gradients that FSDP copies to page-locked memory, one after the other; on the device that the plan
+    runs on they are parts of one tensor for each layer.
+    """
+    fsdp_size = job.config.model.fsdp_config.fsdp_size
+    num_shards = mesh_dimensions(job.num_ranks, fsdp_size=fsdp_size)["fsdp"]
+    trained = (parameter.shape for parameter in model.parameters() if parameter.requires_grad)
+    return sum(pinned_bytes(4 * ceil(shape[0] / num_shards) * prod(shape[1:])) for shape in trained)
 
 
 def _needed_flops(model: PreTrainedModel, workload: Workload) -> float | None:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,20 @@ def grow_cuda_segments() -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """Return what a page-locked tensor of `size_bytes` takes: torch allocates the next power of two.
+
+    A limit that the user set is honoured. None is set here: up to torch 2.13, `pinned_max_round_threshold_mb` hands out
+    blocks that are smaller than asked for (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb`
+    page-locks each gradient again in every step.
+    """
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    limits_mb = re.findall(r"\bpinned_max_(?:round_threshold|cached_size)_mb\s*:\s*(\d+)", settings)
+    if any(size_bytes > int(limit_mb) * 2**20 for limit_mb in limits_mb):
+        return size_bytes
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
 def keep_freed_memory() -> None:
