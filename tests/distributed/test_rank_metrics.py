@@ -127,9 +127,12 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path: Path) -
         assert total == pytest.approx(row["time/train/step_s"], rel=0.02)
 
 
-def train_noting_gradients(world: World, source: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """{parameter: squared norm of its whole gradient} in the second of three steps, and the rows of all."""
+def train_noting_norms(world: World, source: Any) -> tuple[dict[str, float], float, list[dict[str, float]]]:
+    """{parameter: squared norm of its whole gradient} and the squared norm of all whole parameters, both before the
+    update of the second of three steps, and the rows of all.
+    """
     squares: dict[str, float] = {}
+    weights: dict[str, float] = {}
     model = build_toy_model(world, source)
     run = toy_run(world, model, ToySamples(), total_steps=NUM_STEPS)
 
@@ -137,23 +140,29 @@ def train_noting_gradients(world: World, source: Any) -> tuple[dict[str, float],
         if run.batches.step == 2:
             grads = {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
             squares.update({name: grad.square().sum().item() for name, grad in grads.items()})
+            whole = {name: parameter.detach().full_tensor().double() for name, parameter in model.named_parameters()}
+            weights.update({name: weight.square().sum().item() for name, weight in whole.items()})
         clip.clipped_step(optimizer, **scalars)
 
     with patch.object(step, "clipped_step", noting), patch.object(meter, "RARE_EVERY", 2):
         assert fit(run) == 0
-    return squares, [row for _, row in run.tracking.rows]
+    return squares, sum(weights.values()), [row for _, row in run.tracking.rows]
 
 
-def test_the_gradient_norm_of_each_block_is_told_now_and_then_alike_on_all_world_sizes(tmp_path: Path) -> None:
+def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_path: Path) -> None:
+    """On one rank, sharded over two, and replicated on two."""
     source, key = write_model_config(tmp_path), "optim/grad_norm/"
     told = {}
-    for num_ranks in (1, 2):
-        squares, (first, second, third) = run_ranks(train_noting_gradients, num_ranks, source)[0]
-        assert not any(name.startswith(key) for name in first.keys() | third.keys())
-        told[num_ranks] = {name.removeprefix(key): norm for name, norm in second.items() if name.startswith(key)}
-        for block, norm in told[num_ranks].items():
-            parts = [square for name, square in squares.items() if name.startswith(f"{block}.")]
+    for name, (num_ranks, fsdp_size) in {"one": (1, -1), "sharded": (2, -1), "replicated": (2, 1)}.items():
+        squares, weight_square, rows_of = run_ranks(train_noting_norms, num_ranks, source, fsdp_size=fsdp_size)[0]
+        first, second, third = rows_of
+        assert not any(column.startswith(key) for column in first.keys() | third.keys())
+        assert second["optim/param_norm"] == pytest.approx(weight_square**0.5, rel=1e-6)
+        told[name] = {block.removeprefix(key): norm for block, norm in second.items() if block.startswith(key)}
+        for block, norm in told[name].items():
+            parts = [square for parameter, square in squares.items() if parameter.startswith(f"{block}.")]
             assert parts and norm == pytest.approx(sum(parts) ** 0.5, rel=1e-6), block
-        assert math.hypot(*told[num_ranks].values()) == pytest.approx(second["train/grad_norm"], rel=1e-9)
-    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= told[1].keys()
-    assert told[2] == pytest.approx(told[1], rel=1e-5)
+        assert math.hypot(*told[name].values()) == pytest.approx(second["train/grad_norm"], rel=1e-9)
+    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= told["one"].keys()
+    for name in ("sharded", "replicated"):
+        assert told[name] == pytest.approx(told["one"], rel=1e-5)

@@ -48,9 +48,6 @@ class HeavyBall(Optimizer):
                 buffer.copy_(torch.where(self.found_inf > 0, buffer, momentum))
                 local(parameter).sub_(torch.where(self.found_inf > 0, 0.0, momentum), alpha=group["lr"])
 
-    def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return local(self.state[parameter]["momentum_buffer"]) * group["lr"]
-
 
 def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
     """A run of each choice, in a directory of its own."""

@@ -11,9 +11,9 @@ from trainer.detection import StepLimits
 from trainer.guard.guard import Decision
 from trainer.loop.run import Run
 from trainer.model import parallelize
-from trainer.monitor.meter import BLOCK_SQUARES
+from trainer.monitor.meter import BLOCK_SQUARES, PARAM_SQUARES
 from trainer.monitor.packet import loss_key, reduce_packet
-from trainer.optim.clip import clipped_step, local_square_sum, norm_squares
+from trainer.optim.clip import clipped_step, local_square_sum, square_sum
 from trainer.runtime import seeding
 
 
@@ -68,8 +68,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
             **loss.by_name(batch),
             **router_sums,
             "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
-            **run.meter.take_update_squares(),
-            **(block_square_sums(run) if run.meter.is_rare(batch.step) else {}),
+            **(rare_square_sums(run) if run.meter.is_rare(batch.step) else {}),
             "num_stop_requests": run.stop.is_set,
             "num_save_requests": run.world.is_main and run.checkpoints.is_retry_due(),
         },
@@ -88,8 +87,6 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
         rounding_key=seeding.key("rounding", run.seed, batch.step),
     )
     run.optimizer.zero_grad(set_to_none=True)
-    if run.meter.is_rare(batch.step + 1):  # they travel with the next step, which is the one that reports them
-        run.meter.note_update(norm_squares(run.optimizer) / run.world.num_replicas)
     clock.mark("optimizer")
     totals = packet.read(grad_norm=grad_norm, is_skipped=is_skipped, **run.routers.settle(packet.vector, batch))
     run.is_stopping, run.is_save_requested = (totals.sums[f"num_{what}_requests"] > 0 for what in ("stop", "save"))
@@ -138,10 +135,12 @@ def accumulate(run: Run, batch: StepBatch) -> LossSums:
     return sums
 
 
-def block_square_sums(run: Run) -> dict[str, Tensor]:
-    """Squared norm of this rank's share of the gradient of each block: float64 scalars."""
-    squares = ((name, local_square_sum(parameters)) for name, parameters in run.blocks.items())
-    return {f"{BLOCK_SQUARES}{name}": square / run.world.num_replicas for name, square in squares}
+def rare_square_sums(run: Run) -> dict[str, Tensor]:
+    """Squared norms of this rank's share of the parameters, and of the gradient of each block: float64 scalars."""
+    squares = {PARAM_SQUARES: square_sum(run.parameters)}
+    for name, parameters in run.blocks.items():
+        squares[f"{BLOCK_SQUARES}{name}"] = local_square_sum(parameters)
+    return {name: square / run.world.num_replicas for name, square in squares.items()}
 
 
 def is_left_out(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:

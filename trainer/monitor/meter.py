@@ -11,7 +11,6 @@ from typing import ClassVar, SupportsFloat
 
 import psutil
 import torch
-from torch import Tensor
 
 from trainer import metrics
 from trainer.batch import StepBatch, StepFlops
@@ -29,8 +28,8 @@ RARE_EVERY = 50
 EMA_DECAY = 0.98
 MAX_PPL_LOSS = 50.0
 """Perplexity is capped at exp of this: a number, not an infinity."""
-UPDATE_SQUARES = ("param_square_sum", "update_square_sum")
-"""They travel with the step after the update, which is the one that reports them."""
+PARAM_SQUARES = "param_square_sum"
+"""In the packet of a rare step: the squared norm of the parameters before its update."""
 BLOCK_SQUARES = "grad_square_sum/"
 """Before the name of a block: its part of the squared gradient norm."""
 OWN_PHASES = ("data", "shard", "logging", "guard")
@@ -83,7 +82,6 @@ class Meter(Remembered):
         self._started = time.monotonic()
         self._window, self._clipped = Window(), deque[bool](maxlen=100)
         self._durations: dict[str, float] = {}
-        self._update_squares: dict[str, Tensor] = {}
         self._num_lost_steps = plan.num_lost_steps
         self._is_first = True
         self._num_samples = self._num_tokens = self._num_valid_tokens = 0
@@ -97,15 +95,6 @@ class Meter(Remembered):
             metrics.put(key, value)
         taken = metrics.take(COMBINED)
         return {slot: taken.get(slot, metrics.ABSENT) for slot in metrics.travelling()}
-
-    def note_update(self, squares: Tensor) -> None:
-        """Squared norms of this rank's shards of the parameters and of the last update, float64 [2]."""
-        self._update_squares = dict(zip(UPDATE_SQUARES, squares.unbind(), strict=True))
-
-    def take_update_squares(self) -> dict[str, Tensor]:
-        """The same for the coming packet, once; nothing of a step that did not measure."""
-        squares, self._update_squares = self._update_squares, {}
-        return squares
 
     def is_rare(self, step: int) -> bool:
         """Whether slow and costly things are measured in this step (counted from 1)."""
@@ -178,7 +167,6 @@ class Meter(Remembered):
     def lose_steps(self, count: int) -> None:
         """A rollback: so many steps have to be trained again."""
         self._num_lost_steps += count
-        self._update_squares = {}
 
     @property
     def loss_ema(self) -> float:
@@ -267,10 +255,8 @@ class Meter(Remembered):
             **self._plan.data_facts,
             **self._plan.tracker_health(),
         }
-        if UPDATE_SQUARES[0] in totals.sums:
-            param_norm, update_norm = (math.sqrt(totals.sums[name]) for name in UPDATE_SQUARES)
-            found |= {"optim/param_norm": param_norm, "optim/update_norm": update_norm}
-            found["optim/update_ratio"] = update_norm / param_norm
+        if PARAM_SQUARES in totals.sums:
+            found["optim/param_norm"] = math.sqrt(totals.sums[PARAM_SQUARES])
         for name, square in totals.sums.items():
             if name.startswith(BLOCK_SQUARES):
                 found[f"optim/grad_norm/{name.removeprefix(BLOCK_SQUARES)}"] = math.sqrt(square)

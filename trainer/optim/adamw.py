@@ -78,18 +78,6 @@ class AdamW(torch.optim.AdamW, Optimizer):
             for target, value, key in zip(targets, (weight, mean, square), keys, strict=True):
                 rounding.store(target, torch.where(is_skipped, target.float(), value), key, begin + start)
 
-    def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The last step's change of this rank's shard but for its sign, from the moments.
-
-        lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * w), with w after the update instead of before.
-        """
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
-        weight, mean, square = (local(tensor).detach().float() for tensor in tensors)
-        step = state["step"].to(weight.device)
-        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        return (mean / (1 - beta1**step)).div_(root).add_(weight, alpha=group["weight_decay"]).mul_(group["lr"])
-
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

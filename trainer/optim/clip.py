@@ -4,7 +4,6 @@ torch's fp32 norm differs by 5e-5 between world sizes; squares summed in float64
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +22,19 @@ class Optimizer(torch.optim.Optimizer):
     found_inf: Tensor
     rounding_key: int
 
-    def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """What the last step took from this rank's shard of `parameter`, a new tensor. May be collective."""
-        raise NotImplementedError
-
 
 def local_square_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Sum of squared gradient elements of this rank's shards: float64 scalar on the gradients' device."""
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float64)
+    return square_sum(grads)
+
+
+@torch.no_grad()
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squared elements of this rank's shards: float64 scalar on their device."""
+    norms = torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float64)
     return torch.stack(norms).square().sum()
 
 
@@ -52,23 +53,6 @@ def clipped_step(
     optimizer.found_inf = is_skipped.to(device, torch.float32)
     optimizer.rounding_key = rounding_key
     optimizer.step()
-
-
-@torch.no_grad()
-def norm_squares(optimizer: Optimizer) -> Tensor:
-    """Squared norms of this rank's shards of the parameters and of the last update of them, float64 [2]; of an update
-    that was left out 0.
-
-    One pass over the shards, one temporary of a parameter's size.
-    """
-    sums = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for index, tensor in enumerate((local(parameter), optimizer.update_of(parameter, group))):
-                squares = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-                sums[index] = sums[index].to(squares.device) + squares
-    param_square, update_square = sums
-    return torch.stack([param_square, update_square.where(optimizer.found_inf == 0, 0.0)])
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -53,16 +53,6 @@ class Muon(Optimizer):
             for parameter in group["params"] if "momentum" in group else ():
                 self._step_matrix(parameter, group)
 
-    def update_of(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The last step's change of this rank's shard but for its sign. Collective.
-
-        From the momentum, with it in place of the gradient that Nesterov's form adds, and w after the update.
-        """
-        if "momentum" not in group:
-            return self._adamw.update_of(parameter, group)
-        update = orthogonal_update(self.state[parameter]["momentum_buffer"])
-        return update.add_(local(parameter), alpha=group["weight_decay"]).mul_(group["lr"])
-
     def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         gradient, first = parameter.grad, rounding.first_element(parameter)
