@@ -49,7 +49,7 @@ def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
     for number, (name, (family, changes, settings)) in enumerate([*VARIANTS.items()][:num_variants]):
         source = write_model_config(root / f"{number} of {world.size}-{world.rank}", family, **changes)
         model = build_toy_model(world, source, **settings)
-        errors = selfcheck.compare(model, world.device, max_length=40, formula=LOSSES["cross_entropy"].formula)
+        errors = selfcheck.compare(model, world.device, formula=LOSSES["cross_entropy"].formula)
         rows = []
         for limits in ({"max_tokens": 80}, {"max_samples": 1}):
             parts = toy_run(world, model, SAMPLES, total_steps=1, **limits)

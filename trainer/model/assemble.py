@@ -29,14 +29,14 @@ def build_model(
     if reason is None and world.device.type == "cuda":
         attention.require_kernel()
     model = _build(config, source, world=world, seed=seed, is_packed=reason is None)
-    fault = _fault(model, config, world, max_length=max_length)
+    fault = _fault(model, config, world)
     if fault is not None and reason is None and config.attention == AUTO and world.sequence_size == 1:
         logger.warning("packed documents fail the self-check: %s", fault)
         reason = "packed ones fail the self-check"
         del model
         gc.collect()  # modules and their hooks hold each other
         model = _build(config, source, world=world, seed=seed, is_packed=False)
-        fault = _fault(model, config, world, max_length=max_length)
+        fault = _fault(model, config, world)
     if fault is not None:
         way_out = "model.attention=per_document may help" if model.is_packed else "it cannot be trained here"
         if world.sequence_size > 1:
@@ -117,13 +117,13 @@ def _build(config: ModelConfig, source: ModelSource, *, world: World, seed: int,
     return model
 
 
-def _fault(model: PreTrainedModel, config: ModelConfig, world: World, *, max_length: int) -> str | None:
+def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
     """What the self-check of any rank finds, told to all: another try must be everyone's. Collective."""
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
     formula, name = LOSSES[config.loss].formula, type(model).__name__.removeprefix("FSDP")
     errors, refusal = selfcheck.Errors(0.0, {"": 0.0}), None
     try:
-        errors = selfcheck.compare(model, world.device, max_length=max_length, formula=formula)
+        errors = selfcheck.compare(model, world.device, formula=formula)
     except torch._dynamo.exc.Unsupported as error:
         raise ConfigError(
             f"model.enable_gradient_checkpointing=selective with model.compile=true needs each layer in one graph, "

@@ -9,7 +9,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,48 +16,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainer.batch import PackedBatch
 from trainer.losses import Formula
-from trainer.model import rope
 from trainer.model.packed_lm import run_plain, sequence_group
 
-_LENGTHS = (13, 8)
-_BEYOND = (9, 5)
-"""How far two documents go beyond each limit: what the first leaves behind would be met by the second."""
-MAX_LIMIT = 1024
-"""Tokens of the longest limit that is crossed, so that the check stays cheap; above it, rules alone decide."""
-_LIMITS = re.compile(
-    "(window|window_size|chunk_size|chunk_length|block_size|floor_scale|topk|budget|original_max_position_embeddings)$"
-)
-"""Names of lengths in configurations: of windows, of what is scanned or attended at a time, of what is chosen."""
-_LINEAR_CHUNK = 64
-"""What transformers' linear attention takes at a time, which no configuration names."""
+LENGTHS = (13, 8)
+"""Tokens of the two documents. `tests/numerics/test_selfcheck.py` compares longer ones: beyond windows and limits."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative difference of losses: rounding of fp32, and of bf16 where kernels round in another order."""
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 """Relative difference of a kind of parameter's gradient. Rounding gives up to 7e-6 and 0.1 in 32 layers, and 0.2 where
 it changes which experts a token goes to; half a gradient, or one of another document beside it, is more.
 """
-MAX_GRADIENT_LENGTH = 256
-"""Tokens of the longest document whose gradient is compared: eager attention keeps their square, per head and layer."""
 LEAST_SHARE = 1e-3
 """Of the whole gradient's norm, added to that of each kind: some gradients are rounding alone, as a key's bias."""
-
-
-def document_lengths(config: PretrainedConfig, *, max_length: int) -> tuple[int, ...]:
-    """Two short documents, and two beyond each length from which on the architecture computes something else, as far
-    as documents of up to `max_length` tokens reach: what holds for those need not hold for longer ones.
-    """
-    named = vars(config) | (getattr(config, "rope_parameters", None) or {})
-    limits = {limit for name, limit in named.items() if _LIMITS.search(name)} | {rope.length_limit(config)}
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        limits.add(_LINEAR_CHUNK)
-    reached = min(max_length, MAX_LIMIT + 1)
-    crossed = sorted(limit for limit in limits if isinstance(limit, int) and min(_LENGTHS) <= limit < reached)
-    lengths = _LENGTHS + tuple(limit + beyond for limit in crossed for beyond in _BEYOND)
-    return tuple(min(length, max(max_length, 2)) for length in lengths)
 
 
 class Errors(NamedTuple):
@@ -71,96 +44,75 @@ class Errors(NamedTuple):
     """Of logits when a later token is another."""
 
 
-def compare(model: PreTrainedModel, device: torch.device, *, max_length: int, formula: Formula) -> Errors:
-    """What is measured, with documents up to each length that matters, then what is trained. Collective."""
+def compare(
+    model: PreTrainedModel, device: torch.device, *, lengths: tuple[int, ...] = LENGTHS, formula: Formula
+) -> Errors:
+    """Compare documents of `lengths`, packed where the model is, with transformers' own forward pass of each alone.
+
+    `loss` is also the largest change of a document's logits when the document beside it is another: that shows a leak
+    far below what the rounding of bf16 lets the loss show. Collective. No gradient is left behind.
+    """
     model.eval()
     generator = torch.Generator().manual_seed(0)
-    lengths = document_lengths(model.config, max_length=max_length)
-    documents = [torch.randint(0, model.config.vocab_size, (n,), generator=generator) for n in (*lengths, lengths[0])]
-    *documents, other = documents
+    vocabulary = model.config.vocab_size
+    *documents, other = (torch.randint(0, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[0]))
     with _forgotten(model):
-        packing = packing_error(model, documents, other, device)
-        foresight = _foresight(model, documents[0], device)
-    short = [document for document in documents if len(document) <= MAX_GRADIENT_LENGTH]
-    training, gradients = training_errors(model, short, device, formula)
-    return Errors(max(packing, training), gradients, foresight)
+        expected_loss, expected_gradients = _reference(model, documents, device, formula)
+        loss, gradients = _ours(model, documents, device)
+        error = abs(loss - expected_loss) / abs(expected_loss)
+        *before, last = documents
+        changed = torch.cat([last[:-1], (last[-1:] + 1) % vocabulary])
+        if model.is_packed:
+            forms = [[*before, last], [other, *before[1:], last], [*before, changed]]
+            leak, foresight = _influence(model, forms, device)
+            error = max(error, leak)
+        else:
+            (foresight,) = _influence(model, [[last], [changed]], device)
+    return Errors(error, _gradient_errors(model, gradients, expected_gradients, device), foresight)
 
 
-@torch.no_grad()
-def packing_error(model: PreTrainedModel, documents: list[Tensor], other: Tensor, device: torch.device) -> float:
-    """The larger of two relative differences. Collective.
-
-    The summed loss of our forward against transformers' plain one shows what is computed wrongly; the logits of a
-    document beside different neighbours show a leak far below what the rounding of bf16 lets the loss show.
-    """
-    expected = _reference(model, documents, device)
-    ours = sum(_whole(model, model(batch.to(device)).loss_sum).item() for batch in _batches(model, documents))
-    error = abs(ours - expected) / abs(expected)
-    if not model.is_packed:
-        return error
-    first, second, *longer = documents
-    beside = [[neighbour, second] for neighbour in (first, other, *longer[-1:])]
-    return max(error, _influence(model, beside, slice(-len(second), None), device))
-
-
-def training_errors(
+def _reference(
     model: PreTrainedModel, documents: list[Tensor], device: torch.device, formula: Formula
-) -> tuple[float, dict[str, float]]:
-    """Relative differences of the trained loss and of its gradient from autograd of `formula` over transformers' own
-    forward pass, with eager attention and one document at a time. Collective.
-
-    No gradient is kept: of each, sharded as it is, one product with a fixed random vector, as soon as it is there.
+) -> tuple[float, dict[str, Tensor]]:
+    """Summed loss and its gradient from autograd of `formula` over transformers' own model, as new for each document,
+    with eager attention.
     """
-    expected, ours = torch.zeros((), dtype=torch.float64, device=device), 0.0
+    total = 0.0
     num_sharing = 1 if (group := sequence_group(model)) is None else group.size()
-    with _plain(model), _gradient_sketches(model, device) as expected_sketches, warnings.catch_warnings():
+    with _plain(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is changed in place here
         for document in documents:
             with _forgotten(model):
                 logits_TV = model(input_ids=document[None].to(device), use_cache=False).logits[0]
             loss = formula(logits_TV[:-1].float(), document[1:].to(device)).sum()
             (loss / num_sharing).backward()  # which all of them find, and the ranks' gradients are added up
-            expected += loss.detach()
-    with _gradient_sketches(model, device) as sketches:
-        for batch in _batches(model, documents):
-            loss = model(batch.to(device)).loss_sum
-            loss.backward()
-            ours += _whole(model, loss.detach()).item()
-    error = abs(ours - expected.item()) / abs(expected.item())
-    return error, _gradient_errors(model, sketches, expected_sketches, device)
+            total += loss.item()
+    return total, _take_gradients(model)
 
 
-@contextmanager
-def _gradient_sketches(model: PreTrainedModel, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """{parameter: what is kept of this rank's part of its gradient}, added up over backward passes."""
-    sketches: dict[str, Tensor] = {}
-
-    def keep(name: str, parameter: Tensor) -> None:
-        sketch = _sketch(parameter.grad).to(device)
-        sketches[name] = sketches[name] + sketch if name in sketches else sketch
-        parameter.grad = None
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(keep, name))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    try:
-        yield sketches
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _ours(model: PreTrainedModel, documents: list[Tensor], device: torch.device) -> tuple[float, dict[str, Tensor]]:
+    """Summed loss and its gradient as training computes them. Collective."""
+    total = 0.0
+    batches = [documents] if model.is_packed else [[document] for document in documents]
+    for batch in batches:
+        loss = model(_packed(model, batch).to(device)).loss_sum
+        loss.backward()
+        total += _whole(model, loss.detach()).item()
+    return total, _take_gradients(model)
 
 
-def _sketch(gradient: Any) -> Tensor:
-    """A vector as it is; of anything larger the products of its rows with one random vector, which differ by as much
-    as the rows do, on average.
+def _take_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """{parameter: this rank's shard of its gradient}; none stays at its parameter.
+
+    Two copies take no more memory than gradients and the optimizer's state do later.
     """
-    local: Tensor = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().float()
-    if local.ndim == 1:
-        return local.clone()
-    size = local.shape[-1]
-    return local @ torch.randn(size, generator=torch.Generator().manual_seed(size)).to(local.device)
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            gradients[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            parameter.grad = None
+    return gradients
 
 
 def _gradient_errors(
@@ -170,19 +122,16 @@ def _gradient_errors(
     kinds = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
     columns = {kind: column for column, kind in enumerate(dict.fromkeys(kinds.values()))}
     squares_2K = torch.zeros(2, len(columns), dtype=torch.float64, device=device)
-    nothing = torch.zeros((), device=device)
+    nothing = torch.zeros(())  # of the host, which works beside gradients of either device
     for name, kind in kinds.items():
         theirs = expected.get(name, nothing)
-        for row, values in enumerate((ours.get(name, nothing) - theirs, theirs)):
-            squares_2K[row, columns[kind]] += values.double().square().sum()
+        difference = ours.get(name, nothing) - theirs
+        for row, tensor in enumerate((difference, theirs)):
+            squares_2K[row, columns[kind]] += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
     dist.all_reduce(squares_2K)
     differences_K, norms_K = squares_2K.sqrt()
     errors_K = differences_K / (norms_K + LEAST_SHARE * norms_K.norm())
     return dict(zip(columns, errors_K.tolist(), strict=True))
-
-
-def _batches(model: PreTrainedModel, documents: list[Tensor]) -> list[PackedBatch]:
-    return [_packed(model, documents)] if model.is_packed else [_packed(model, [document]) for document in documents]
 
 
 def _whole(model: PreTrainedModel, part: Tensor) -> Tensor:
@@ -190,17 +139,6 @@ def _whole(model: PreTrainedModel, part: Tensor) -> Tensor:
     if (group := sequence_group(model)) is not None:
         dist.all_reduce(part, group=group)
     return part
-
-
-def _reference(model: PreTrainedModel, documents: list[Tensor], device: torch.device) -> float:
-    """Summed next-token loss of transformers' own model, as new for each document, with eager attention."""
-    total = 0.0
-    with _plain(model):
-        for document in documents:
-            with _forgotten(model):
-                logits_TV = model(input_ids=document[None].to(device), use_cache=False).logits[0]
-            total += F.cross_entropy(logits_TV[:-1].float(), document[1:].to(device), reduction="sum").item()
-    return total
 
 
 @contextmanager
@@ -238,14 +176,11 @@ def _forgotten(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _foresight(model: PreTrainedModel, document: Tensor, device: torch.device) -> float:
-    """An encoder learns to read the token that it is to predict."""
-    changed = torch.cat([document[:-1], (document[-1:] + 1) % model.config.vocab_size])
-    return _influence(model, [[document], [changed]], slice(-1), device)
-
-
-def _influence(model: PreTrainedModel, forms: list[list[Tensor]], tokens: slice, device: torch.device) -> float:
-    """Largest relative change of the logits of `tokens` from the first of several packed forms to another."""
+def _influence(model: PreTrainedModel, forms: list[list[Tensor]], device: torch.device) -> list[float]:
+    """Relative change of the last document's logits from the first packed form to each other one; its last token, which
+    may be another, is left out.
+    """
+    tokens = slice(-len(forms[0][-1]), -1)
     plain: Any = model.original_forward
 
     def logits(batch: PackedBatch) -> Tensor:
@@ -255,7 +190,7 @@ def _influence(model: PreTrainedModel, forms: list[list[Tensor]], tokens: slice,
 
     with _forward_replaced(model, logits):
         expected_TV, *found = (model(_packed(model, form).to(device))[tokens].float() for form in forms)
-    return max(((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found)
+    return [((logits_TV - expected_TV).norm() / expected_TV.norm()).item() for logits_TV in found]
 
 
 @contextmanager
