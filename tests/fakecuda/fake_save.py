@@ -33,6 +33,9 @@ class Writer:
         self.device = next(fake.run.model.parameters()).device
         self.written: list[dict[str, int]] = []
 
+    def source_changes(self) -> list[str]:
+        return []
+
     def save(self, snapshot: Snapshot) -> int:
         fake_cuda.called("write")
         tensors = list(shards.local_tensors([snapshot.model, snapshot.optim["state"], snapshot.extra]))
