@@ -152,7 +152,7 @@ def _words(case: Case, directory: Path) -> list[str]:
         f"trainer.total_training_steps={5 if case.trouble_at else 3}",
         "trainer.save_freq=2",
         "trainer.test_freq=-1",
-        "trainer.guard.rules=['train/grad_norm > 50: snapshot, rollback']",
+        "trainer.guard.rules=[{metric: train/grad_norm, above: 50, do: rollback}]",
         f"model.fsdp_config.fsdp_size={case.fsdp_size}",
         f"model.ulysses_sequence_parallel_size={case.sequence_size}",
     ]

@@ -51,7 +51,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WORLD_SIZES = (1, 2, 2, 2, 3)
 RECIPES = ((1, 1), (2, 2), (3, 2))
 """Steps between saves, checkpoints kept."""
-FEATURES = ("trainer.checkpoint.keep_full=1", "trainer.guard.rules=['train/grad_norm > 5: skip']")
+FEATURES = ("trainer.checkpoint.keep_full=1", "trainer.guard.rules=[{metric: train/grad_norm, above: 5, do: skip}]")
 TOTAL_STEPS = 10
 BASE = (f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.test_freq=3", "trainer.hang_timeout_s=120")
 GONE_WITHIN_S = 30.0

@@ -80,7 +80,7 @@ CODES: dict[int, tuple[tuple[str, ...], Callable[[], None] | None]] = {
     65: (("data.val_files={rows}",), None),
     73: ((), FULL_DISK),
     75: (("trainer.max_time=1s", "trainer.total_training_steps=100000", "optim.lr_warmup_steps_ratio=0"), None),
-    76: (("trainer.guard.rules=['train/loss > 0: stop']",), None),
+    76: (("trainer.guard.rules=[{metric: train/loss, above: 0, do: stop}]",), None),
 }
 
 

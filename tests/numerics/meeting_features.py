@@ -141,10 +141,11 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
         "some": [f"model.freeze={as_word(list(FROZEN))}"],
     }
     left_out = f"{places.data(next(iter(SOURCES[row['sources']])))}:2"
+    skip = {"metric": "train/grad_norm", "above": limits.get("skip", 1e9), "do": "skip"}
     optional = [
         (row["new_tokens"] == "two", f"model.new_tokens={as_word(list(NEW_TOKENS))}"),
         (row["leave_out"] == "one", f"data.leave_out=['{left_out}']"),
-        (row["guard"] == "skips", f"trainer.guard.rules=['train/grad_norm > {limits.get('skip', 1e9)!r}: skip']"),
+        (row["guard"] == "skips", f"trainer.guard.rules={as_word([skip])}"),
         (row["states"] != "float32", "optim.state_dtype=bfloat16"),
         (row["states"] == "bfloat16 parameters", "model.master_dtype=bfloat16"),
         (row["length"] == "steps", f"trainer.total_training_steps={NUM_STEPS}"),

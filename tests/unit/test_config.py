@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.__main__ import main
-from trainer.config import ConfigError, known_keys, parse_config
+from trainer.config import ConfigError, GuardRule, known_keys, parse_config
 from trainer.run.compose import as_words, load_config
 
 
@@ -204,10 +204,32 @@ def test_paths_and_globs_pass_unchanged(value: str) -> None:
 
 
 def test_one_value_is_a_list_of_one() -> None:
-    words = ["trainer.logger=wandb", "trainer.resume_allow=seed", "trainer.guard.rules='train/loss > 9: warn'"]
+    words = ["trainer.logger=wandb", "trainer.resume_allow=seed"]
     trainer = load_config(words).trainer
     assert (trainer.logger, trainer.resume_allow) == (["wandb"], ["seed"])
-    assert trainer.guard.rules == ["train/loss > 9: warn"]
+
+
+def test_guard_rules_are_read_with_their_defaults() -> None:
+    words = ["trainer.guard.rules=[{metric: train/grad_norm, above: 50, for: 3, do: rollback}, {metric: a, below: 1}]"]
+    assert load_config(words).trainer.guard.rules == [
+        GuardRule("train/grad_norm", above=50.0, below=None, num_steps=3, action="rollback"),
+        GuardRule("a", above=None, below=1.0, num_steps=1, action="warn"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("{metric: a, over: 1}", "trainer.guard.rules[0].over"),
+        ("{above: 1}", "trainer.guard.rules[0].metric"),
+        ("{metric: a, above: x}", "trainer.guard.rules[0].above"),
+        ("{metric: a, above: 1, for: 0}", "trainer.guard.rules[0].for"),
+        ("{metric: a, above: 1, do: halt}", "trainer.guard.rules[0].do"),
+        ("nonsense", "trainer.guard.rules"),
+    ],
+)
+def test_a_guard_rule_that_cannot_be_read_is_named(entry: str, named: str) -> None:
+    assert f"'{named}'" in error_of(f"trainer.guard.rules=[{entry}]")
 
 
 @pytest.mark.parametrize("word", ["optim.lr=1e-4,1e-3", "++optim.lr=1e-4,1e-3", "optim.lr=choice(1e-4,1e-3)"])

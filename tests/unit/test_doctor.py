@@ -132,7 +132,7 @@ LIVE = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
 OTHER = '{"project_name": "p", "experiment_name": "e"}'
 ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}"
 LORA = f"{MINE} model.lora_rank=8"
-RULE = "'trainer.guard.rules=[\"train/loss >\"]'"
+RULE = "'trainer.guard.rules=[{metric: train/los, above: 3}]'"
 Plant = Callable[[Scene], object]
 FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says and how to mend it
@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "clock in 1970": ("", lambda s: s.clock(0.0), "?clock", "1970-01-01"),
     "interface": ("", lambda s: (s.cards(), s.env(NCCL_SOCKET_IFNAME="ib0")), "!network", "unset NCCL_SOCKET_IFNAME"),
     "first": ("", lambda s: s.offline(NNODES="2", NODE_RANK="0", MASTER_ADDR="head"), "?network", "MASTER_ADDR=head"),
-    "rule": (RULE, lambda s: None, "!guard", "train/loss >"),
+    "rule": (RULE, lambda s: None, "!guard", "train/loss"),
     "no mlflow": ("trainer.logger=[mlflow]", lambda s: s.without("mlflow"), "!trackers", "pip install"),
     "no template": ("data.chat_template=no.jinja", lambda s: None, "!template", "No such file"),
     "no peft": (LORA, lambda s: (s.model(), s.without("peft")), "!adapters", "pip install 'peft"),

@@ -18,6 +18,7 @@ from trainer.config.schema import (
     Config,
     FsdpConfig,
     GuardConfig,
+    GuardRule,
     ModelConfig,
     OptimConfig,
     TrainerConfig,

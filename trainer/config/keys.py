@@ -20,9 +20,12 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
-def key(default: Any, meaning: str, *checks: Check) -> Any:
-    """A key that users may set; `MISSING` as default: that they must set. A list's checks see the whole list."""
-    metadata = {"meaning": meaning, "checks": checks}
+def key(default: Any, meaning: str, *checks: Check, name: str | None = None) -> Any:
+    """A key that users may set; `MISSING` as default: that they must set. A list's checks see the whole list.
+
+    `name`: what users write where Python does not allow that name for a field, as `for`.
+    """
+    metadata = {"meaning": meaning, "checks": checks, "name": name}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -35,7 +38,7 @@ def group(cls: type) -> Any:
 
 def declared(cls: type) -> dict[str, "Field[Any]"]:
     """The fields of a group that are keys or groups of keys, by name."""
-    return {own.name: own for own in fields(cls) if "meaning" in own.metadata}
+    return {own.metadata.get("name") or own.name: own for own in fields(cls) if "meaning" in own.metadata}
 
 
 def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:

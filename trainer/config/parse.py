@@ -85,8 +85,9 @@ def _build(cls: Any, tree: Any, prefix: str = "") -> Any:
     for name, key in own.items():
         dotted = f"{prefix}{name}"
         if name in tree:
-            values[name] = value = _coerce(tree[name], key.type, dotted)
+            value = _coerce(tree[name], key.type, dotted)
             _check(value, dotted, key.metadata["checks"])
+            values[key.name] = value
         elif key.default is key.default_factory:  # both are missing
             raise ConfigError(f"missing configuration key '{dotted}': it has no default, give it a value")
     return cls(**values)

@@ -4,7 +4,7 @@
 Values that are names of parts (`model.loss`, `trainer.logger`) are checked against the dictionaries of these parts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from trainer.config.data import AUTO, QUICKSTART, DataConfig
@@ -173,6 +173,35 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class GuardRule:
+    """An entry of the list of guard rules."""
+
+    metric: str = key(MISSING, "a metric, as it is logged; all ranks must agree on its value (docs/guard.md)")
+    above: float | None = key(None, "the rule holds while the metric is above this number")
+    below: float | None = key(None, "the rule holds while the metric is below this number; set one of the two")
+    num_steps: int = key(1, "consecutive steps for which it must hold", at_least(1), name="for")
+    action: str = key(
+        "warn",
+        "warn | skip (the step's update; only for train/loss and train/grad_norm above a number) | rollback | stop",
+        one_of("warn", "skip", "rollback", "stop"),
+        name="do",
+    )
+
+    @property
+    def text(self) -> str:
+        """The rule in words, for messages."""
+        limit = f"below {self.below:.12g}" if self.above is None else f"above {self.above:.12g}"
+        lasting = f" for {self.num_steps} steps" if self.num_steps > 1 else ""
+        return f"{self.metric} {limit}{lasting}: {self.action}"
+
+    def holds(self, value: float) -> bool:
+        """Whether a finite or infinite value is beyond the limit; NaN never is."""
+        if self.above is None:
+            return self.below is not None and value < self.below
+        return value > self.above
+
+
+@dataclass(frozen=True)
 class GuardConfig:
     """Watches loss and gradient norm against their own recent past."""
 
@@ -187,10 +216,10 @@ class GuardConfig:
         "the loss keeps rising: warn | rollback (to a checkpoint before, past the batches) | stop",
         one_of("warn", "rollback", "stop"),
     )
-    rules: list[str] = key(
+    rules: list[GuardRule] = key(
         [],
-        'your own, e.g. ["train/grad_norm > 50 for 3: snapshot, rollback"]; actions: warn, snapshot, skip, rollback, '
-        "stop",
+        "your own limits on metrics, e.g. [{metric: train/grad_norm, above: 50, for: 3, do: rollback}]: above or "
+        "below a number, for that many consecutive steps (default 1), do warn | skip | rollback | stop (default warn)",
     )
 
 

@@ -2,7 +2,7 @@
 
 from trainer.detection.anomaly import Level, StepAnomaly
 from trainer.detection.detector import Detector
-from trainer.detection.rules import UserRule, parse_rule, parse_rules, skip_limits
+from trainer.detection.rules import require_usable_rules, skip_limits
 from trainer.detection.steps import StepLimits
 
-__all__ = ["Detector", "Level", "StepAnomaly", "StepLimits", "UserRule", "parse_rule", "parse_rules", "skip_limits"]
+__all__ = ["Detector", "Level", "StepAnomaly", "StepLimits", "require_usable_rules", "skip_limits"]

@@ -48,7 +48,7 @@ class StepAnomaly:
     step: int
     level: Level
     signal: str
-    """The metric, or the text of the rule."""
+    """The metric."""
     message: str
     """One sentence for a human."""
     value: float | None = None
@@ -59,9 +59,9 @@ class StepAnomaly:
     """Value over the usual level."""
     onset: int | None = None
     """The step at which the trouble began."""
-    actions: tuple[str, ...] = ()
-    """Of a rule, as written."""
+    action: str | None = None
+    """What a rule of the user asks for."""
 
     def as_dict(self) -> dict[str, Any]:
         """For a line of JSON, without what is unknown."""
-        return {key: value for key, value in asdict(self).items() if value is not None and value != ()}
+        return {key: value for key, value in asdict(self).items() if value is not None}

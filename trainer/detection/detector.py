@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import ClassVar
 
+from trainer.config import GuardRule
 from trainer.detection.anomaly import GRAD_NORM, LEVEL_NUMBERS, LOSS, VALID_TOKENS, Level, StepAnomaly
-from trainer.detection.rules import RuleWatch, UserRule
+from trainer.detection.rules import RuleWatch
 from trainer.detection.steps import StepJudge, StepLimits, StepVerdict
 from trainer.detection.watches import DeadWatch, Divergence, WarnLedger
 from trainer.progress import Remembered
@@ -22,7 +23,7 @@ class Detector(Remembered):
 
     KEPT: ClassVar = ("_steps", "_divergence", "_ledger", "_dead", "_rules")
 
-    def __init__(self, rules: Iterable[UserRule] = (), *, max_first_loss: float = MAX_FIRST_LOSS) -> None:
+    def __init__(self, rules: Iterable[GuardRule] = (), *, max_first_loss: float = MAX_FIRST_LOSS) -> None:
         self._max_first_loss = max_first_loss
         self._steps, self._divergence, self._ledger = StepJudge(), Divergence(), WarnLedger()
         self._dead, self._rules = DeadWatch(), RuleWatch(rules)

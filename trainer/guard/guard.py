@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import Any, ClassVar
 
 from trainer.config import TrainerConfig
-from trainer.detection import Detector, Level, StepAnomaly, StepLimits, parse_rules, skip_limits
+from trainer.detection import Detector, Level, StepAnomaly, StepLimits, skip_limits
 from trainer.detection.steps import NUM_GRAD_STEPS, NUM_WARN_STEPS
 from trainer.detection.watches import NUM_IN_A_ROW, NUM_RECENT, OverfitJudge
 from trainer.metrics import with_aliases
@@ -59,10 +59,9 @@ class Guard(Remembered):
         `tell` takes an event: kind, step, message, level, and what else there is by name.
         """
         self._config, self._tell_event = config, tell
-        rules = parse_rules(config.guard.rules)
-        watched = [rule for rule in rules if set(rule.actions) != {"skip"}]
+        self._rule_limits = skip_limits(config.guard.rules)
+        watched = [rule for rule in config.guard.rules if rule.action != "skip"]  # `skip_limits` applies these
         self._detector = Detector(watched, max_first_loss=max_first_loss)
-        self._rule_limits = skip_limits(rules)
         self._overfit = OverfitJudge(patience=config.early_stop_patience, min_delta=config.early_stop_min_delta)
         self._nonfinite_steps: deque[int] = deque(maxlen=MAX_NONFINITE_IN_WINDOW)
         self._num_in_a_row = 0
@@ -164,7 +163,9 @@ class Guard(Remembered):
             return self._decide_nonfinite()
         if level == Level.DEAD:
             return Decision(is_stop=anomaly.step <= NUM_EARLY_STEPS, reason=anomaly.message)
-        return _all_of([_decision(act, anomaly, onset, wants_evidence=act == "snapshot") for act in anomaly.actions])
+        if level == Level.RULE and anomaly.action is not None:
+            return _decision(anomaly.action, anomaly, onset, wants_evidence=anomaly.action != "warn")
+        return Decision()
 
     def _decide_nonfinite(self) -> Decision:
         steps, num_in_a_row = self._nonfinite_steps, self._num_in_a_row
@@ -196,7 +197,7 @@ def longest_delay(config: TrainerConfig) -> int | None:
         (guard.on_nonfinite, NONFINITE_WINDOW_STEPS),
         (guard.on_severe, max(NUM_WARN_STEPS, NUM_GRAD_STEPS)),
         (guard.on_diverging, NUM_IN_A_ROW + NUM_RECENT // 2),
-        *((action, rule.num_steps) for rule in parse_rules(guard.rules) for action in rule.actions),
+        *((rule.action, rule.num_steps) for rule in guard.rules),
     ]
     return max((num_steps for action, num_steps in answers if action == "rollback"), default=None)
 

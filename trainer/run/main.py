@@ -26,7 +26,7 @@ from trainer.config import AUTO, Config, require_consistent
 from trainer.data.announce import announce
 from trainer.data.batch_plan import START, Limits, Schedule
 from trainer.data.loader import DATA_EVENT, RankPlan, TrainLoader, ValidationBatches
-from trainer.detection import parse_rules
+from trainer.detection import require_usable_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import longest_delay
@@ -64,7 +64,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     if trainer.deterministic:
         seeding.use_deterministic_kernels()
     # what is wrong with these is known before anything slow
-    parse_rules(trainer.guard.rules)
+    require_usable_rules(trainer.guard.rules)
     distributed.require_divided(rank_and_size()[1], config.model.ulysses_sequence_parallel_size)
     heartbeat.enter("prepare", limit_s=trainer.dist_timeout_s)
     inputs = prepare_inputs(config, progress=heartbeat.beat)

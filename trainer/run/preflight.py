@@ -18,7 +18,7 @@ from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candid
 from trainer.checkpoint.retention import LEASE_PREFIX, existing_parent
 from trainer.config import MAX_TOKENS, QUICKSTART, RECOMPUTE, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
-from trainer.detection import parse_rules
+from trainer.detection import require_usable_rules
 from trainer.model.source import find_model, require_adapters, require_model
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 from trainer.runtime.files import atomic_write, read_regular
@@ -124,7 +124,7 @@ def _require_mirror(config: Config) -> None:
 
 
 CHECKS: dict[str, Callable[[Config], object]] = {
-    "guard": lambda config: parse_rules(config.trainer.guard.rules),
+    "guard": lambda config: require_usable_rules(config.trainer.guard.rules),
     "trackers": lambda config: require_installed(config.trainer.logger),
     "template": _require_templates,
     "adapters": lambda config: require_adapters(config.model),
