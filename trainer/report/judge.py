@@ -1,21 +1,14 @@
 """The rules put to a run, each row measured, compared with its limit and told in its words; and the checklists."""
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
-import numpy as np
-
-from trainer.report.analysed_run import AnalysedRun, NotJudged, keys_of, recognise_profile
+from trainer.report.analysed_run import AnalysedRun, NotJudged, keys_of
 from trainer.report.measures import Measure, limit_of, measured_by
-from trainer.report.readers.json_logs import read_own
 from trainer.report.result import CheckItem, Finding
-from trainer.report.rule_table import FindingRow, Rule, default_limits, rules, table
+from trainer.report.rule_table import FindingRow, Rule, rules, table
 from trainer.report.words import filled, reasons
-from trainer.runtime.json_lines import JsonLines
 
 
 @dataclass(frozen=True)
@@ -30,9 +23,9 @@ class Judged:
     """Why not, or why no further."""
 
 
-def judge(run: AnalysedRun, names: Collection[str] | None = None) -> tuple[Judged, ...]:
-    """The rules of these names, else all of the table, in its order."""
-    return tuple(_judged(rule, run) for rule in rules() if names is None or rule.name in names)
+def judge(run: AnalysedRun) -> tuple[Judged, ...]:
+    """All rules of the table, in its order."""
+    return tuple(_judged(rule, run) for rule in rules())
 
 
 def _judged(rule: Rule, run: AnalysedRun) -> Judged:
@@ -94,49 +87,12 @@ def _finding(rule: Rule, row: FindingRow, measure: Measure, run: AnalysedRun) ->
     )
 
 
-_TRAINED = re.compile(rb'\{"step":(\d+),"attempt":\d+,"kind":"train"')
-
-
-class Standing:
-    """That of our own run under way, put again and again.
-
-    Reads of `metrics.jsonl` what was added since the last time, and keeps of it the first steps and what is not of
-    training: a million rows cost a look at how each begins.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._added = JsonLines(path, is_wanted=_is_looked_at)
-        self._rows: list[Mapping[str, Any]] = []
-
-    @np.errstate(all="ignore")
-    def lines(self, phase: str) -> tuple[CheckItem, ...]:
-        """Of a phase: "start", after the first steps, or "checkpoint"."""
-        self._rows += [row for _, row in self._added]
-        log = read_own(self._path, (row for row in self._rows if phase != "start" or _is_first(row.get("step"))))
-        run = AnalysedRun(log, recognise_profile(log), default_limits())
-        wanted = [line for line in table()["checklist"] if line["phase"] == phase]
-        return _answered(run, judge(run, {line["rule"] for line in wanted}), wanted)
-
-
-def _is_looked_at(line: bytes) -> bool:
-    trained = _TRAINED.match(line)
-    return trained is None or _is_first(int(trained[1]))
-
-
-def _is_first(step: Any) -> bool:
-    return isinstance(step, int) and step <= default_limits()["first_steps"]
-
-
 def checklist(run: AnalysedRun, judged: Iterable[Judged]) -> tuple[CheckItem, ...]:
     """All fourteen lines. What is merely unusual, and no fault to its rule, is a note."""
-    return _answered(run, judged, table()["checklist"])
-
-
-def _answered(run: AnalysedRun, judged: Iterable[Judged], lines: Iterable[Mapping[str, str]]) -> tuple[CheckItem, ...]:
     by_name = {one.rule.name: one for one in judged}
     return tuple(
-        CheckItem(line["id"], line["phase"], line["text"], *_answer(run, line, by_name[line["rule"]])) for line in lines
+        CheckItem(line["id"], line["phase"], line["text"], *_answer(run, line, by_name[line["rule"]]))
+        for line in table()["checklist"]
     )
 
 

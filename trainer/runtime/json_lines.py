@@ -81,16 +81,14 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dic
 class JsonLines:
     """(offset in bytes, JSON object) of the lines of a file, each time those that were added since the last.
 
-    Blank lines and those that are not wanted are passed over, others that are no object are counted, too. Of a line
+    Blank lines are passed over, others that are no object are counted, too. Of a line
     that begins with a torn one the whole one at its end is read: lines of a file begin alike. A last line without its
     end waits for it, unless `is_final` says that it is all there will be. None without the file. Raises `OSError` for
     anything but a regular file of at most `MAX_FILE_BYTES`.
     """
 
-    def __init__(
-        self, path: Path, *, is_wanted: Callable[[bytes], object] = bytes.strip, is_final: bool = False
-    ) -> None:
-        self._path, self._is_wanted, self._is_final = path, is_wanted, is_final
+    def __init__(self, path: Path, *, is_final: bool = False) -> None:
+        self._path, self._is_final = path, is_final
         self._offset = 0
         self.num_unparsed = 0
 
@@ -115,7 +113,7 @@ class JsonLines:
             if is_part or is_passing_over:
                 self.num_unparsed += not is_passing_over
                 is_passing_over = is_part
-            elif self._is_wanted(line):
+            elif line.strip():
                 yield start, line
 
     def _objects(self, block: list[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any]]]:

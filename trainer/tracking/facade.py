@@ -162,10 +162,6 @@ class Tracking:
         """What earlier attempts of this run left behind."""
         return self._metrics_file.past
 
-    def attach(self, name: str, build: Callable[[RunInfo], Backend]) -> None:
-        """Hand the rows on to one more backend, before the first of them; it may tell events, and fail like any."""
-        self._sinks.append(Sink(build(self._info), name=name, close_timeout_s=HISTORIES.close_timeout_s))
-
     def start(self, step: int) -> None:
         """Say that this attempt goes on from finished step `step`, before its first row, which else says it."""
         with self._lock:

@@ -25,10 +25,10 @@ from trainer.tracking.metrics_file import MARKERS
 Row = dict[str, Any]
 
 
-def read_own(path: Path, rows: Iterable[Mapping[str, Any]] | None = None) -> RunLog:
-    """`rows`: those of the file that count, where not all do."""
+def read_own(path: Path) -> RunLog:
+    """The `metrics.jsonl` of our own run, and what lies beside it."""
     frame, run_dir = Frame(), path.parent
-    num_attempts = _fill(frame, frame.lines(path) if rows is None else map(dict, rows))
+    num_attempts = _fill(frame, frame.lines(path))
     events: list[Row] = []
     evaluations: Mapping[str, Any] = {}
     notes: list[str] = []
