@@ -34,7 +34,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "sources": ("one", "two"),
     "turns": ("together", "apart"),
     "train_on": ("all", "last"),
-    "leave_out": ("none", "one"),
     "truncation": ("error", "left", "right"),
     "micro-batches": ("unlimited", "tokens", "one", "two"),
     "length": ("steps", "epochs"),
@@ -140,11 +139,9 @@ def words_of(row: Row, places: Places, *, max_length: int, limits: dict[str, flo
         "lora": [f"model.lora_adapter_path={places.adapter(row['family'])}"],
         "some": [f"model.freeze={as_word(list(FROZEN))}"],
     }
-    left_out = f"{places.data(next(iter(SOURCES[row['sources']])))}:2"
     skip = {"metric": "train/grad_norm", "above": limits.get("skip", 1e9), "do": "skip"}
     optional = [
         (row["new_tokens"] == "two", f"model.new_tokens={as_word(list(NEW_TOKENS))}"),
-        (row["leave_out"] == "one", f"data.leave_out=['{left_out}']"),
         (row["guard"] == "skips", f"trainer.guard.rules={as_word([skip])}"),
         (row["states"] != "float32", "optim.state_dtype=bfloat16"),
         (row["states"] == "bfloat16 parameters", "model.master_dtype=bfloat16"),

@@ -109,8 +109,6 @@ def defined(row: Row, places: Places) -> tuple[Definition, int]:
     ]
     max_length = longest(row, [document for parts in samples for document in parts] + validation)
     samples = [[cut(document, row, max_length) for document in parts] for parts in samples]
-    if row["leave_out"] == "one":
-        samples[1] = [replace(document, mask=[False] * len(document.mask)) for document in samples[1]]
     repeats = SOURCES[row["sources"]]
     shares = tuple(Share(len(CHATS[name]), repeat) for name, repeat in repeats.items())
     schedule = Schedule(shares, BATCH_SIZE, SEED)

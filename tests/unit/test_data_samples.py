@@ -1,6 +1,5 @@
 """The order of an epoch over sources, and their samples under common ids."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,8 @@ import pytest
 from prepared import good_rows, run, write_rows
 from toy import ToySamples
 
-from trainer.batch import IGNORE_INDEX
-from trainer.config import ConfigError
 from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.loader import RankPlan, TrainLoader, build_step
+from trainer.data.loader import RankPlan, TrainLoader
 from trainer.data.order import FEISTEL, LISTED, ORDERS, Draw, Share
 from trainer.data.samples import Samples, SourceSamples
 from trainer.errors import DataError
@@ -227,34 +224,3 @@ def test_a_rollback_passes_over_steps_of_a_mixed_epoch_and_leaves_the_others_the
     loader.rewind(schedule.position(1), skipped_steps=frozenset({3, 4}))
     after = {batch.step: batch.sample_ids for batch in loader}
     assert after == {step: ids for step, ids in whole.items() if step in (2, 5, 6, 7, 8)}
-
-
-def test_nothing_of_a_row_that_is_left_out_is_supervised_and_all_else_stays(tmp_path: Path) -> None:
-    files = [write_rows(tmp_path / f"{name}.jsonl", *good_rows(4)) for name in "ab"]
-    samples = Samples([run(file, cache=tmp_path / "cache").whole(file.stem) for file in files])
-    place = f"{os.path.relpath(files[1])}:2"
-    without = samples.without([place])
-    assert samples.find(place).tolist() == without.find(place).tolist() == [5]
-    assert without.fingerprint == samples.fingerprint and without.location(5) == f"{files[1]}:2"
-    everything = np.arange(8)
-    (lengths, labels), (lengths_then, labels_then) = without.counts(everything), samples.counts(everything)
-    assert lengths.tolist() == lengths_then.tolist()
-    assert labels.tolist() == [0 if number == 5 else count for number, count in enumerate(labels_then)]
-    plan = RankPlan(0, 1, Limits(None, None), quadratic_cost=0.0)
-    batch, then = (build_step(each, everything, plan, step=1, epoch=0) for each in (without, samples))
-    (packed,), (packed_then,) = batch.micro_batches, then.micro_batches
-    assert batch.num_loss_tokens == packed.num_loss_tokens == then.num_loss_tokens - labels_then[5]
-    assert packed.input_ids_T.tolist() == packed_then.input_ids_T.tolist()
-    first = int(packed.cu_seqlens_D1[5])
-    assert set(packed.labels_T[first : first + lengths[5]].tolist()) == {IGNORE_INDEX}
-    changed = (packed.labels_T != packed_then.labels_T).nonzero()[:, 0]
-    assert first <= changed.min() and changed.max() < first + lengths[5]
-    assert batch.loss_tokens_by == {"a": then.loss_tokens_by["a"], "b": then.loss_tokens_by["b"] - labels_then[5]}
-
-
-@pytest.mark.parametrize("place", ["a.jsonl:9", "b.jsonl:1", "a.jsonl", "", "a.jsonl:x"])
-def test_a_row_that_is_not_trained_cannot_be_left_out(tmp_path: Path, place: str) -> None:
-    file = write_rows(tmp_path / "a.jsonl", *good_rows(2))
-    samples = Samples([run(file, cache=tmp_path / "cache").whole("a")])
-    with pytest.raises(ConfigError, match="not among the rows that are trained"):
-        samples.without([f"{tmp_path}/{place}"])

@@ -30,7 +30,6 @@ FIXED = {
 """The same where nothing makes it acceptable."""
 
 WARNED = (
-    "data.leave_out",
     "data.max_length",
     MAX_TOKENS,
     "data.truncation",

@@ -116,9 +116,6 @@ class DataConfig:
         not_negative,
         at_most(64, "each is a process beside every rank"),
     )
-    leave_out: list[str] = key(
-        [], "rows of train_files, as file:line, that are read in their batches and not trained (docs/data.md)"
-    )
     cache_dir: str = key("checkpoints/.cache", "prepared tokens, under content hashes")
 
 

@@ -43,8 +43,6 @@ class Division:
     val_ratio: float
     val_limit: int | None
     seed: int
-    leave_out: tuple[str, ...] = ()
-    """Rows of which nothing is supervised, as `file:line`."""
 
     def begin(self, order: str = FEISTEL) -> TrainingData:
         """Of a run that starts."""
@@ -99,7 +97,7 @@ class Division:
         parts = [source.split(draw, limit=self.val_limit) for source, draw in zip(self.sources, draws, strict=True)]
         held_out = [part for _, part in parts] if self.val_sources is None else list(self.val_sources)
         validation = Samples(held_out)
-        train = Samples([part for part, _ in parts]).without(self.leave_out)
+        train = Samples([part for part, _ in parts])
         return TrainingData(train, validation if len(validation) else None, order)
 
 

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.batch import IGNORE_INDEX, PackedBatch, StepBatch
 from trainer.data.batch_plan import Limits, Schedule, deal_facts, length_facts, split_batch
 from trainer.data.samples import Samples
-from trainer.errors import EXIT_RESUMABLE, CannotWriteError, DataError
+from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.progress import Position
 from trainer.runtime.signals import become_worker
 
@@ -102,10 +102,7 @@ class _StepDataset(Dataset[StepBatch]):
         self.samples.require_unchanged()  # to read beyond the end of a file that was cut would kill this process
         epoch = self.schedule.position(step - 1).epoch
         ids = self.samples.of_rows(self.schedule.rows(step))
-        batch = build_step(self.samples, ids, self.plan, step=step, epoch=epoch)
-        if not batch.num_loss_tokens:
-            raise DataError(f"nothing is supervised in the batch of step {step}: data.leave_out names all of its rows")
-        return batch
+        return build_step(self.samples, ids, self.plan, step=step, epoch=epoch)
 
 
 class _WorkerHandle(popen_fork.Popen):

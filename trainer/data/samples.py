@@ -1,6 +1,5 @@
 """Prepared samples: what every process maps of the token cache, and the samples of a run, of one source or several."""
 
-import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import ConfigError
 from trainer.data import sample_writer
 from trainer.data.mapped import MappedFile, read_checksums
 from trainer.data.order import AllBut, Draw, Rows, Share
@@ -182,13 +180,6 @@ class SourceSamples:
             digest.update(self.dataset.bounds.tobytes())
         return digest.hexdigest()[:16]
 
-    def find(self, file: Path, line: int) -> np.ndarray:
-        """Places, in this source, of the samples of a row."""
-        numbers = [number for number, own in enumerate(self.dataset.files) if own.resolve() == file.resolve()]
-        rows = self.dataset.rows
-        found = np.flatnonzero(np.isin(rows["file"], numbers) & (rows["line"] == line))
-        return np.flatnonzero(np.isin(np.asarray(self.samples), found))
-
     def split(self, draw: Draw, *, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
         """(training, validation samples) of a whole dataset, in their order; of the second the first `limit` rows."""
         held_out = draw.rows()
@@ -203,7 +194,6 @@ class Samples:
         self.sources = tuple(sources)
         self.shares = tuple(source.share for source in sources)
         self._bounds = np.cumsum([0, *(len(source.samples) for source in sources)])
-        self._left_out = np.zeros(0, dtype=np.int64)
         self._row_bounds: np.ndarray | None = None
         if any(source.dataset.bounds is not None for source in sources):
             self._row_bounds = np.cumsum(np.concatenate([[0], *(source.row_sizes for source in sources)]))
@@ -224,8 +214,6 @@ class Samples:
             indices = source.samples[ids[own] - self._bounds[number]]
             lengths[own] = source.dataset.rows["num_tokens"][indices]
             num_loss_tokens[own] = source.dataset.rows["num_loss_tokens"][indices]
-        if len(self._left_out):
-            num_loss_tokens[np.isin(ids, self._left_out)] = 0
         return lengths, num_loss_tokens
 
     @property
@@ -289,8 +277,7 @@ class Samples:
     def sample(self, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) and loss mask (bool)."""
         dataset, index = self._locate(sample_id)
-        ids, mask = dataset.sample(index)
-        return ids, mask & (sample_id not in self._left_out)
+        return dataset.sample(index)
 
     def require_unchanged(self) -> None:
         """Raise `ResumableError` if prepared tokens were written to since they were opened; takes microseconds."""
@@ -301,29 +288,6 @@ class Samples:
         """`file:line` of a sample."""
         dataset, index = self._locate(sample_id)
         return dataset.location(index)
-
-    def find(self, place: str) -> np.ndarray:
-        """Ids of the samples of the row that stands at `place`; none where it is not among them."""
-        file, _, line = place.rpartition(":")
-        number = line.split()[-1] if line.strip() else ""
-        if not number.isdecimal():
-            return np.zeros(0, dtype=np.int64)
-        found = [source.find(Path(file), int(number)) for source in self.sources]
-        return np.concatenate([first + ids for first, ids in zip(self._bounds, found, strict=False)])
-
-    def without(self, places: Sequence[str]) -> "Samples":
-        """The same, but nothing of the rows at these places is supervised. Raises `ConfigError` for unknown ones."""
-        if not places:
-            return self
-        found = {place: self.find(place) for place in places}
-        if unknown := [place for place, ids in found.items() if not len(ids)]:
-            raise ConfigError(
-                f"not among the rows that are trained: {', '.join(unknown)}; a row is named as evidence/ and 'data "
-                f"ledger --json' name it, and it may have been bad, over-long, or held out for validation"
-            )
-        other = copy.copy(self)
-        other._left_out = np.concatenate(list(found.values()))
-        return other
 
     def _locate(self, sample_id: int) -> tuple[TokenDataset, int]:
         number = int(self.source_of([sample_id])[0])

@@ -74,7 +74,6 @@ def prepare_data(
         val_ratio=data.val_ratio,
         val_limit=None if data.val_max_samples == -1 else data.val_max_samples,
         seed=config.trainer.seed,
-        leave_out=tuple(data.leave_out),
     )
     if own_templates := [source.name for source, _ in files.train if source.chat_template != data.chat_template]:
         logger.warning(
