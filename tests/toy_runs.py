@@ -166,7 +166,7 @@ def run(
         return recipe.total_steps
 
     lineage = Lineage(fingerprints(recipe), recipe.resume_allow)
-    shape = RunShape(len(samples.lengths), recipe.batch_size, total_steps, lineage)
+    shape = RunShape(total_steps, lineage)
     start = decide_start(trainer_config(run_dir, recipe), shape, world)
     model = build_toy_model(world, source, loss=changes.pop("loss", "cross_entropy"), **changes.pop("model", {}))
     gradient_sum = changes.pop("local_square_sum", local_square_sum)

@@ -35,7 +35,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
         run_dir.mkdir()
     try:
         config = trainer_config(run_dir, Recipe())
-        start.decide_start(config, RunShape(24, 8, lambda position: 6, Lineage({})), world)
+        start.decide_start(config, RunShape(lambda position: 6, Lineage({})), world)
     except ConfigError as error:
         return str(error)
     return ""
@@ -81,14 +81,14 @@ def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_comp
 def branch(world: Any, run_dir: Path, checkpoint: Path) -> tuple[bool, int]:
     config = replace(trainer_config(run_dir, Recipe()), resume_mode="resume_path", resume_from_path=str(checkpoint))
     config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]))
-    found = start.decide_start(config, RunShape(24, 8, lambda position: 3, Lineage({})), world)
+    found = start.decide_start(config, RunShape(lambda position: 3, Lineage({})), world)
     return found.is_complete, found.position.step
 
 
 def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
     said: list[str] = []
     start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
-    shape = RunShape(24, 8, lambda position: total_steps, Lineage({}))
+    shape = RunShape(lambda position: total_steps, Lineage({}))
     config = trainer_config(run_dir, Recipe())
     config = replace(config, checkpoint=replace(config.checkpoint, load_contents=["model"]), resume_mode="auto")
     begun = start.decide_start(config, shape, world)

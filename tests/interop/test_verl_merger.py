@@ -5,6 +5,7 @@ Needs VERL_PYTHON, an interpreter that has verl 0.9.1 and its merger's dependenc
 
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from interop.verl_files import run_in_verl
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
@@ -55,6 +55,19 @@ def write_model(path: Path, **changes: Any) -> Any:
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def run_in_verl(script: str, *arguments: str) -> None:
+    """Run a script of this directory with the interpreter that has verl; fails with what it printed last."""
+    directory = Path(__file__).parent
+    result = subprocess.run(
+        [os.environ["VERL_PYTHON"], str(directory / script), *arguments],
+        env={**os.environ, "PYTHONPATH": str(directory), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
 
 
 def merge(*jobs: tuple[Path, Path, Path | None]) -> None:

@@ -1,7 +1,7 @@
 """Imports single files of an installed verl without its heavy dependencies; for the scripts run by VERL_PYTHON.
 
-`import verl` needs ray, tensordict and omegaconf. None of them takes part in merging or saving a checkpoint: empty
-packages with verl's own paths stand in for the `__init__.py` files, empty classes for what is only named.
+`import verl` needs ray, tensordict and omegaconf. None of them takes part in merging a checkpoint: empty packages
+with verl's own paths stand in for the `__init__.py` files.
 """
 
 import importlib
@@ -20,16 +20,6 @@ _EMPTY_PACKAGES = (
     "verl.workers.engine",
     "verl.workers.engine.fsdp",
 )
-_NAMED_ONLY = {
-    "omegaconf": ("DictConfig", "MISSING"),
-    "tensordict": ("TensorDict",),
-    "peft": (),
-    "peft.utils": (),
-    "peft.utils.save_and_load": ("get_peft_model_state_dict",),
-    "verl.utils.model": ("check_exclude_modules", "check_target_modules"),
-    "verl.single_controller": ("WorkerGroup",),
-    "verl.workers.engine": ("BaseEngine",),
-}
 
 
 def prepare() -> None:
@@ -44,16 +34,6 @@ def prepare() -> None:
     tokenizer = importlib.import_module("verl.utils.tokenizer")
     utils: Any = sys.modules["verl.utils"]
     utils.hf_tokenizer, utils.hf_processor = tokenizer.hf_tokenizer, tokenizer.hf_processor
-
-
-def stand_in_for_unused() -> None:
-    """For what the checkpoint code imports and does not use here. The merger runs without: transformers would believe
-    that peft is installed.
-    """
-    for name, attributes in _NAMED_ONLY.items():
-        module = sys.modules.setdefault(name, ModuleType(name))
-        for attribute in attributes:
-            setattr(module, attribute, type(attribute, (), {}))
 
 
 def load(name: str) -> Any:

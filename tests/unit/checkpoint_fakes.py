@@ -60,15 +60,14 @@ def save(run_dir: Path, *steps: int) -> None:
         layout.publish(run_dir, step)
 
 
-def write_foreign(run_dir: Path, step: int, *, world_size: int = 2) -> Path:
-    """A directory as verl leaves it."""
+def write_unfinished(run_dir: Path, step: int, *, world_size: int = 2) -> Path:
+    """A directory without a manifest, as another trainer leaves it."""
     path = run_dir / layout.step_dir_name(step)
     path.mkdir(parents=True)
     (path / "fsdp_config.json").write_text(f'{{"FSDP_version": 2, "world_size": {world_size}}}')
     for rank in range(world_size):
         for file in (layout.model_file, layout.optim_file, layout.extra_file):
             (path / file(world_size, rank)).write_bytes(b"weights")
-        (path / f"data_{rank}.pt").write_bytes(b"position")
     return path
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, content_of, is_whole, save, stage, write_foreign
+from checkpoint_fakes import commit, content_of, is_whole, save, stage, write_unfinished
 
 from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
@@ -134,25 +134,20 @@ def test_a_pointer_moved_back_by_hand_is_honoured(tmp_path: Path) -> None:
     assert steps(tmp_path) == [25, 20, 10]
 
 
-def test_foreign_directories_are_used_only_where_the_pointer_says_so(tmp_path: Path) -> None:
-    write_foreign(tmp_path, 40)
+def test_a_directory_without_a_manifest_is_never_used(tmp_path: Path) -> None:
+    write_unfinished(tmp_path, 40)
     point(tmp_path, "40")
-    selection = select(tmp_path)
-    assert [(i.step, i.status) for i in selection.candidates] == [
-        (40, "foreign")
-    ] and "cannot be proven" in selection.notes[0]
-    publish(tmp_path, 40)
-    assert steps(tmp_path) == [40], "used again after it was continued from"
-    commit(tmp_path, 50)
-    assert steps(tmp_path) == [50, 40], "its first own checkpoint rolls forward"
-    publish(tmp_path, 50)
-    assert steps(tmp_path) == [50]
+    with pytest.raises(NoUsableCheckpointError, match="global_step_40: it has no manifest"):
+        select(tmp_path)
+    save(tmp_path, 20)
+    point(tmp_path, "40")
+    assert steps(tmp_path) == [20]
 
 
 NEVER_STEP_0: list[Callable[[Path], object]] = [
     lambda run: point(run, "10"),
     lambda run: point(run, ""),
-    lambda run: write_foreign(run, 10),
+    lambda run: write_unfinished(run, 10),
     lambda run: (run / "global_step_10").mkdir(),
     lambda run: (run / "global_step_10").touch(),
     lambda run: (run / "global_step_10").symlink_to(commit(run.parent, 10)),
@@ -203,20 +198,9 @@ def test_reasons_name_the_file(tmp_path: Path) -> None:
     for step, (change, expected) in enumerate(cases[:-1]):
         assert expected in reason_after(commit(tmp_path, 10 + step), change)
     bare = commit(tmp_path, 99)
-    (bare / "fsdp_config.json").unlink()
     assert "its save did not finish" in reason_after(bare, cases[-1][0])
     save(tmp_path, 100)
     assert reason_after(tmp_path / "global_step_100", cases[-1][0]) == "its manifest.json was removed"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"world_size": "2"}', '{"world_size": 0}', '{"world_size": true}'])
-def test_an_incomplete_foreign_directory_is_not_used(tmp_path: Path, text: str) -> None:
-    path = write_foreign(tmp_path, 10)
-    assert inspect(path).status == "foreign"
-    (path / "fsdp_config.json").write_text(text)
-    assert "fsdp_config.json" in inspect(path).reason
-    (path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 3}')
-    assert inspect(path).reason == "model_world_size_3_rank_0.pt: No such file or directory"
 
 
 def test_a_path_with_another_name_is_a_usage_error(tmp_path: Path) -> None:
@@ -276,7 +260,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, caplog: pytest.L
 @pytest.mark.covers("S3.24")
 def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(tmp_path: Path) -> None:
     save(tmp_path, 5, 6, 9, 10, 20, 30)
-    write_foreign(tmp_path, 1)
+    write_unfinished(tmp_path, 1)
     (commit(tmp_path, 40) / "data.pt").unlink()
     point(tmp_path, "9")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, content_of, expected_files, save, write_foreign
+from checkpoint_fakes import commit, content_of, expected_files, save, write_unfinished
 from cli_states import Call, flip
 
 from trainer.checkpoint import choice, fsio, layout, retention, rollback
@@ -43,7 +43,7 @@ def thinned(run_dir: Path) -> list[int]:
 
 def test_old_checkpoints_lose_their_optimizer_states_and_nothing_else(tmp_path: Path, call: Call) -> None:
     save(tmp_path, 2, 4, 6, 8)
-    write_foreign(tmp_path, 3)
+    write_unfinished(tmp_path, 3)
     shutil.rmtree(step_dir(tmp_path, 3))
     retention.settle(tmp_path, 8, Retention(keep=3, keep_full=1))
     assert thinned(tmp_path) == [4, 6] and [info.step for info in choice.select(tmp_path).candidates] == [8]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, content_of, save, write_foreign
+from checkpoint_fakes import commit, content_of, save, write_unfinished
 from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
 
 from trainer.checkpoint import fsio, layout, retention
@@ -47,14 +47,18 @@ def test_ls_shows_each_checkpoint_and_the_one_a_resume_takes(run_dir: Path, call
 
 def test_ls_says_why_a_checkpoint_is_not_usable(run_dir: Path, call: Call) -> None:
     (run_dir / "global_step_4" / "data.pt").write_bytes(b"")
-    write_foreign(run_dir, 5)
+    write_unfinished(run_dir, 5)
     commit(run_dir, 8)
     out = call("ls", run_dir)[1]
     table = dict(row.split(" ", 1) for row in rows(out))
     assert list(table) == ["2", "4", "5", "6", "8"]
     assert table["4"].startswith("incomplete") and table["4"].endswith("data.pt has 0 bytes, 6 were written")
     assert table["6"].endswith("00 pointer") and table["8"].endswith("00 resume takes it")
-    assert table["5"] == "foreign 94 B - - -" and "global_step_8 was committed just before the run died" in out
+    assert (
+        table["5"].startswith("incomplete ")
+        and "no manifest.json" in table["5"]
+        and "global_step_8 was committed just before the run died" in out
+    )
     assert out.count("data.pt has 0 bytes") == 1, "the table has said it"
 
 
@@ -145,7 +149,7 @@ def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: 
     (run_dir / "global_step_2" / "huggingface" / "config.json").write_bytes(b"{")
     (run_dir / "global_step_2" / "data.pt").unlink()
     (run_dir / "global_step_4").rename(run_dir / "global_step_5")
-    write_foreign(run_dir, 7)
+    write_unfinished(run_dir, 7)
     code, out, _ = call("verify", run_dir / "global_step_6", run_dir)
     ok, two, five, six, seven = [part.splitlines() for part in re.split(r"\n(?=\w)", out)]
     assert code == 1 and ok[0].startswith("ok ") and six[0].startswith("ok ") and two[0].startswith("FAILED")
@@ -154,7 +158,7 @@ def test_verify_names_all_damaged_files_of_all_checkpoints(run_dir: Path, call: 
         "huggingface/config.json has 1 bytes, 2 were written",
         "model_world_size_2_rank_1.pt changed after it was written (sha256 differs)",
     ]
-    assert five[1].endswith("it belongs to step 4") and seven[1].strip().startswith("written by verl")
+    assert five[1].endswith("it belongs to step 4") and seven[1].strip().startswith("it has no manifest.json")
 
 
 def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(run_dir: Path, call: Call, monkeypatch: Patch) -> None:

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import content_of, expected_files, is_whole, save, write_foreign
+from checkpoint_fakes import content_of, expected_files, is_whole, save, write_unfinished
 from cli_states import LEFT, Call, flip, leave_behind, names, rows, snapshot
 from sweeps import short_or_full
 
@@ -51,10 +51,10 @@ def test_prune_without_yes_only_says_what_would_go(run_dir: Path, call: Call) ->
 def test_prune_keeps_the_newest_and_the_pointers(run_dir: Path, call: Call, options: list[str]) -> None:
     save(run_dir, 10)
     leave_behind(run_dir)
-    write_foreign(run_dir, 5)
+    write_unfinished(run_dir, 5)
     (run_dir / POINTER).write_text("4")
     code, out, err = call("prune", run_dir, "--keep", 1, "--yes", *options)
-    assert (code, err) == (0, "") and "keeps global_step_4, global_step_5 (foreign), global_step_10\n" in out
+    assert (code, err) == (0, "") and "keeps global_step_4, global_step_5 (incomplete), global_step_10\n" in out
     assert names(run_dir) == {"global_step_4", "global_step_5", "global_step_10", *sorted(LEFT)[: not options]}
     assert is_whole(run_dir / "global_step_4") and is_whole(run_dir / "global_step_10")
     assert call("prune", run_dir, "--keep", 1, "--yes", *options)[1].endswith("nothing to delete\n")
@@ -86,10 +86,6 @@ def test_prune_is_refused_when_nothing_is_proven(run_dir: Path, call: Call) -> N
     assert code == 2 and "no checkpoint in" in err and names(run_dir) == before
     code, out, _ = call("ls", run_dir)
     assert code == 0 and len(rows(out)) == 3 and "resume takes it" not in out and "WARNING: no checkpoint in" in out
-    (run_dir / "global_step_6").rename(run_dir / ".corrupt_global_step_6.0")
-    write_foreign(run_dir, 6)
-    code, _, err = call(*words)
-    assert code == 2 and "leave out --corrupt" in err and names(run_dir) > LEFT
 
 
 @pytest.mark.parametrize("options", [[], ["--yes"]])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import NO_OPTIMIZER, POINTER, CheckpointInfo, Pointer
-from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError, TrainerConfig
 from trainer.config.schema import LOADED
 from trainer.errors import CannotWriteError
@@ -45,8 +44,8 @@ def select(run_dir: Path, *, needs_optimizer: bool = True) -> Selection:
     pointer, and nothing to continue from.
     """
     found, pointer = layout.checkpoints(run_dir), layout.read_pointer(run_dir)
-    pointed = next((info for info in found if info.step == pointer.step and info.status != "incomplete"), None)
-    usable = [info for info in reversed(found) if info.status == "committed" or info is pointed]
+    usable = [info for info in reversed(found) if info.status == "committed"]
+    pointed = next((info for info in usable if info.step == pointer.step), None)
     if needs_optimizer:
         usable = [info for info in usable if not info.thinned]
         if pointed is not None and pointed.thinned and usable:
@@ -57,8 +56,6 @@ def select(run_dir: Path, *, needs_optimizer: bool = True) -> Selection:
         return Selection()
     chosen, note = _choose(usable, pointed, pointer)
     notes = [note] if note else []
-    if chosen.status == "foreign":
-        notes.append(f"WARNING: {chosen.path.name} has no {MANIFEST} (written by verl?): its contents cannot be proven")
     notes += [f"WARNING: passed over {i.path.name}: {i.reason}" for i in found if i.status == "incomplete"]
     return Selection(tuple(info for info in usable if info.step <= chosen.step), tuple(notes))
 
@@ -90,14 +87,13 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
     corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(layout.CORRUPT_PREFIX)]
     if not found and not corrupt and pointer.raw is None:
         return
-    lines = [f"  {info.path.name}: {info.reason or 'written by verl, not named by the pointer'}" for info in found]
+    lines = [f"  {info.path.name}: {info.reason}" for info in found]
     lines += [f"  {name}: set aside as corrupt" for name in corrupt]
     lines += [f"  {POINTER}: {'missing' if pointer.raw is None else repr(pointer.raw)}"]
     thinned = [f".\n{FROM_WEIGHTS}{info.path}" for info in found if info.thinned]
     raise NoUsableCheckpointError(
-        f"no checkpoint in '{run_dir}' can be continued from:\n" + "\n".join(lines) + "\nRestore one of them (to use "
-        f"one of verl's, write its step into {POINTER}), or begin anew in another directory: "
-        "trainer.experiment_name=<new name>" + "".join(thinned[-1:])
+        f"no checkpoint in '{run_dir}' can be continued from:\n" + "\n".join(lines) + "\nRestore one of them, "
+        "or begin anew in another directory: trainer.experiment_name=<new name>" + "".join(thinned[-1:])
     )
 
 

@@ -5,7 +5,6 @@ long it stays.
 Everything is recomputed from the disk each time; nothing is ordered by a clock or a modification time.
 """
 
-import json
 import logging
 import re
 import secrets
@@ -30,16 +29,8 @@ TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
 
 NO_OPTIMIZER = "its optimizer state was removed (trainer.checkpoint.keep_full)"
-LORA_META = "lora_train_meta.json"
-MEGATRON = {"dist_ckpt", "ckpt_contents.json"}
-"""Of these a `global_step_N` of verl has one where Megatron saved it."""
-USE_VERL = (
-    "continue it in verl, or merge it with verl's model_merger and train from the result: "
-    "model.partial_pretrain=<merged directory>"
-)
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
-_VERL_DATA = re.compile(r"data_(0|[1-9][0-9]*)\.pt")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -102,23 +93,6 @@ def read_pointer(run_dir: Path) -> Pointer:
 
 
 @dataclass(frozen=True)
-class VerlCheckpoint:
-    """All that a `global_step_N` of verl 0.9.1 needs. `data_files` are in the order of the data-parallel ranks, or the
-    legacy `data.pt` alone.
-    """
-
-    path: Path
-    step: int
-    world_size: int
-    rank_files: tuple[str, ...]
-    data_files: tuple[str, ...]
-
-    @property
-    def torch_files(self) -> tuple[str, ...]:
-        return (*self.rank_files, *self.data_files)
-
-
-@dataclass(frozen=True)
 class CheckpointInfo:
     """What stands in one `global_step_N`. `published`: the pointer has named it once. `thinned`: it has no optimizer
     state any more, so `manifest` lists none.
@@ -130,14 +104,13 @@ class CheckpointInfo:
     published: bool = False
     thinned: bool = False
     manifest: Manifest | None = None
-    verl: VerlCheckpoint | None = None
 
     @property
-    def status(self) -> Literal["committed", "foreign", "incomplete"]:
+    def status(self) -> Literal["committed", "incomplete"]:
         """committed: its manifest and the sizes of all files that a resume needs agree (contents are proven by
-        `verify_files`). foreign: verl's, which has no manifest. incomplete: neither, for the `reason` given.
+        `verify_files`). incomplete: they do not, for the `reason` given.
         """
-        return "committed" if self.manifest else "foreign" if self.verl else "incomplete"
+        return "committed" if self.manifest else "incomplete"
 
 
 def inspect(path: Path) -> CheckpointInfo:
@@ -151,7 +124,7 @@ def inspect(path: Path) -> CheckpointInfo:
         if MANIFEST not in names:
             if PUBLISHED in names:
                 raise OSError(f"its {MANIFEST} was removed")
-            return CheckpointInfo(step, path, verl=_open_verl(path, step, names))
+            raise OSError(f"it has no {MANIFEST}: its save did not finish, or another trainer wrote it")
         manifest, thinned = parse_manifest(fsio.read_bytes(path / MANIFEST)), THINNED in names
         if thinned:
             manifest = replace(manifest, files=tuple(file for file in manifest.files if not is_optimizer(file.path)))
@@ -167,51 +140,6 @@ def inspect(path: Path) -> CheckpointInfo:
         return CheckpointInfo(step, path, f"{file_name}{error.strerror or error}")
     reason = NO_OPTIMIZER if thinned else ""
     return CheckpointInfo(step, path, reason, published=PUBLISHED in names, thinned=thinned, manifest=manifest)
-
-
-def _open_verl(path: Path, step: int, names: list[str]) -> VerlCheckpoint:
-    """Raises `OSError` that says what is missing, or why it cannot be continued."""
-    if found := MEGATRON.intersection(names):
-        raise OSError(f"it was saved with verl's Megatron engine ({min(found)}), whose layout is not read; {USE_VERL}")
-    if FSDP_CONFIG not in names:
-        raise OSError(f"it has neither {MANIFEST} nor {FSDP_CONFIG}: its save did not finish")
-    try:
-        config = json.loads(fsio.read_bytes(path / FSDP_CONFIG))
-        version, world_size = config["FSDP_version"], config["world_size"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise OSError(f"it has no {MANIFEST}, and {FSDP_CONFIG} does not name FSDP_version and world_size") from error
-    if type(world_size) is not int or world_size < 1:
-        raise OSError(f"it has no {MANIFEST}, and {FSDP_CONFIG} names world_size {world_size!r:.40}")
-    if version != 2:
-        reason = f"FSDP_version is {version!r:.40}: only FSDP2 saves an optimizer state that other ranks can read"
-        raise OSError(f"{reason}; {USE_VERL}")
-    if world_size > len(names):  # before their names are made, which may be billions
-        raise OSError(f"it has no {MANIFEST}, and files of its {world_size} ranks are missing")
-    if LORA_META in names:
-        raise OSError(f"it holds LoRA adapters beside a whole model ({LORA_META}), which is not read; {USE_VERL}")
-    kinds = (model_file, optim_file, extra_file)
-    rank_files = tuple(file(world_size, rank) for file in kinds for rank in range(world_size))
-    _require_filled(path, rank_files)
-    data_files = _verl_data_files(names, world_size)
-    _require_filled(path, data_files)
-    return VerlCheckpoint(path, step, world_size, rank_files, data_files)
-
-
-def _verl_data_files(names: list[str], world_size: int) -> tuple[str, ...]:
-    """One per data-parallel rank; sequence parallelism lets several ranks share one."""
-    ranks = sorted(int(match[1]) for name in names if (match := _VERL_DATA.fullmatch(name)))
-    if (DATA in names) == bool(ranks):
-        found = f"both {DATA} and data_0.pt" if ranks else "no data_0.pt"
-        raise OSError(f"{found}: the position in the data is unknown; {USE_VERL}")
-    if ranks and (ranks != list(range(len(ranks))) or world_size % len(ranks)):
-        raise OSError(f"its data files are those of data ranks {ranks}, of {world_size} ranks: some are missing")
-    return tuple(f"data_{rank}.pt" for rank in ranks) or (DATA,)
-
-
-def _require_filled(path: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        if fsio.size_within(path, name) == 0:
-            raise OSError(f"{name} is empty")
 
 
 def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
@@ -248,13 +176,9 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
 
 
 def publish(run_dir: Path, step: int) -> None:
-    """Point to `step`, then mark it as named once. Repairs what a crash left; writes nothing if all is right.
-
-    A foreign checkpoint gets no mark: with one and without a manifest it would be one of ours that lost it.
-    """
+    """Point to `step`, then mark it as named once. Repairs what a crash left; writes nothing if all is right."""
     step_dir = run_dir / step_dir_name(step)
-    names = fsio.list_dir(step_dir)
-    unmarked = MANIFEST in names and PUBLISHED not in names
+    unmarked = PUBLISHED not in fsio.list_dir(step_dir)
     if unmarked or read_pointer(run_dir).step != step:
         fsio.atomic_write(run_dir / POINTER, str(step).encode())
     if unmarked:
@@ -263,7 +187,7 @@ def publish(run_dir: Path, step: int) -> None:
 
 def is_published(run_dir: Path, info: CheckpointInfo) -> bool:
     """Whether `publish` has nothing left to do for a checkpoint of this run."""
-    return (info.published or info.manifest is None) and read_pointer(run_dir).step == info.step
+    return info.published and read_pointer(run_dir).step == info.step
 
 
 def mark(step_dir: Path, name: str) -> None:

@@ -62,8 +62,7 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
     """The manifest, once the files an export reads are proven; weights exported before are not among them."""
     info = layout.inspect(checkpoint)
     if info.manifest is None:
-        reason = info.reason or "it was written by verl, without a manifest; use verl's model_merger"
-        raise ConfigError(f"'{checkpoint}' cannot be exported: {reason}")
+        raise ConfigError(f"'{checkpoint}' cannot be exported: {info.reason}")
     if os.path.lexists(target):
         raise ConfigError(f"'{target}' exists already: name a new directory")
     if not target.parent.is_dir():

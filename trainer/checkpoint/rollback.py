@@ -61,7 +61,8 @@ def candidates(run_dir: Path, *, onset: int, history: History, data: str | None)
         if info.step <= latest
         and not info.thinned
         and not any(first <= info.step <= last for first, last in trouble)
-        and (info.manifest is None or info.manifest.fingerprints.get("data") == data)
+        and info.manifest is not None
+        and info.manifest.fingerprints.get("data") == data
     ]
 
 

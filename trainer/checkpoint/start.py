@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint import fsio, layout, lineage, rollback, verl
+from trainer.checkpoint import fsio, layout, lineage, rollback
 from trainer.checkpoint.choice import NoUsableCheckpointError, candidates_of, cannot_use, contents_of
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import Lineage
@@ -48,15 +48,13 @@ class Start:
 
 @dataclass(frozen=True)
 class RunShape:
-    """What is known of a run before its model: the size of its epoch and batch, how long it is, what it descends from.
+    """What is known of a run before its model: how long it is, and what it descends from.
 
     `total_steps` tells from a position how many steps the whole run has, `unfinished` of a run whose last step is saved
     what its end still lacks beside checkpoints, `resumed` how it all is for a run that goes on with the data of a
     checkpoint.
     """
 
-    num_samples: int
-    batch_size: int
     total_steps: Callable[[Position], int]
     lineage: Lineage
     unfinished: Callable[[Position, LoopState], list[str]] = lambda position, loop: []
@@ -90,7 +88,7 @@ def find_complete(config: TrainerConfig, shape: RunShape, world: World, *, at_en
         return None
     if not at_end:
         _say(selection.notes)
-    position, data = _position(selection.chosen, config, shape), _saved_data(selection.chosen, config, world)
+    position, data = _position(selection.chosen, config), _saved_data(selection.chosen, config, world)
     return Start(selection.chosen, position, is_complete=True, lock=None, data=data)
 
 
@@ -103,7 +101,7 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
     checkpoint = _first_proven(selection.candidates, config, world)
     position, data = Position(), None
     if checkpoint is not None:
-        position, data = _position(checkpoint, config, shape), _saved_data(checkpoint, config, world)
+        position, data = _position(checkpoint, config), _saved_data(checkpoint, config, world)
         shape = _resumed(shape, data, position)
         _require_same_run(checkpoint, config, shape.lineage)
     rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
@@ -126,9 +124,7 @@ def _is_complete(
     candidate: CheckpointInfo, config: TrainerConfig, shape: RunShape, world: World, *, at_end: bool
 ) -> bool:
     """Whether a run has ended and left all that it should. A manifest is asked before it is proven: that takes long."""
-    if candidate.manifest is None and verify(candidate, world):
-        return False
-    position = _position(candidate, config, shape)
+    position = _position(candidate, config)
     shape = _resumed(shape, _saved_data(candidate, config, world, is_proven=False), position)
     loop = _on_main(partial(saved_loop, candidate), config, world)
     has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
@@ -155,20 +151,18 @@ def _unfinished(
     return missing
 
 
-def _position(checkpoint: CheckpointInfo, config: TrainerConfig, shape: RunShape) -> Position:
+def _position(checkpoint: CheckpointInfo, config: TrainerConfig) -> Position:
     if "extra" not in contents_of(config, checkpoint):
         return Position()
-    if checkpoint.manifest is not None:
-        return checkpoint.manifest.position
-    assert checkpoint.verl is not None, "a candidate is whole"
-    return verl.read_position(checkpoint.verl, num_samples=shape.num_samples, train_batch_size=shape.batch_size)
+    assert checkpoint.manifest is not None, "a candidate is committed"
+    return checkpoint.manifest.position
 
 
 def _saved_data(
     checkpoint: CheckpointInfo, config: TrainerConfig, world: World, *, is_proven: bool = True
 ) -> dict[str, Any] | None:
     """Collective; None where the run does not go on with the data of the checkpoint."""
-    if checkpoint.manifest is None or "extra" not in contents_of(config, checkpoint):
+    if "extra" not in contents_of(config, checkpoint):
         return None
     return _on_main(partial(saved_data, checkpoint, is_proven=is_proven), config, world)
 
@@ -198,25 +192,19 @@ def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig,
 
 def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     """What is wrong with the contents of a checkpoint, each rank reading its share. Collective."""
-    share, own = (world.rank, world.size), list[str]()
-    if candidate.manifest is not None:
-        own = verify_files(candidate.path, candidate.manifest, share=share)
-    elif candidate.verl is not None:
-        own = verl.damaged_files(candidate.verl, share=share)
+    assert candidate.manifest is not None, "a candidate is committed"
+    own = verify_files(candidate.path, candidate.manifest, share=(world.rank, world.size))
     reports: list[Any] = [None] * world.size
     dist.all_gather_object(reports, own)
     problems = [problem for report in reports for problem in report]
     for problem in filter(layout.is_export, problems):
         text = "the export of %s cannot be served, 'checkpoint export' makes another; the run continues from it: %s"
         logger.warning(text, candidate.path, problem)
-    if candidate.verl is not None and not problems:
-        verl.require_safe(candidate.verl)
     return [problem for problem in problems if not layout.is_export(problem)]
 
 
 def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:
-    if checkpoint.manifest is None:
-        return
+    assert checkpoint.manifest is not None, "a candidate is committed"
     saved = checkpoint.manifest.fingerprints
     if "extra" not in contents_of(config, checkpoint):  # another run may begin from the weights alone
         saved = {key: value for key, value in saved.items() if key == lineage.BASE_WEIGHTS}

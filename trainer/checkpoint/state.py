@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from trainer.checkpoint import layout, shards, verl
+from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
 from trainer.progress import ALL, MAIN, OWN, LoopState
@@ -160,9 +160,7 @@ def load_state(checkpoint: CheckpointInfo, state: State, *, contents: Sequence[s
 
     Raises `ConfigError` if the checkpoint belongs to another model or is not what it promises.
     """
-    if checkpoint.manifest is None:
-        _load_foreign(checkpoint, state, contents)
-        return
+    assert checkpoint.manifest is not None, "it is committed"
     path, world_size = checkpoint.path, checkpoint.manifest.world_size
     for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
         if name in ("model", *contents):
@@ -196,24 +194,8 @@ def _described(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
 
-def _load_foreign(checkpoint: CheckpointInfo, state: State, contents: Sequence[str]) -> None:
-    """verl's: parameters, moments and position; the rate follows the step, random numbers are keyed by it."""
-    found = checkpoint.verl
-    assert found is not None, "a checkpoint to load is whole"
-    num_shards = verl.count_shards(found)
-    files = [found.path / layout.model_file(found.world_size, rank) for rank in range(num_shards)]
-    parts = [shards.read_torch(file) for file in files]
-    state["model"].load_state_dict(Shards(found.path, parts))
-    if "optimizer" in contents:
-        names = list(state["optimizer"].state_dict()["state"])
-        moments = verl.optimizer_parts(found, num_shards=num_shards, param_names=names)
-        state["optimizer"].load_state_dict(Shards(found.path, moments))
-    if "extra" in contents and (note := verl.schedule_note(found)):
-        logger.warning("%s", note)
-
-
 def saved_data(checkpoint: CheckpointInfo, *, is_proven: bool = True) -> dict[str, Any]:
-    """What a checkpoint of ours says of its data beside the position.
+    """What a checkpoint says of its data beside the position.
 
     Of one that is not proven yet, empty where the file is damaged: that is found, and told, when it is proven. Raises
     `CorruptShardError` for a file that is as its manifest says and is no state: a manifest can be forged.
@@ -232,9 +214,9 @@ def saved_data(checkpoint: CheckpointInfo, *, is_proven: bool = True) -> dict[st
 
 def saved_loop(checkpoint: CheckpointInfo) -> LoopState:
     """What the loop remembered; as at the start of a run where a checkpoint has nothing of it or is damaged."""
+    assert checkpoint.manifest is not None, "it is committed"
     loop = LoopState()
-    if checkpoint.manifest is not None:
-        with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
-            extra = shards.read_torch(checkpoint.path / layout.extra_file(checkpoint.manifest.world_size, 0))
-            loop.load_state_dict(extra.get("loop", loop.state_dict()))
+    with suppress(shards.CorruptShardError):  # found, and told, when the checkpoint is proven
+        extra = shards.read_torch(checkpoint.path / layout.extra_file(checkpoint.manifest.world_size, 0))
+        loop.load_state_dict(extra.get("loop", loop.state_dict()))
     return loop

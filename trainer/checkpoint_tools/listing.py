@@ -175,7 +175,7 @@ def prove(path: Path) -> list[str]:
     try:
         manifest = info.manifest or parse_manifest(fsio.read_bytes(path / MANIFEST))
     except (OSError, ManifestError):
-        return [info.reason or f"written by verl, without {MANIFEST}: its contents cannot be proven"]
+        return [info.reason]
     alone = [dataclasses.replace(manifest, files=(f,)) for f in sorted(manifest.files, key=lambda f: -f.size_bytes)]
     problems = []
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, len(os.sched_getaffinity(0)))) as pool:
@@ -243,8 +243,6 @@ def _plan(run_dir: Path, keep: int | None, keep_full: int | None, is_corrupt_del
     proofs = [info for info in committed if info is committed[-1] or info.step in protect]
     prefixes = tuple(prefix for prefix in LEFTOVERS if prefix != CORRUPT_PREFIX or is_corrupt_deleted)
     leftovers = [run_dir / name for name in fsio.list_dir(run_dir) if name.startswith(prefixes)]
-    if not proofs and any(path.name.startswith(CORRUPT_PREFIX) for path in leftovers):
-        raise ConfigError(f"'{run_dir}' has no checkpoint that can be proven: leave out --corrupt")
     names = [info.path.name if info in committed else f"{info.path.name} ({info.status})" for info in kept]
     to_thin = [path for path in to_thin if path not in old]
     return Pruning(run_dir, keep, keep_full, is_corrupt_deleted, names, proofs, old + leftovers, to_thin)

@@ -167,8 +167,7 @@ def _checkpoints(run_dir: Path, arguments: argparse.Namespace) -> Iterator[Check
         info = layout.inspect(run_dir / layout.step_dir_name(arguments.step))
         if info.status != "committed":
             there = ", ".join(str(known.step) for known in layout.committed(run_dir)) or "none"
-            why = info.reason or "written by verl"
-            raise ConfigError(f"'{info.path}' is no checkpoint that can be scored: {why}; there are: {there}")
+            raise ConfigError(f"'{info.path}' is no checkpoint that can be scored: {info.reason}; there are: {there}")
         yield info
         return
     seen: set[str] = set()

@@ -198,7 +198,7 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation, *, tell: Ca
     that cannot be scored, `CannotWriteError`.
     """
     if info.manifest is None:
-        raise ConfigError(f"'{info.path}' cannot be scored: {info.reason or 'it was written by verl'}")
+        raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
     nonce = info.manifest.nonce
     key = asked.key(nonce)
     rows = [row for row in read_evaluations(run_dir) if row.get("key") == key]

@@ -24,7 +24,7 @@ from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.config import AUTO, Config, require_consistent
 from trainer.data.announce import announce
-from trainer.data.batch_plan import START, Limits, Schedule
+from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import DATA_EVENT, RankPlan, TrainLoader, ValidationBatches
 from trainer.detection import require_usable_rules
 from trainer.errors import EXIT_DONE
@@ -186,8 +186,6 @@ def _shape(config: Config, inputs: Inputs, lineage: Lineage, unfinished: Callabl
         return _shape(config, data, now, unfinished)
 
     return RunShape(
-        _schedule(config, inputs, START).num_samples,
-        config.data.train_batch_size,
         lambda position: _total_steps(config, _schedule(config, inputs, position)),
         lineage,
         unfinished,
@@ -281,7 +279,7 @@ def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
     if step < total_steps:
         logger.info("Found checkpoint: %s, continuing at step %d of %d", found.path, step + 1, total_steps)
     run_dir = Path(config.trainer.default_local_dir)
-    is_own = found.manifest is not None and found.path.resolve().parent == run_dir.resolve()
+    is_own = found.path.resolve().parent == run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(
             "%s ends at step %d, the checkpoint is of step %d: histories and report lack the rows between them",

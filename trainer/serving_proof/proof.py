@@ -142,7 +142,7 @@ def _certificate(trained: Trained, measured: ServedLoss, causes: list[str]) -> C
 def read_trained(checkpoint: Path) -> Trained:
     info, run_dir = layout.inspect(checkpoint), checkpoint.resolve().parent
     if info.manifest is None:
-        raise ConfigError(f"'{checkpoint}' cannot be proven: {info.reason or 'it was written by verl'}")
+        raise ConfigError(f"'{checkpoint}' cannot be proven: {info.reason}")
     config = parse_config(read_config(run_dir))
     log = run_dir / metrics_file.FILE_NAME
     rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
