@@ -27,7 +27,6 @@ from make_quickstart import ENGLISH, MODEL_CONFIG, train_tokenizer, write_tokeni
 from measuring import REPOSITORY, header, middle, table, write_result
 from speed_cpu import PEERS
 
-from trainer.acceptance.probe import matmul_tflops
 from trainer.runtime import seeding
 from trainer.tracking import read_metrics
 
@@ -52,6 +51,20 @@ LEVERS = {
     "ZeRO-3 alone": {"model.fsdp_config.reshard_after_forward": "true"},
     "loader in the process": {"data.num_workers": "0"},
 }
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """The rate of one large square product: the most that products of a model can reach here."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds[1:]) / 1e12
 
 
 def make_case(directory: Path, size: str) -> Case:

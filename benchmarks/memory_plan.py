@@ -117,8 +117,7 @@ def main() -> None:
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    from trainer.planner.forecast import Forecast
-    from trainer.planner.memory_plan import plan_memory
+    from trainer.tools.plan.memory import plan_memory
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -146,7 +145,7 @@ def run_case(case: Case) -> dict[str, Any]:
         "recompute": case.recompute,
         "planned_bytes": plan.device_bytes,
         "planned_peak_bytes": plan.peak_bytes,
-        "planned_process_bytes": plan.peak_bytes + round(Forecast(plan, 1.0, is_cuda=False).outside_gib * GIB),
+        "planned_process_bytes": plan.peak_bytes + round(plan.outside_gib * GIB),
         **measured,
     }
 
@@ -174,8 +173,8 @@ def train(report: Path, words: list[str]) -> None:
     from trainer.__main__ import main
     from trainer.loop import fit
     from trainer.loop.run import Run
-    from trainer.planner.fake_step import follow
-    from trainer.planner.live_storage import LiveStorages
+    from trainer.tools.plan.fake_step import follow
+    from trainer.tools.plan.live_storage import LiveStorages
 
     imported_bytes = psutil.Process().memory_info().rss
     step = fit.training_step

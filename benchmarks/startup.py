@@ -14,7 +14,19 @@ import time
 from pathlib import Path
 
 from measuring import REPOSITORY, header, middle, table, write_result
-from roofline import QWEN_7B
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+}
 
 TRAIN = ["trainer.device=cpu", "trainer.total_training_steps=1", "data.cache_dir=cache"]
 RECIPE = ["experiment=phase1_sft_qwen7b_coder", "model.partial_pretrain=qwen7b", "data.train_files=rows.jsonl"]

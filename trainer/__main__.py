@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from trainer.cli.__main__ import listing
 from trainer.config import Config, ConfigError, parse_duration_s
 from trainer.errors import EXIT_USAGE
-from trainer.run.compose import CONF_DIR, USAGE, load_config, with_recipe, with_words
+from trainer.run.compose import CONF_DIR, USAGE, load_config, with_recipe
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +39,6 @@ def _run(config: Config) -> int:
         grow_cuda_segments,
         let_waiting_threads_sleep,
         rank_and_size,
-        ranks_on_machine,
         uncollected,
     )
     from trainer.runtime.exit_codes import explain
@@ -63,11 +62,6 @@ def _run(config: Config) -> int:
         with uncollected():
             from trainer.run.main import run
 
-        if config.automatic:  # there is no launcher, which does this once for all its ranks
-            from trainer.planner.choose import automatic
-
-            words = automatic(config, rank_and_size()[1], num_here=ranks_on_machine())
-            config = with_words(config, words)
         return run(config, stop, heartbeat)
     except Exception as error:
         code, message = explain(error, stop)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 F2 = "data model optim checkpoint monitor guard tracking quickstart serving"
-F5 = "launch planner resume_proof serving_proof acceptance evaluation checkpoint_tools data_tools watch doctor"
+F5 = "launch tools resume_proof serving_proof evaluation checkpoint_tools data_tools doctor"
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
 PICKLE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve")
 PICKLE_LOADERS = ("load", "loads", "Unpickler")

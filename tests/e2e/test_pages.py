@@ -36,7 +36,6 @@ LACKING = {"8 GPUs", "the network", "vLLM", "a server", "a browser", "an account
 """What CI has not; a page names it behind a command as `[needs …]`."""
 ELSEWHERE = {
     "bash run_tests.sh": "tests/unit/test_run_scripts.py::test_the_tests_add_their_tools_and_end_with_pytest",
-    "bash run_sft.sh accept 2 --device cpu": "tests/unit/test_acceptance.py::test_sound_ranks_are_accepted",
     "bash run_sft.sh checkpoint verify-resume 2": (
         "tests/e2e/test_verify_resume.py::test_the_quickstart_killed_once_equals_itself"
     ),

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.planner.disk import plan_disk
-from trainer.planner.memory_plan import plan_memory
 from trainer.run.compose import load_config
+from trainer.tools.plan.disk import plan_disk
+from trainer.tools.plan.memory import plan_memory
 
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 

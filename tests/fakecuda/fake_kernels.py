@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from trainer.planner.fused_norm import FusedNorm
+from trainer.tools.plan.fused_norm import FusedNorm
 
 NUM_KERNELS = {"planner::rms_norm": 1, "planner::rms_norm_backward": 2}
 

@@ -12,11 +12,11 @@ from fake_step import Case, fake_world, on_meta_device
 from toy import write_model_config
 
 from trainer.model import load, parallelize
-from trainer.planner import fake_step as planner
-from trainer.planner import memory_plan
-from trainer.planner.fake_step import Measured
 from trainer.run.compose import load_config
 from trainer.runtime.distributed import World
+from trainer.tools.plan import fake_step as planner
+from trainer.tools.plan import memory
+from trainer.tools.plan.fake_step import Measured
 
 LIMITS = ("data.max_length=512", "data.max_token_len_per_gpu=512", "data.train_batch_size=64")
 
@@ -31,7 +31,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         "ulysses_sequence_parallel_size": case.sequence_size,
     }
     config = load_config([*LIMITS, "trainer.device=cuda", *(f"model.{key}={value}" for key, value in model.items())])
-    job = memory_plan._job(config, case.num_ranks)
+    job = memory._job(config, case.num_ranks)
     pretended = planner.measure(job, 4)
     with _on_fake_cuda(case):
         return {"pretended": _told(pretended), "found": _told(planner.measure(job, 4))}
@@ -61,11 +61,6 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
         yield
 
 
-def _told(measured: Measured) -> dict[str, Any]:
-    """Peaks by phase and category, and the operations: products and exchanges by name and size, all others by name."""
-    known = [(str(op.phase), op.name, op.kind, op.flops, op.size_bytes, n) for op, n in measured.operations.items()]
-    return {
-        "memory": {str(phase): dict(held) for phase, held in measured.on_device.items()},
-        "exact": sorted(op for op in known if op[2] != "memory"),
-        "other": sorted((phase, name, n) for phase, name, kind, *_, n in known if kind == "memory"),
-    }
+def _told(measured: Measured) -> dict[str, dict[str, int]]:
+    """Bytes at the peak of each phase, by category."""
+    return {str(phase): dict(held) for phase, held in measured.on_device.items()}

@@ -229,7 +229,7 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU fine print: eight ranks take as little outside as one",
-        "planner/forecast.py",
+        "tools/plan/memory.py",
         "        nccl_gib = NCCL_GIB_PER_DOUBLING * math.log2(self.num_ranks_per_machine)\n",
         "        nccl_gib = 0.0\n",
         ("unit/test_memory_plan_outside.py::test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine",),

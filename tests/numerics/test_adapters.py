@@ -21,10 +21,10 @@ from trainer.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from trainer.checkpoint import shards
 from trainer.config import ConfigError
 from trainer.model import adapters, assemble, flops, lora_layers, new_tokens, packed_lm, source
-from trainer.planner.live_storage import FROZEN
-from trainer.planner.memory_plan import plan_memory
 from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config
+from trainer.tools.plan.live_storage import FROZEN
+from trainer.tools.plan.memory import plan_memory
 
 
 def write_adapter(model: Any, path: Path, **settings: Any) -> str:

@@ -31,8 +31,8 @@ from trainer.model import attention, packed_lm
 from trainer.model.assemble import build_model
 from trainer.model.attention import packed_attention
 from trainer.model.packed_lm import ModelSource
-from trainer.planner.memory_plan import plan_memory
 from trainer.run.compose import load_config
+from trainer.tools.plan.memory import plan_memory
 
 WITHOUT_KERNEL = ("gemma2", "gpt_oss", "granite_swa")
 NAMES = (

@@ -22,7 +22,7 @@ from trainer.model import parallelize as sharding
 from trainer.model.experts import Routers
 from trainer.model.parallelize import parallelize
 from trainer.optim import OPTIMIZERS
-from trainer.planner.fake_step import run_step
+from trainer.tools.plan.fake_step import run_step
 
 SAMPLES = ToySamples()
 SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18, 17, 16, 15]]

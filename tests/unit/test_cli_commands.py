@@ -25,12 +25,6 @@ def test_all_commands_are_listed_with_an_example_that_ends_the_help_of_each(caps
             assert said.startswith(f"usage: bash run_sft.sh {name} ") and said.endswith(f"example:\n  {example}\n")
 
 
-def test_the_help_of_accept_has_its_lines_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        commands.main(["accept", "--help"])
-    assert "\n  resume       killed and resumed against straight, bit by bit\n" in capsys.readouterr().out
-
-
 def test_a_word_that_is_no_command_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["pln", "8"]) == 2
     words = capsys.readouterr().err

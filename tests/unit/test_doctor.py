@@ -1,6 +1,5 @@
 """`doctor`: each planted fault is found by one check, with its fix, and a good machine has none."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -24,12 +23,11 @@ from trainer.checkpoint import fsio
 from trainer.cli import doctor
 from trainer.config import Config, ConfigError
 from trainer.doctor import machine, recipe
-from trainer.launch.memory_kills import MemoryKills
-from trainer.planner import forecast
-from trainer.planner.forecast import Forecast
 from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config, with_words
 from trainer.run.inputs import prepare_data_alone
+from trainer.tools.plan import memory
+from trainer.tools.plan.memory import Change, MemoryPlan, planner
 
 GIB = 2**30
 ROW = '{{"messages": [{{"role": "user", "content": "Hi {0}"}}, {{"role": "assistant", "content": "Bye {0}"}}]}}\n'
@@ -69,7 +67,7 @@ class Scene:
     def cards(self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900) -> None:
         self.patch.setattr(recipe, "count_gpus", lambda: number)
         self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
-        self.patch.setattr(MemoryKills, "usable_bytes", host_gib * GIB)
+        self.patch.setattr(memory, "host_memory_bytes", lambda: host_gib * GIB)
         self.patch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib * GIB, 80 * GIB))
         self.patch.setattr(torch.cuda, "get_device_name", lambda card: "H100")
         self.patch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
@@ -189,21 +187,18 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def planned() -> Forecast:
-    return forecast.forecaster(BASE, 80.0)(forecast.Change(2))
+def planned() -> MemoryPlan:
+    return planner(BASE)(Change(2))
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: Forecast) -> Scene:
-    def forecaster(config: object, memory_gib: float) -> Callable[[object], Forecast]:
-        return lambda change: dataclasses.replace(planned, memory_gib=memory_gib)
-
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: MemoryPlan) -> Scene:
     def composed(words: list[str]) -> Config:  # hydra takes a tenth of a second to read the same files
         return with_words(BASE, words)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.run.compose.load_config", composed)
-    monkeypatch.setattr(forecast, "forecaster", forecaster)
+    monkeypatch.setattr(memory, "planner", lambda config: lambda change: planned)
     return Scene(monkeypatch)
 
 

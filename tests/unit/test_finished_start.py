@@ -92,13 +92,6 @@ def test_nor_for_another_run(words: list[str], tmp_path: Path, monkeypatch: pyte
     assert recalled(config) is None
 
 
-def test_what_was_chosen_automatically_is_asked_for_again_without_a_new_start(words: list[str], tmp_path: Path) -> None:
-    chosen = [*words, "data.max_token_len_per_gpu=4096", "model.enable_gradient_checkpointing=selective"]
-    preflight.remember(tmp_path / "run", stamp(load_config(chosen)), "all done")
-    asked = [*words, "data.max_token_len_per_gpu=auto", "model.enable_gradient_checkpointing=auto"]
-    assert recalled(load_config(asked)) == "all done"
-
-
 def test_doctor_says_that_nothing_is_left_to_do(words: list[str], tmp_path: Path) -> None:
     launch = Launch(load_config(words), 2)
     save(tmp_path / "run", 2)

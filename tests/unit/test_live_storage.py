@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer.planner.live_storage import ACTIVATIONS, HEAD, LiveStorages, flash_backward_bytes
+from trainer.tools.plan.live_storage import ACTIVATIONS, HEAD, LiveStorages, flash_backward_bytes
 
 
 def test_living_storages_are_counted_once_and_only_while_they_live() -> None:

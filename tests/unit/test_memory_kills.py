@@ -55,14 +55,6 @@ def test_a_kill_names_the_limit_that_was_met(write, tmp_path: Path) -> None:  # 
 
 
 @pytest.mark.parametrize("write", [version_1, version_2])
-def test_the_limit_of_a_container_is_all_that_may_be_used(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    limit = write(tmp_path)["limit"]
-    assert count_from_now(tmp_path).usable_bytes == 24 * GIB, "the machine has less than the limit"
-    limit.write_text(f"{3 * GIB}\n")
-    assert count_from_now(tmp_path).usable_bytes == 3 * GIB
-
-
-@pytest.mark.parametrize("write", [version_1, version_2])
 def test_without_a_limit_the_machine_is_named(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     files = write(tmp_path)
     kills = count_from_now(tmp_path)

@@ -1,10 +1,12 @@
 """What a plan says of memory beside the step (CUDA, NCCL, the host), and of models that it cannot plan."""
 
 import mmap
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from ranks import run_ranks
@@ -13,24 +15,23 @@ from toy import START, build_toy_model, optim_config, write_model_config
 
 from trainer.checkpoint import shards, snapshot
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
-from trainer.cli.plan import disk_lines
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
-from trainer.planner import fake_step, forecast
-from trainer.planner.disk import DiskPlan
-from trainer.planner.forecast import Forecast
-from trainer.planner.memory_plan import SAVE_COPY
 from trainer.progress import History
 from trainer.run.compose import load_config
+from trainer.tools.plan import fake_step, memory
+from trainer.tools.plan.disk import DiskPlan
+from trainer.tools.plan.memory import SAVE_COPY
+from trainer.tools.plan.table import disk_lines
 
 CPU = "trainer.device=cpu"
 
 
 def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine() -> None:
     """Estimated at 2 to 4 GiB beside seven others, where 1.5 GiB were put."""
-    needed = [Forecast(a_plan(ranks, 2**30), 80.0, is_cuda=True).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
+    needed = [a_plan(ranks, 2**30).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
     assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
-    assert len({Forecast(a_plan(ranks, 2**30), 80.0, is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
+    assert len({replace(a_plan(ranks, 2**30), is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
 
 
 @pytest.mark.parametrize(("free_bytes", "is_warned"), [(10**10, False), (10**9, True)])
@@ -38,10 +39,8 @@ def test_prepared_tokens_are_not_asked_of_the_disk_of_checkpoints(free_bytes: in
     """They lie in `data.cache_dir`, which may be on another."""
     disk = DiskPlan(
         shard_bytes=10**9,
-        optimizer_bytes=6 * 10**8,
         export_bytes=10**8,
         num_checkpoints=2,
-        keep_full=None,
         token_bytes=10**12,
         free_bytes=free_bytes,
     )
@@ -84,20 +83,6 @@ def test_a_save_behind_training_takes_the_host_memory_that_was_planned(tmp_path:
     assert run_ranks(size_of_the_copy, 2, source)[0] == pytest.approx(found.host_bytes[SAVE_COPY], rel=0.01)
 
 
-def test_copies_of_offloaded_gradients_that_are_waited_for_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Behind every micro-batch but the first; one long one has none."""
-    write_model_config(tmp_path)
-    words = ["2", f"model.partial_pretrain={tmp_path}", "model.fsdp_config.cpu_offload=true"]
-    said = [
-        [line for line in run(capsys, *words, *tokens(number, 32, batch=8))[1] if "from host memory" in line]
-        for number in (64, 128)
-    ]
-    assert [len(lines) for lines in said] == [1, 1] and "waits" not in said[1][0]
-    assert "of them: fewer and longer micro-batches cost less (data.max_token_len_per_gpu)" in said[0][0]
-
-
 def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +101,37 @@ def test_a_model_whose_step_cannot_be_planned_is_named_without_a_traceback(
 
 def test_memory_is_that_of_a_card_or_a_share_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu, on_gpu = (load_config([f"trainer.device={device}"]) for device in ("cpu", "auto"))
-    whole_gib = forecast.default_memory_gib(on_cpu, 1)
-    assert forecast.default_memory_gib(on_cpu, 4) == whole_gib / 4
+    whole_gib = memory.default_memory_gib(on_cpu, 1)
+    assert memory.default_memory_gib(on_cpu, 4) == whole_gib / 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert forecast.default_memory_gib(on_gpu, 4) == 80
+    assert memory.default_memory_gib(on_gpu, 4) == 80
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     sizes = (80, 24, 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(total_memory=sizes[n] * 2**30))
-    found = {num_ranks: forecast.default_memory_gib(on_gpu, num_ranks) for num_ranks in (1, 2, 3, 8)}
+    found = {num_ranks: memory.default_memory_gib(on_gpu, num_ranks) for num_ranks in (1, 2, 3, 8)}
     assert found == {1: 80, 2: 24, 3: 16, 8: 16}, "of the smallest card that a rank takes"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limit"),
+    [
+        ("0::/job/step\n", "job/memory.max"),
+        ("5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n", "memory/memory.limit_in_bytes"),
+    ],
+)
+def test_the_limit_of_a_container_is_the_memory_that_may_be_used(tmp_path: Path, cgroup: str, limit: str) -> None:
+    """Both versions of control groups: the limit of a job around this process, and a container's own mount."""
+    machine_bytes = psutil.virtual_memory().total
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    (tmp_path / "cgroup/job/step").mkdir(parents=True)
+    (tmp_path / "cgroup/job/step/memory.max").write_text("max\n")
+    file = tmp_path / "cgroup" / limit
+    file.parent.mkdir(exist_ok=True)
+    found = []
+    for size in ("max", machine_bytes + 1, 3 * 2**30):
+        file.write_text(f"{size}\n")
+        found.append(memory.host_memory_bytes(tmp_path / "proc", tmp_path / "cgroup"))
+    assert found == [machine_bytes, machine_bytes, 3 * 2**30]
+    assert memory.host_memory_bytes(tmp_path / "none", tmp_path / "cgroup") == machine_bytes

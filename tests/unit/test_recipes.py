@@ -1,11 +1,10 @@
 """Every recipe composes; the 7B coder recipe holds what its requirement says."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from trainer.config import MAX_TOKENS, QUICKSTART, RECOMPUTE, Config, sources_of
+from trainer.config import QUICKSTART, Config, sources_of
 from trainer.run.compose import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -65,24 +64,3 @@ def test_the_coder_recipe_takes_its_data_as_required(coder: Config) -> None:
     assert coder.data.val_files is None and coder.data.val_ratio == 0.02
     assert coder.data.truncation != "left"
     assert "Qwen2.5-Coder-7B" in coder.model.partial_pretrain
-
-
-def test_the_page_shows_the_levers_as_they_were_predicted() -> None:
-    found = json.loads((REPOSITORY / "benchmarks/results/roofline_levers.json").read_text())["levers"]
-    shown = (REPOSITORY / "docs/gpu.md").read_text()
-    assert len(found) > 5 and all(f"| {' | '.join(row.values())} |\n" in shown for row in found)
-
-
-def test_the_coder_recipe_is_what_is_predicted_to_be_fastest(coder: Config) -> None:
-    """Of what `benchmarks/roofline.py recipe` planned for the recipe, on eight H100; docs/memory.md shows it."""
-    found = json.loads((REPOSITORY / "benchmarks/results/roofline_recipe.json").read_text())
-    asked = {"data.train_batch_size": coder.data.train_batch_size, "data.max_length": coder.data.max_length}
-    assert found["asked"] == asked | {"model.compile": coder.model.compile}, "run benchmarks/roofline.py recipe again"
-    fastest = max((row for row in found["candidates"] if row["fits"]), key=lambda row: row["tokens/s"])
-    recompute = str(coder.model.enable_gradient_checkpointing).lower()
-    words = f"{MAX_TOKENS}={coder.data.max_token_len_per_gpu} {RECOMPUTE}={recompute}"
-    assert words == fastest["words"] == " ".join(found["taken"])
-    shown = (REPOSITORY / "docs/memory.md").read_text()
-    for row in found["candidates"]:
-        speed = f"{row['tokens/s']:9,.0f} tokens/s" if row["fits"] else "does not fit"
-        assert f"{row['GiB']:8.1f} GiB {speed:18}  {row['words']}" in shown

@@ -14,9 +14,8 @@ from toy import build_toy_model, write_model_config
 from trainer.batch import StepBatch, StepFlops
 from trainer.model import flops
 from trainer.monitor.throughput import NUM_WARMUP_STEPS, PEAK_TFLOPS, Window, known_as
-from trainer.planner.fake_step import full_batch
-from trainer.planner.roofline import CARDS, card_called
 from trainer.runtime.distributed import World
+from trainer.tools.plan.fake_step import full_batch
 
 
 def test_an_average_speed_leaves_out_the_first_steps() -> None:
@@ -62,16 +61,6 @@ def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guess
     name: str, tflops: float | None
 ) -> None:
     assert PEAK_TFLOPS.get(known_as(name) or "") == tflops
-
-
-@pytest.mark.parametrize("name", PEAKS)
-def test_the_roofline_has_rates_of_a_whole_sxm_card_alone(name: str) -> None:
-    """It took a slice of an H100 (MIG) for a whole one."""
-    whole = {"NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
-    whole |= {"NVIDIA B200": "B200"}
-    card = card_called(name)
-    assert card == (CARDS[whole[name]] if name in whole else None)
-    assert card is None or card.tflops == PEAKS[name]
 
 
 def counted_flops(world: World, source: Any) -> tuple[list[float], list[float], float]:

@@ -6,11 +6,8 @@ TRAIN = "train"
 GROUPS = {
     "before a run": {
         "doctor": ("machine, disk, data, model and resume, each line with its fix", "8 experiment=mine"),
-        "plan": ("what a run needs and takes, and which override makes it fit", "8 experiment=mine"),
+        "plan": ("memory and disk of a run, and which override makes it fit", "8 experiment=mine"),
         "data": ("show samples with their masks, or count them", "preview experiment=mine"),
-    },
-    "a machine": {
-        "accept": ("a verdict for each line: kernels, ranks, resume, memory, speed", "8 experiment=mine"),
     },
     "a run": {
         TRAIN: ("train, or go on where a run ended", "8 experiment=mine optim.lr=1e-5"),

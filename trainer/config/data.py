@@ -60,11 +60,8 @@ class DataConfig:
     micro_batch_size_per_gpu: int | None = key(
         None, "at most this many samples per forward pass; null = no limit", _COUNT_OR_NULL
     )
-    max_token_len_per_gpu: int | str | None = key(
-        8192,
-        "at most this many tokens per forward pass; null = no limit; auto = what is predicted to be fastest of what "
-        "fits (docs/memory.md)",
-        at_least(1, special=AUTO, means="auto, null"),
+    max_token_len_per_gpu: int | None = key(
+        8192, "at most this many tokens per forward pass; null = no limit", _COUNT_OR_NULL
     )
     max_length: int = key(2048, "longest sample in tokens", at_least(1))
     truncation: str = key(

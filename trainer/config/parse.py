@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from trainer.config.data import AUTO, QUICKSTART, SourceConfig, column_problem, sources_of
+from trainer.config.data import QUICKSTART, SourceConfig, column_problem, sources_of
 from trainer.config.keys import Check, ConfigError, declared, keys_of, one_of
 from trainer.config.schema import LOADED, SELECTIVE, Config
 
@@ -141,8 +141,7 @@ def _fit(value: Any, hint: Any, dotted: str) -> Any:
 def contradictions(config: Config) -> Iterator[str]:
     """What is wrong between keys that are each right, with a fix."""
     data, model, trainer, checkpoint = config.data, config.model, config.trainer, config.trainer.checkpoint
-    is_known = data.max_token_len_per_gpu != AUTO
-    if is_known and config.max_micro_batch_tokens is not None and config.max_micro_batch_tokens < data.max_length:
+    if config.max_micro_batch_tokens is not None and config.max_micro_batch_tokens < data.max_length:
         size = model.ulysses_sequence_parallel_size
         together = f" on each of {size} ranks (model.ulysses_sequence_parallel_size)" if size > 1 else ""
         yield (

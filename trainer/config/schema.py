@@ -85,9 +85,8 @@ class ModelConfig:
     enable_gradient_checkpointing: bool | str = key(
         False,
         "recompute activations in the backward pass: less memory, slower; selective = all but matrix products and "
-        "attention: in between; offload = true, and what layers start from waits in host memory; auto = what is "
-        "predicted to be fastest of what fits (docs/memory.md)",
-        one_of("true", "false", SELECTIVE, OFFLOAD, AUTO),
+        "attention: in between; offload = true, and what layers start from waits in host memory (docs/memory.md)",
+        one_of("true", "false", SELECTIVE, OFFLOAD),
     )
     compile: bool = key(False, "torch.compile each decoder layer")
     loss: str = key(
@@ -356,11 +355,4 @@ class Config:
     def max_micro_batch_tokens(self) -> int | None:
         """Of all the ranks that hold a micro-batch between them."""
         limit = self.data.max_token_len_per_gpu
-        assert not isinstance(limit, str), "what is automatic is chosen before it is asked for"
         return None if limit is None else limit * self.model.ulysses_sequence_parallel_size
-
-    @property
-    def automatic(self) -> list[str]:
-        """Keys whose values are chosen before the first rank starts (`trainer.planner.choose`)."""
-        values = {MAX_TOKENS: self.data.max_token_len_per_gpu, RECOMPUTE: self.model.enable_gradient_checkpointing}
-        return [name for name, value in values.items() if value == AUTO]

@@ -17,10 +17,8 @@ from trainer.data.rows import UnusableError, location
 from trainer.doctor import machine
 from trainer.doctor.machine import Check, Checked, Launch
 from trainer.errors import CannotWriteError, DataError
-from trainer.launch.memory_kills import MemoryKills
 from trainer.launch.ranks import DEFAULT_NUM_CPU_RANKS, choose_num_ranks, count_gpus, node_layout
 from trainer.run import preflight
-from trainer.run.compose import with_words
 from trainer.run.preflight import already_said
 from trainer.runtime.files import try_lock
 from trainer.runtime.heartbeat import is_live
@@ -192,29 +190,23 @@ def cache(launch: Launch) -> Iterator[Checked]:
 
 
 def memory_and_disk(launch: Launch) -> Iterator[Checked]:
-    from trainer.planner.disk import plan_disk
-    from trainer.planner.forecast import GIB, Change, default_memory_gib, forecaster
+    from trainer.tools.plan import memory
+    from trainer.tools.plan.disk import plan_disk
 
     config, num_ranks = launch.config, launch.num_ranks * launch.layout.num_nodes
-    if config.automatic:
-        from trainer.planner.choose import automatic
-
-        config = with_words(config, automatic(config, num_ranks, num_here=launch.num_ranks))
-    memory_gib = default_memory_gib(config, launch.num_ranks)
-    found = forecaster(config, memory_gib)(Change(num_ranks))
+    memory_gib = memory.default_memory_gib(config, launch.num_ranks)
+    found = memory.planner(config)(memory.Change(num_ranks))
     where = "a card" if launch.num_gpus else "a rank's share here" if not found.is_cuda else "a card, none being here"
     takes = f"{found.needed_gib:.1f} GiB a rank, of {memory_gib:.1f} of {where} (predicted)"
     fix = "`plan` with the same words names the smallest change that fits"
-    yield Checked("ok", takes) if found.fits else Checked("fail", f"takes {takes}", fix)
-    host_bytes, total_bytes = found.host_gib * launch.num_ranks * GIB, MemoryKills().usable_bytes
+    yield Checked("ok", takes) if found.needed_gib <= memory_gib else Checked("fail", f"takes {takes}", fix)
+    host_bytes, total_bytes = found.host_gib * launch.num_ranks * memory.GIB, memory.host_memory_bytes()
     if launch.num_gpus and host_bytes > total_bytes:
         what = f"{readable(host_bytes)} of host memory are needed, and this machine has {readable(total_bytes)}"
         yield Checked("fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines")
-    disk, run_dir = plan_disk(config, found.plan), Path(config.trainer.default_local_dir)
-    one, num_here = disk.checkpoint_bytes, len(layout.committed(run_dir))
-    most, to_come = disk.bytes_to_come(num_here), max(1, (disk.num_checkpoints or 1) - num_here)
-    together = f" ({readable(most)} in all)" if most < one * to_come else ""  # the thinned ones take less
-    yield _room(run_dir, one, most, f"{to_come} checkpoints of {readable(one)}{together}")
+    disk, run_dir = plan_disk(config, found), Path(config.trainer.default_local_dir)
+    one, to_come = disk.checkpoint_bytes, disk.num_to_come(len(layout.committed(run_dir)))
+    yield _room(run_dir, one, to_come * one, f"{to_come} checkpoints of {readable(one)}")
     tokens = disk.token_bytes or 0  # which may be there already
     yield _room(Path(config.data.cache_dir), 0, tokens, f"up to {readable(tokens)} of prepared tokens")
 

@@ -19,7 +19,6 @@ from trainer.launch.mirroring import is_up, mirrored, say_behind
 from trainer.launch.ranks import (
     NodeLayout,
     choose_num_ranks,
-    chosen_words,
     gpus_for_run,
     node_layout,
     parse_arguments,
@@ -79,8 +78,6 @@ def _train(launch: Launch, overrides: list[str]) -> int:
     """The ranks from their start to the exit code of the run. Raises what a run that cannot start would end with."""
     config, layout, num_ranks = launch.config, launch.layout, launch.num_ranks
     require_machine(launch)
-    if config.automatic:
-        overrides += chosen_words(num_ranks, layout, overrides)
     if layout.num_nodes > 1:
         print(
             f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",

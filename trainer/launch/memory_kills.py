@@ -1,6 +1,4 @@
-"""Host memory that this process may use, and whether the kernel killed one for it, by its own counters (floor 5, no
-torch).
-"""
+"""Whether the kernel killed a process for memory, by its own counters (floor 5, no torch)."""
 
 import signal
 from dataclasses import dataclass
@@ -42,12 +40,6 @@ class MemoryKills:
         """The smallest in bytes, and the group that it is of; `UNLIMITED_BYTES` or more where there is none."""
         limits = [(limit, group) for group in self._groups if (limit := _number(group / self._names.limit))]
         return min(limits, default=(UNLIMITED_BYTES, Path()))
-
-    @property
-    def usable_bytes(self) -> int:
-        """Memory that this process may use: the machine's, or what its control group leaves of that."""
-        machine_bytes = 1024 * _fields(self._proc / "meminfo").get("MemTotal:", UNLIMITED_BYTES)
-        return min(machine_bytes, self.limit()[0])
 
     def explain(self) -> str | None:
         """The limit that was met, with its numbers; None when nothing was killed for memory."""

@@ -159,18 +159,6 @@ def _driver_release() -> str:
     return "" if match is None else f" {match[1]}"
 
 
-def chosen_words(num_here: int, layout: NodeLayout, overrides: Sequence[str]) -> list[str]:
-    """What `auto` stands for among so many ranks on each machine: in a process of its own, which needs torch.
-
-    Raises `ConfigError` where nothing fits.
-    """
-    command = [sys.executable, "-m", "trainer.planner.choose", str(num_here * layout.num_nodes), str(num_here)]
-    done = subprocess.run([*command, *overrides], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise ConfigError("the automatic settings could not be chosen: the reason stands above")
-    return done.stdout.split()
-
-
 def node_layout(env: Mapping[str, str]) -> NodeLayout:
     """This machine's place, from `NNODES` and its companions or from SLURM. Raises `ConfigError`.
 

@@ -26,7 +26,7 @@ _NAMES = {
     1307.0: ("MI300X", "MI325X"),
 }
 PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
-"""TFLOP/s by the words of the device's name, for MFU and the planner: dense bfloat16 with sums in float32. From the
+"""TFLOP/s by the words of the device's name, for MFU: dense bfloat16 with sums in float32. From the
 vendors' data sheets, which mostly give twice as much, for sparse matrices: NVIDIA's of each product (H100 and H800
 without addition: SXM), AWS's of the A10G, AMD's of the Instinct series (an MI250X is two devices); GeForce: NVIDIA's
 white papers on Ampere, Ada, Blackwell.

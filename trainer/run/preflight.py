@@ -16,7 +16,7 @@ import trainer.data
 from trainer import mirror
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
 from trainer.checkpoint.retention import LEASE_PREFIX, existing_parent
-from trainer.config import MAX_TOKENS, QUICKSTART, RECOMPUTE, Config, ConfigError, ModelConfig, Source, sources_of
+from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.detection import require_usable_rules
 from trainer.model.source import find_model, require_adapters, require_model
@@ -141,19 +141,13 @@ OUTSIDE = (RECORD, mirror.STATE, LEASE_PREFIX)
 
 
 def stamp_of(config: Config, files: DataFiles, model_dir: str, *, num_ranks: int) -> str:
-    """What a run is made from; to be taken before any of it is read. Files as `_states` sees them.
-
-    Without what may be chosen automatically: it decides memory and speed, not what a run ends with.
-    """
-    settings = {section: dict(keys) for section, keys in config.resolved.items()}
-    for section, _, name in (key.partition(".") for key in (MAX_TOKENS, RECOMPUTE)):
-        del settings[section][name]
+    """What a run is made from; to be taken before any of it is read. Files as `_states` sees them."""
     sources = sources_of(config.data, "train_files") + sources_of(config.data, "val_files")
     templates = [read_chat_template(name) for name in (config.data.chat_template, *(s.chat_template for s in sources))]
     data = [path for _, paths in (*files.train, *files.validation) for path in paths]
     versions = [version(name) for name in ("torch", "transformers")]
     states = [_states(data), _states(Path(model_dir).rglob("*"))]
-    return _digest(settings, num_ranks, versions, templates, states)
+    return _digest(config.resolved, num_ranks, versions, templates, states)
 
 
 def remember(run_dir: Path, stamp: str, message: str) -> None:

@@ -181,8 +181,7 @@ def _require_all(device: torch.device, size: int, *, card: str | None, facts: Ma
     total = torch.ones((), device=device)
     dist.all_reduce(total)
     if int(total) != size:
-        text = f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound"
-        raise RuntimeError(f"{text}; `accept` looks for the card or machine that is broken")
+        raise RuntimeError(f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound")
 
 
 def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
@@ -205,8 +204,7 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
                     *lines[:MAX_DIFFERENCES],
                     *cut,
                     "Fix: give every machine the same command and the same files (data.train_files, "
-                    "model.partial_pretrain), and write no file while a run starts; "
-                    "where a key is auto, write its value",
+                    "model.partial_pretrain), and write no file while a run starts",
                 ]
             )
         )

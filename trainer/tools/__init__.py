@@ -1,0 +1,1 @@
+"""Optional commands: each measures or reads what the trainer makes, and none knows another (floor 5)."""

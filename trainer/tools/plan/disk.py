@@ -1,0 +1,91 @@
+"""Disk that a run needs: checkpoints and prepared tokens, and the space that is free (floor 5)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import fsio
+from trainer.checkpoint.model_files import companion_files
+from trainer.checkpoint.retention import existing_parent
+from trainer.config import Config
+from trainer.errors import DataError
+from trainer.run.preflight import find_files
+from trainer.tools.plan.memory import MemoryPlan
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """`num_checkpoints`: the most that exist at a time; None where a run of unknown length keeps
+    all. `token_bytes`: prepared tokens; None without the data files. `free_bytes`: on this
+    machine, where checkpoints go.
+    """
+
+    shard_bytes: int
+    export_bytes: int
+    num_checkpoints: int | None
+    token_bytes: int | None
+    free_bytes: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.shard_bytes + self.export_bytes
+
+    def num_to_come(self, num_here: int) -> int:
+        """Checkpoints still to write, at least one, beside the `num_here` that exist."""
+        return max(1, (self.num_checkpoints or 1) - num_here)
+
+
+def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
+    """Tensors that pass through untrained, and copies in the run directory, are not counted: no weights are read."""
+    directory = existing_parent(Path(config.trainer.default_local_dir))
+    return DiskPlan(
+        shard_bytes=plan.saved_bytes * plan.num_ranks,
+        export_bytes=_export_bytes(config, plan),
+        num_checkpoints=_num_checkpoints(config),
+        token_bytes=_token_bytes(config),
+        free_bytes=fsio.free_bytes(directory),
+    )
+
+
+def _export_bytes(config: Config, plan: MemoryPlan) -> int:
+    checkpoint = config.trainer.checkpoint
+    companions = companion_files(Path(plan.model_dir))
+    size_bytes = sum(path.stat().st_size for path in companions)
+    if "hf_model" not in checkpoint.save_contents:
+        return size_bytes
+    num_exported = plan.num_parameters
+    if config.model.has_adapters:
+        num_base = plan.num_parameters - plan.num_trained
+        num_exported = {
+            "adapter": plan.num_trained,
+            "merged": num_base,
+            "both": num_base + plan.num_trained,
+        }[checkpoint.export_lora]
+    dtype: torch.dtype = getattr(torch, checkpoint.export_dtype)
+    return size_bytes + num_exported * dtype.itemsize
+
+
+def _num_checkpoints(config: Config) -> int | None:
+    """The checkpoints that are kept and the one being written, or fewer in a short run."""
+    trainer = config.trainer
+    limits = []
+    if trainer.max_ckpt_to_keep is not None:
+        limits.append(trainer.max_ckpt_to_keep + 1)
+    if trainer.save_freq < 0:
+        limits.append(1)
+    elif trainer.total_training_steps is not None:
+        limits.append(-(-trainer.total_training_steps // trainer.save_freq))
+    return min(limits, default=None)
+
+
+def _token_bytes(config: Config) -> int | None:
+    """An estimate: four bytes of text are about one token of four bytes. Fetches nothing."""
+    if "hf://" in f"{config.data.train_files} {config.data.val_files}":
+        return None
+    try:
+        found = find_files(config)
+    except DataError:
+        return None
+    paths = {path for _, files in (*found.train, *found.validation) for path in files}
+    return sum(path.stat().st_size for path in paths)

@@ -1,0 +1,319 @@
+"""Memory of each rank, from a step that was measured on fake tensors (floor 5)."""
+
+import math
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainer.config import AUTO, QUICKSTART, Config, ConfigError, DataConfig
+from trainer.model import assemble
+from trainer.model.packed_lm import ModelSource, decoder_layers
+from trainer.model.source import find_architecture
+from trainer.run.compose import with_words
+from trainer.run.inputs import resolve_source, source_at
+from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_divided
+from trainer.runtime.environment import pinned_bytes
+from trainer.tools.plan.fake_step import FEWEST_LAYERS, Job, Measured, Workload, measure, on_meta
+from trainer.tools.plan.live_storage import (
+    ACTIVATIONS,
+    FROZEN,
+    GATHERED,
+    GRADIENTS,
+    HEAD,
+    HOST_INPUTS,
+    LASTING,
+    OPTIMIZER,
+    PARAMETERS,
+    SHARDED_GRADIENTS,
+    Phase,
+)
+
+GIB = 2**30
+SAVE_COPY = "copy of an asynchronous save"
+NAMES = (
+    PARAMETERS,
+    FROZEN,
+    OPTIMIZER,
+    SHARDED_GRADIENTS,
+    GRADIENTS,
+    GATHERED,
+    ACTIVATIONS,
+    HOST_INPUTS,
+    HEAD,
+)
+DEFAULT_GPU_GIB = 80.0
+RANKS_PER_MACHINE = 8
+# Estimates for a GPU, not measured: CUDA's context and cuBLAS's buffers; NCCL's buffers, for every
+# doubling of the ranks of a machine; the share that the allocator loses between blocks.
+CUDA_OUTSIDE_GIB, NCCL_GIB_PER_DOUBLING, CUDA_GAPS = 1.5, 0.5, 0.05
+# Estimates for a CPU: a process that has imported torch and transformers; what gloo, the C library
+# and kernels take (measured for small models: benchmarks/results/memory_plan.json).
+CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another number of ranks, or further overrides, to plan with."""
+
+    num_ranks: int
+    overrides: tuple[str, ...] = ()
+
+
+Planner = Callable[[Change], "MemoryPlan"]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank by category, at the fullest moment of a step, on its device and in host
+    memory. `saved_bytes` is what this rank writes into the shards of a checkpoint.
+    """
+
+    num_ranks: int
+    is_cuda: bool
+    workload: Workload
+    num_parameters: int
+    num_trained: int
+    num_layers: int
+    num_measured_layers: tuple[int, ...]
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    saved_bytes: int
+    model_dir: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """All tensors of the step on the device."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def outside_gib(self) -> float:
+        """Memory beside the tensors of the step: an estimate."""
+        tensors_gib = self.peak_bytes / GIB
+        if not self.is_cuda:
+            return CPU_OUTSIDE_GIB + CPU_GAPS * tensors_gib
+        nccl_gib = NCCL_GIB_PER_DOUBLING * math.log2(self.num_ranks_per_machine)
+        return CUDA_OUTSIDE_GIB + nccl_gib + CUDA_GAPS * tensors_gib
+
+    @property
+    def num_ranks_per_machine(self) -> int:
+        return min(self.num_ranks, RANKS_PER_MACHINE)
+
+    @property
+    def host_gib(self) -> float:
+        return sum(self.host_bytes.values()) / GIB
+
+    @property
+    def needed_gib(self) -> float:
+        """Memory of a rank; on a CPU the device is the host."""
+        on_device_gib = self.peak_bytes / GIB + self.outside_gib
+        return on_device_gib if self.is_cuda else on_device_gib + self.host_gib
+
+
+def planner(config: Config) -> Planner:
+    """Return a function that plans the configuration with a change; it plans each change once."""
+
+    @cache
+    def plan(change: Change) -> MemoryPlan:
+        words = " ".join([f"{change.num_ranks} ranks", *change.overrides])
+        print(f"planning {words} ...", file=sys.stderr, flush=True)
+        return plan_memory(with_words(config, change.overrides), change.num_ranks)
+
+    return plan
+
+
+def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
+    """Plan rank 0, which holds the largest shards. Raises `ConfigError`.
+
+    With more than five layers that are all alike, a step is measured on four and on five: each
+    phase grows with every further layer by what the fifth adds.
+    """
+    job = _job(config, num_ranks)
+    try:
+        model = on_meta(job)
+        layers = decoder_layers(model)
+        if len(layers) <= FEWEST_LAYERS + 1 or not _are_alike(model, layers):
+            return _plan(job, model, measure(job, len(layers)), (len(layers),))
+        few = measure(job, FEWEST_LAYERS)
+        more = measure(job, FEWEST_LAYERS + 1)
+        measured = extrapolated(few, more, len(layers))
+        return _plan(job, model, measured, (few.num_layers, more.num_layers))
+    except ConfigError:
+        raise
+    except Exception as error:  # a model's own code may fail in any way on tensors without memory
+        raise _not_planned(config, error) from error
+
+
+def _not_planned(config: Config, error: Exception) -> ConfigError:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    cause = (str(error).splitlines() or [""])[0]
+    return ConfigError(
+        f"model.partial_pretrain={config.model.partial_pretrain}: its step cannot be planned "
+        f"({type(error).__name__}: {cause}; {place.filename}:{place.lineno}). Fix: measure it: "
+        "train with trainer.total_training_steps=3 and read memory/max_reserved_gib in metrics.jsonl"
+    )
+
+
+def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> Workload:
+    """Micro-batches as full as their limits and the rank's share of the batch allow, in documents
+    of `max_length`. No rank gets more while the cost of a sample is linear in its length.
+    """
+    max_samples: float = math.ceil(data.train_batch_size / num_ranks)
+    if not is_packed:
+        max_samples = 1
+    elif data.micro_batch_size_per_gpu is not None:
+        max_samples = min(max_samples, data.micro_batch_size_per_gpu)
+    max_tokens = data.max_token_len_per_gpu or math.inf
+    num_tokens = int(min(max_tokens, max_samples * data.max_length))
+    num_whole, rest = divmod(num_tokens, data.max_length)
+    seqlens = (data.max_length,) * num_whole + ((rest,) if rest else ())
+    num_micro_batches = math.ceil(math.ceil(data.train_batch_size / num_whole) / num_ranks)
+    return Workload(seqlens, num_micro_batches)
+
+
+def extrapolated(few: Measured, more: Measured, num_layers: int) -> Measured:
+    """A step on `num_layers` layers, from a step on fewer and one with a single layer more."""
+    num_between = num_layers - few.num_layers
+
+    def grown(a: Counter[str], b: Counter[str]) -> Counter[str]:
+        return Counter({name: a[name] + (b[name] - a[name]) * num_between for name in a | b})
+
+    def all_grown(a: dict[Phase, Counter[str]], b: dict[Phase, Counter[str]]) -> dict[Phase, Counter[str]]:
+        return {phase: grown(a[phase], b[phase]) for phase in a}
+
+    return Measured(
+        num_layers=num_layers,
+        everything=all_grown(few.everything, more.everything),
+        on_device=all_grown(few.on_device, more.on_device),
+        on_host=all_grown(few.on_host, more.on_host),
+    )
+
+
+def _plan(job: Job, model: PreTrainedModel, measured: Measured, num_measured_layers: tuple[int, ...]) -> MemoryPlan:
+    device = max(measured.on_device.values(), key=lambda held: held.total())
+    most = {name: max(held[name] for held in measured.everything.values()) for name in LASTING}
+    on_host = {name: max(held[name] for held in measured.on_host.values()) for name in NAMES if name in job.elsewhere}
+    saved = most[PARAMETERS] + most[OPTIMIZER]
+    if not job.config.model.has_adapters:  # the shards of adapters do not hold the base model
+        saved += most[FROZEN]
+    host = {name: size_bytes for name, size_bytes in on_host.items() if size_bytes}
+    if SHARDED_GRADIENTS in host:
+        host[SHARDED_GRADIENTS] = _pinned_gradient_bytes(job, model)
+    host[SAVE_COPY] = saved if job.config.trainer.checkpoint.async_save else 0
+    parameters = list(model.parameters())
+    always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
+    return MemoryPlan(
+        num_ranks=job.num_ranks,
+        is_cuda=job.is_cuda,
+        workload=job.workload,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+        num_layers=measured.num_layers,
+        num_measured_layers=num_measured_layers,
+        device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
+        host_bytes=host,
+        saved_bytes=saved,
+        model_dir=job.source.path,
+    )
+
+
+def _pinned_gradient_bytes(job: Job, model: PreTrainedModel) -> int:
+    """Bytes of the float32 gradients that FSDP copies to page-locked memory one after the other; on the
+    device that the plan runs on they are parts of one tensor for each layer.
+    """
+    fsdp_size = job.config.model.fsdp_config.fsdp_size
+    num_shards = mesh_dimensions(job.num_ranks, fsdp_size=fsdp_size)["fsdp"]
+    trained = (parameter.shape for parameter in model.parameters() if parameter.requires_grad)
+    return sum(pinned_bytes(4 * math.ceil(shape[0] / num_shards) * math.prod(shape[1:])) for shape in trained)
+
+
+def _job(config: Config, num_ranks: int) -> Job:
+    """Settle what a run would take from its machine; a GPU is assumed unless `trainer.device=cpu`.
+
+    Compiled layers are planned as layers that are not compiled, which hold more.
+    """
+    model = config.model
+    is_cuda = config.trainer.device != "cpu"
+    fsdp = model.fsdp_config
+    if is_cuda and fsdp.param_dtype == AUTO:
+        has_gpu = torch.cuda.is_available()
+        dtype = compute_dtype(AUTO, torch.device("cuda")) if has_gpu else torch.bfloat16
+        fsdp = replace(fsdp, param_dtype=str(dtype).removeprefix("torch."))
+    config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
+    source = _source(config)
+    max_length = config.data.max_length
+    reason = assemble.per_document_reason(config.model, source, max_length=max_length)
+    require_divided(num_ranks, model.ulysses_sequence_parallel_size)
+    assemble.require_splittable(model, source, max_length=max_length)
+    data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
+    num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
+    return Job(
+        config=config,
+        source=source,
+        num_ranks=num_ranks,
+        is_cuda=is_cuda,
+        is_packed=reason is None,
+        workload=heaviest_workload(data, num_data_ranks, is_packed=reason is None),
+    )
+
+
+def _source(config: Config) -> ModelSource:
+    """Where config.json is; for a Hub id no weights are fetched."""
+    model = config.model
+    if model.partial_pretrain == QUICKSTART:
+        return resolve_source(config)
+    return source_at(config, find_architecture(model.partial_pretrain), random_weights=True)
+
+
+def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
+    def kind(layer: nn.Module) -> tuple[object, ...]:
+        return type(layer), *((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
+
+    layer_types = getattr(model.config, "layer_types", None) or [""]
+    return len({kind(layer) for layer in layers}) == 1 and len(set(layer_types)) == 1
+
+
+def default_memory_gib(config: Config, num_ranks: int) -> float:
+    """Memory of the smallest card that `num_ranks` take here, or on CPUs a rank's share of the
+    host. All of a card counts: what other processes hold of it changes from moment to moment.
+    """
+    if config.trainer.device == "cpu":
+        return host_memory_bytes() / num_ranks / GIB
+    num_cards = min(num_ranks, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    cards = [torch.cuda.get_device_properties(number) for number in range(num_cards)]
+    return min((card.total_memory / GIB for card in cards), default=DEFAULT_GPU_GIB)
+
+
+def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may use: the machine's, or less where a control group limits it."""
+    sizes = [psutil.virtual_memory().total]
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return sizes[0]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        # a container may see its own group as the mount, while the path is the host's
+        groups = [group, *group.parents] if group.is_dir() else [mount]
+        for directory in groups:
+            if directory.is_relative_to(mount):
+                try:
+                    sizes.append(int((directory / name).read_text()))
+                except (OSError, ValueError):  # no limit is "max"
+                    continue
+    return min(sizes)

@@ -1,0 +1,68 @@
+"""A plan as lines of text (floor 5)."""
+
+from collections.abc import Iterator
+
+from trainer.checkpoint.retention import KEEP_LESS, SPARE
+from trainer.config import Config
+from trainer.runtime.text import readable
+from trainer.tools.plan.disk import DiskPlan
+from trainer.tools.plan.memory import GIB, MemoryPlan
+
+NAME_WIDTH = 44
+
+
+def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
+    """GiB of one rank by category, on its device and in host memory where that is other memory."""
+    num_parameters = f"{plan.num_parameters / 1e9:.3g} B parameters"
+    if plan.num_trained < plan.num_parameters:
+        num_parameters += f", {plan.num_trained / 1e9:.3g} B trained"
+    measured = " and ".join(map(str, plan.num_measured_layers))
+    yield (
+        f"{config.model.partial_pretrain}: {num_parameters}, {plan.num_layers} layers "
+        f"(a step measured on {measured}), {plan.num_ranks} ranks"
+    )
+    load = plan.workload
+    yield (
+        f"micro-batch: up to {load.num_tokens:,} tokens, {len(load.seqlens)} documents of up to "
+        f"{max(load.seqlens):,}; {load.num_micro_batches} a step at most"
+    )
+    device = {name: size_bytes / GIB for name, size_bytes in plan.device_bytes.items()}
+    host = {name: size_bytes / GIB for name, size_bytes in plan.host_bytes.items()}
+    if plan.is_cuda:
+        device["CUDA, NCCL, gaps between blocks (estimate)"] = plan.outside_gib
+        columns = {"GPU": device, "host": host}
+    else:
+        device["Python and its libraries (estimate)"] = plan.outside_gib
+        columns = {"CPU": device | host}
+    yield _row("GiB per rank", list(columns))
+    for name in device | host:
+        cells = [f"{held[name]:.2f}" if name in held else "" for held in columns.values()]
+        yield _row(name, cells)
+    yield _row("together", [f"{sum(held.values()):.2f}" for held in columns.values()])
+    if plan.is_cuda:
+        num_ranks = plan.num_ranks_per_machine
+        host_gib = num_ranks * plan.host_gib
+        yield f"host memory on a machine with {num_ranks} of these ranks: {host_gib:.2f} GiB"
+
+
+def _row(name: str, cells: list[str]) -> str:
+    columns = "".join(f"{cell:>8}" for cell in cells)
+    return f"{name:{NAME_WIDTH}}{columns}".rstrip()
+
+
+def disk_lines(disk: DiskPlan, config: Config) -> Iterator[str]:
+    whole = readable(disk.checkpoint_bytes)
+    exported = readable(disk.export_bytes)
+    kept = "all are kept"
+    if disk.num_checkpoints is not None:
+        kept = f"{disk.num_checkpoints} at most, with the one being written"
+    tokens = ""
+    if disk.token_bytes is not None:
+        tokens = f"; prepared tokens {readable(disk.token_bytes)} (estimate)"
+    yield f"disk: a checkpoint takes {whole}, {exported} of it huggingface/; {kept}{tokens}"
+    needed_bytes = disk.num_to_come(0) * disk.checkpoint_bytes  # prepared tokens may be on another disk
+    if disk.free_bytes < needed_bytes * SPARE:
+        yield (
+            f"WARNING: checkpoints need {readable(needed_bytes)}, and {readable(disk.free_bytes)} are free for "
+            f"trainer.default_local_dir={config.trainer.default_local_dir}. Fix: free some space, or {KEEP_LESS}"
+        )
