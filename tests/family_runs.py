@@ -14,9 +14,9 @@ from families import VOCAB
 from family_trials import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from whole_equality import compare_runs
 
 from trainer.errors import EXIT_DONE
-from trainer.resume_proof.bit_equality import compare_runs
 
 NUM_RANKS = 2
 TOTAL_STEPS = 6

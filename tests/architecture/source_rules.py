@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 F2 = "data model optim checkpoint monitor guard tracking quickstart serving"
-F5 = "launch tools resume_proof serving_proof evaluation checkpoint_tools data_tools doctor"
+F5 = "launch tools evaluation checkpoint_tools data_tools"
+TOOLS = {
+    "plan": "batch checkpoint config errors launch model optim run runtime",
+    "verify": "adapter_names checkpoint config data data_tools errors launch mirror model run runtime serving tracking "
+    "weights",
+}
+"""Each tool, and the packages it may import beside itself: readers of what a run leaves, and what it measures."""
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
 PICKLE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve")
 PICKLE_LOADERS = ("load", "loads", "Unpickler")
@@ -104,6 +110,26 @@ def upward_imports(sources: Sources) -> list[str]:
                 found.append(f"{module}:{item.line}: F{place.floor} imports {item.target} of F{other.floor}")
             elif other.floor == place.floor and other.group != place.group:
                 found.append(f"{module}:{item.line}: {place.group} knows its neighbour {item.target}")
+    return found
+
+
+def misplaced_tools(sources: Sources) -> list[str]:
+    """Imports of a tool from outside of `tools/` and `cli/`, and imports of a tool that its list does not name."""
+    found = []
+    for module, source in sources.items():
+        parts = module.split(".")
+        own = parts[2] if parts[1:2] == ["tools"] and len(parts) > 2 else None
+        for item in imports_of(module, source, sources):
+            target = item.target.split(".")
+            if target[0] != "trainer" or len(target) < 2:
+                continue
+            tool = target[2] if target[1] == "tools" and len(target) > 2 else None
+            if own is None and tool is not None and parts[1] != "cli":
+                found.append(f"{module}:{item.line}: only cli/ imports the tool {tool}")
+            if own is not None and tool not in (None, own):
+                found.append(f"{module}:{item.line}: the tool {own} imports the tool {tool}")
+            if own is not None and tool is None and target[1] not in TOOLS[own].split():
+                found.append(f"{module}:{item.line}: the tool {own} may not import {item.target}")
     return found
 
 

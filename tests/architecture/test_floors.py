@@ -17,7 +17,9 @@ FREE_OF_TORCH = (
     "trainer.data.rows",
     "trainer.cli.__main__",
     "trainer.cli.checkpoint",
-    "trainer.doctor.recipe",
+    "trainer.launch.checks",
+    "trainer.tools.verify.checks",
+    "trainer.tools.verify.runs",
     "trainer.launch.__main__",
     "trainer.mirror.__main__",
     "trainer.checkpoint_tools.listing",
@@ -96,6 +98,24 @@ def test_no_file_imports_upward(sources: rules.Sources) -> None:
 )
 def test_an_upward_import_is_caught(module: str, source: str) -> None:
     assert len(rules.upward_imports({module: source})) == 1
+
+
+def test_tools_stand_apart(sources: rules.Sources) -> None:
+    assert rules.misplaced_tools(sources) == []
+    tools = {module.split(".")[2] for module in sources if module.startswith("trainer.tools.")}
+    assert tools == set(rules.TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("trainer.launch.checks", "def f():\n    from trainer.tools.plan.memory import planner"),
+        ("trainer.tools.plan.memory", "from trainer.tools.verify import runs"),
+        ("trainer.tools.plan.memory", "from trainer.loop import step"),
+    ],
+)
+def test_a_misplaced_tool_is_caught(module: str, source: str) -> None:
+    assert len(rules.misplaced_tools({module: source})) == 1
 
 
 def test_no_import_cycle(sources: rules.Sources) -> None:

@@ -18,12 +18,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM
+from whole_equality import compare_runs
 from whole_runs import run, tiny_model
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.checkpoint.shards import read_torch
-from trainer.resume_proof.bit_equality import compare_runs
 from trainer.tracking import read_metrics
 
 LORA = ("model.lora_rank=4", "model.use_rslora=true", "optim.lr=0.01", "trainer.checkpoint.export_dtype=float32")

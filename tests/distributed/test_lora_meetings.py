@@ -9,9 +9,9 @@ import torch
 from test_lora import LORA, curve, kill_in_step, relative, start
 from test_lora import root as root
 from test_lora import words as words
+from whole_equality import compare_runs
 
 from trainer.checkpoint.shards import read_torch
-from trainer.resume_proof.bit_equality import compare_runs
 
 LOW = (*LORA, "optim.state_dtype=bfloat16", "model.master_dtype=bfloat16")
 UNDONE = (

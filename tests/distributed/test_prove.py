@@ -18,7 +18,7 @@ from test_lora import words as words
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.config import ConfigError
 from trainer.report.readers import read_run
-from trainer.serving_proof.proof import Certificate, prove_serving
+from trainer.tools.verify.serving import Certificate, prove_serving
 
 STEP = "global_step_4"
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"

@@ -36,8 +36,8 @@ LACKING = {"8 GPUs", "the network", "vLLM", "a server", "a browser", "an account
 """What CI has not; a page names it behind a command as `[needs …]`."""
 ELSEWHERE = {
     "bash run_tests.sh": "tests/unit/test_run_scripts.py::test_the_tests_add_their_tools_and_end_with_pytest",
-    "bash run_sft.sh checkpoint verify-resume 2": (
-        "tests/e2e/test_verify_resume.py::test_the_quickstart_killed_once_equals_itself"
+    "bash run_sft.sh doctor 2 --run": (
+        "tests/e2e/test_doctor_run.py::test_a_sound_machine_is_found_sound_and_the_run_is_not_touched"
     ),
 }
 """Commands that take minutes, and the test that executes each on something small."""

@@ -33,13 +33,13 @@ from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.cli import evaluate
 from trainer.config import ConfigError
-from trainer.doctor.recipe import served_by_vllm
 from trainer.model.assemble import build_model
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations, read_summaries
 from trainer.serving import engines
+from trainer.tools.verify.checks import served_by_vllm
 from trainer.tracking import read_metrics
 
 pytestmark = [

@@ -88,7 +88,7 @@ GPU_SAFEGUARDS = (
     ),
     Mutation(
         "GPU 8: nobody is told of one core for eight ranks",
-        "doctor/machine.py",
+        "launch/checks.py",
         "    if launch.num_gpus and num_cores < wanted:\n",
         "    if False:\n",
         (f"{MACHINE}::test_few_cores_beside_cards_are_warned_of",),

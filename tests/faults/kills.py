@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 import torch
 import whole_runs
+from whole_equality import compare_runs
 from whole_runs import Attempt, tiny_model
 
 from trainer.checkpoint import choice, layout
@@ -43,7 +44,6 @@ from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import NodeLayout
 from trainer.mirror.contents import look
 from trainer.mirror.storage import Storage
-from trainer.resume_proof.bit_equality import compare_runs
 from trainer.run.compose import load_config
 from trainer.tracking import events_file
 

@@ -26,9 +26,9 @@ sys.path.extend([str(Path(__file__).resolve().parent.parent), str(Path(__file__)
 
 import torch
 from hosts import Host, network, why_not
+from whole_equality import compare_runs
 from whole_runs import tiny_model
 
-from trainer.resume_proof.bit_equality import compare_runs
 from trainer.tracking import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]

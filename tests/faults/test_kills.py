@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from kills import TOTAL_STEPS, Campaign, Run, _different_ends
 from sweeps import short_or_full
+from whole_equality import compare_runs
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import LOCK
 from trainer.errors import EXIT_DONE
-from trainer.resume_proof.bit_equality import compare_runs
 
 SEED = 7
 NUM_KILLS, NUM_PREEMPTIONS = short_or_full((4, 2), full=(8, 4))

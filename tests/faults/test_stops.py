@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_equality import compare_runs
 from whole_runs import run, tiny_model
 
-from trainer.resume_proof.bit_equality import compare_runs
 from trainer.tracking import read_metrics
 
 STEPS = 8
@@ -106,7 +106,7 @@ def test_no_validation_is_lost_by_a_stop(start: Start, straight: Path, tmp_path:
     code, output = start()
     assert code == 0, output
     found = compare_runs(straight, tmp_path / "run", steps=STEPS)
-    assert found.differences == () and found.num_validations == 2
+    assert found.differences == [] and found.num_validations == 2
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(row["step"] for row in rows if row["kind"] == "val") == [4, 8], "a validation that was not due"
 
@@ -182,7 +182,7 @@ def test_a_run_killed_at_its_end_is_tidied(
     assert code == 1, "killed"
     code, output = start()
     assert code == 0 and "was the last step, but the run did not end" in output
-    assert compare_runs(straight, tmp_path / "run", steps=STEPS).differences == ()
+    assert compare_runs(straight, tmp_path / "run", steps=STEPS).differences == []
     before = _snapshot(tmp_path / "run")
     code, output = start()
     assert code == 0 and "already complete" in output and _snapshot(tmp_path / "run") == before
@@ -194,7 +194,7 @@ def test_a_start_that_fails_leaves_an_untidy_end_to_the_next(start: Start, strai
     assert start(_fail_to_begin)[0] == 1
     code, output = start()
     assert code == 0 and "was the last step, but the run did not end: its report is not written" in output
-    assert compare_runs(straight, tmp_path / "run", steps=STEPS).differences == ()
+    assert compare_runs(straight, tmp_path / "run", steps=STEPS).differences == []
 
 
 def _fail_to_begin() -> None:

@@ -27,11 +27,11 @@ from meeting_features import (
 from plain_training import Definition, Document, Outcome, Rows, ends, load, train
 from torch import Tensor
 from transformers import AutoTokenizer
+from whole_equality import compare_runs
 
 from trainer.data.batch_plan import Schedule
 from trainer.data.order import Share
 from trainer.errors import EXIT_DONE, EXIT_USAGE
-from trainer.resume_proof.bit_equality import compare_runs
 from trainer.runtime import seeding
 from trainer.tracking import read_metrics
 

@@ -8,7 +8,6 @@ import pytest
 
 import trainer
 from trainer.cli import __main__ as commands
-from trainer.cli import checkpoint
 from trainer.launch import __main__ as launch
 
 
@@ -39,12 +38,6 @@ def test_the_script_and_the_console_call_the_same(capsys: pytest.CaptureFixture[
         commands.main(["plan", "--help"])
     assert capsys.readouterr().out.startswith("usage: bash run_sft.sh plan [N]")
     assert commands.main(["--version"]) == 0 and capsys.readouterr().out == f"{trainer.__version__}\n"
-
-
-def test_verify_resume_calls_itself_as_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        checkpoint.main(["verify-resume", "--help"])
-    assert capsys.readouterr().out.startswith("usage: bash run_sft.sh checkpoint verify-resume [N]")
 
 
 def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program() -> None:

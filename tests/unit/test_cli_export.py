@@ -108,25 +108,6 @@ def test_an_export_that_fails_ends_with_its_exit_code(
     assert (found, err) == (code, f"ERROR: {error}\n") and "wrote" not in out
 
 
-def verify_resume_is(monkeypatch: Patch, main: Any) -> None:
-    monkeypatch.setitem(sys.modules, "trainer.cli.verify_resume", SimpleNamespace(main=main))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("words", [["--help"], ["2", "optim.lr=1e-5", "--kills", "3", "--", "-x"], []])
-def test_verify_resume_gets_its_words_as_they_are(call: Call, monkeypatch: Patch, words: list[str]) -> None:
-    asked: list[list[str]] = []
-    verify_resume_is(monkeypatch, lambda argv: (asked.append(argv), 75)[1])
-    assert call("verify-resume", *words) == (75, "", "") and asked == [words]
-
-
-def test_verify_resume_that_is_refused_ends_with_2(call: Call, monkeypatch: Patch) -> None:
-    def refuse(_: list[str]) -> int:
-        raise ConfigError("no such key")
-
-    verify_resume_is(monkeypatch, refuse)
-    assert call("verify-resume") == (2, "", "ERROR: no such key\n")
-
-
 def test_an_interrupted_export_says_so(run_dir: Path, call: Call, monkeypatch: Patch) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -143,7 +124,7 @@ def test_an_interrupted_export_says_so(run_dir: Path, call: Call, monkeypatch: P
 
 def test_every_command_describes_itself(capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in {
-        ("--help",): ["ls", "verify", "prune", "export", "verify-resume"],
+        ("--help",): ["ls", "verify", "prune", "export"],
         ("ls", "--help"): ["which one a resume takes"],
         ("verify", "--help"): ["exit code 1 if any is damaged"],
         ("prune", "--help"): ["Refused while the run trains"],

@@ -22,12 +22,13 @@ from checkpoint_fakes import save
 from trainer.checkpoint import fsio
 from trainer.cli import doctor
 from trainer.config import Config, ConfigError
-from trainer.doctor import machine, recipe
+from trainer.launch import checks as machine
 from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config, with_words
 from trainer.run.inputs import prepare_data_alone
 from trainer.tools.plan import memory
 from trainer.tools.plan.memory import Change, MemoryPlan, planner
+from trainer.tools.verify import checks
 
 GIB = 2**30
 ROW = '{{"messages": [{{"role": "user", "content": "Hi {0}"}}, {{"role": "assistant", "content": "Bye {0}"}}]}}\n'
@@ -65,7 +66,7 @@ class Scene:
         self.limits[kind] = number
 
     def cards(self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900) -> None:
-        self.patch.setattr(recipe, "count_gpus", lambda: number)
+        self.patch.setattr(machine, "count_gpus", lambda: number)
         self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
         self.patch.setattr(memory, "host_memory_bytes", lambda: host_gib * GIB)
         self.patch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib * GIB, 80 * GIB))
@@ -136,7 +137,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says and how to mend it
     "a package": ("", lambda s: s.without("tokenizers"), "!requirements", "pip install 'tokenizers"),
     "too few cards": ("8", lambda s: s.cards(4), "!cards", "start at most 4"),
-    "driver": ("", lambda s: s.patch.setattr(recipe, "count_gpus", raising(ConfigError("old"))), "!cards", "old"),
+    "driver": ("", lambda s: s.patch.setattr(machine, "count_gpus", raising(ConfigError("old"))), "!cards", "old"),
     "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
     "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
     "which machine": ("", lambda s: s.env(NNODES="2"), "!cards", "NODE_RANK is not set"),
@@ -162,11 +163,11 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "read-only cache": ("", lambda s: s.refuse("create", "tokens"), "!directories", "data.cache_dir=tokens"),
     "no rename": ("", lambda s: s.refuse("rename", "run"), "!directories", "choose a directory"),
     "no fsync": ("", lambda s: s.refuse("fsync", "run"), "!directories", "choose a directory"),
-    "no locks": ("", lambda s: s.patch.setattr(recipe, "try_lock", lambda file: False), "?directories", "with locks"),
+    "no locks": ("", lambda s: s.patch.setattr(checks, "try_lock", lambda file: False), "?directories", "with locks"),
     "trains now": ("", lambda s: s.write("run/.train.lock", LIVE), "!resume", "wait for it or stop it"),
-    "pointer to nothing": ("", lambda s: s.write(POINTER, "x"), "!resume", "Restore one of them"),
+    "pointer to nothing": ("", lambda s: s.write(POINTER, "x"), "!run directory", "Restore one of them"),
     "damaged pointer": ("", lambda s: s.checkpoint("x"), "?resume", "checkpoint ls"),
-    "no resume": ("trainer.resume_mode=disable", lambda s: s.checkpoint(), "!resume", "use resume_mode=auto"),
+    "no resume": ("trainer.resume_mode=disable", lambda s: s.checkpoint(), "!run directory", "use resume_mode=auto"),
     "no key": ("trainer.logger=[wandb]", lambda s: s.env(**NO_KEY), "!login", "WANDB_MODE=offline"),
     "quantized": (MINE, lambda s: s.model(quantization_config={}), "!architecture", "bfloat16 or float32 weights"),
     "too long": (MINE, lambda s: s.model(max_position_embeddings=512), "?architecture", "data.max_length=512"),
@@ -181,7 +182,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "leak": ("data.val_files=rows.jsonl", lambda s: s.prepare(), "?cache", "take them out of one side"),
     "big model": ("trainer.device=cpu", lambda s: s.cards(host_gib=0.5), "!memory and disk", "smallest change"),
     "little host memory": ("", lambda s: s.cards(host_gib=0.01), "!memory and disk", "async_save=false"),
-    "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "run: 6 checkpoints"),
+    "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "at most 6 at a time"),
     "tight disk": ("", lambda s: s.free(80 << 20), "?memory and disk", "lower trainer.max_ckpt_to_keep"),
 }
 

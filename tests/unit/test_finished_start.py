@@ -10,11 +10,11 @@ import pytest
 from checkpoint_fakes import save
 
 from trainer.config import Config
-from trainer.doctor.machine import Launch
-from trainer.doctor.recipe import resume
+from trainer.launch.checks import Launch
 from trainer.run import preflight
 from trainer.run.compose import load_config
 from trainer.run.preflight import find_files
+from trainer.tools.verify.checks import resume
 
 LAUNCH = """
 import contextlib, sys

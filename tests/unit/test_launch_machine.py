@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from trainer.config import ConfigError
-from trainer.doctor import machine
-from trainer.doctor.machine import Launch
 from trainer.launch import __main__ as launch
-from trainer.launch import ranks
+from trainer.launch import checks, ranks
+from trainer.launch.checks import Launch
 from trainer.launch.ranks import NodeLayout, count_gpus, gloo_interface, rank_environment
 from trainer.run.compose import load_config
 from trainer.runtime.status import Status
@@ -150,9 +149,8 @@ def test_few_cores_beside_cards_are_warned_of(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(num_cores)))
-    monkeypatch.setattr(machine, "QUICK", {"cores": machine.cores})
-    machine.require_machine(Launch(load_config([]), 8, num_gpus))
+    monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    checks.run_checks({"cores": checks.cores}, Launch(load_config([]), 8, num_gpus))
     stderr = capsys.readouterr().err
     assert ("--cpus-per-task=32" in stderr) is is_warned and bool(stderr) is is_warned
 
@@ -226,7 +224,7 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
     entries = {name: [SimpleNamespace(address=a, family=family_of(a)) for a in interfaces[name]] for name in interfaces}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     assert gloo_interface("head") == expected
-    said = machine.network(Launch(load_config([]), 1, layout=NodeLayout(2, 0, "head", 29500)))
+    said = checks.network(Launch(load_config([]), 1, layout=NodeLayout(2, 0, "head", 29500)))
     assert ["set GLOO_SOCKET_IFNAME" in found.fix for found in said] == [True] * (expected == {})
 
 

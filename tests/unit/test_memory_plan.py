@@ -312,10 +312,11 @@ def test_a_run_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["2", f"model.partial_pretrain={tmp_path}", *tokens(64, 32), OFFLOAD]
     code, lines, errors = run(capsys, *words, "--memory-gib", "3")
     assert (code, errors) == (0, "planning 2 ranks ...\n")
-    assert lines[-1] == "fits: 2.0 of 3.0 GiB"
+    assert lines[-1] == "ok    memory: a rank needs 2.0 of 3.0 GiB of GPU memory (predicted)"
     start = next(index for index, line in enumerate(lines) if line.startswith("GiB per rank"))
-    assert len(lines) < 27
-    assert len({line[:NAME_WIDTH] for line in lines[start:-1]}) == len(lines[start:-1]), "a row a category"
+    end = next(index for index, line in enumerate(lines) if line.startswith("together"))
+    rows = [line[:NAME_WIDTH] for line in lines[start : end + 1]]
+    assert len(set(rows)) == len(rows) and len(lines) < 27, "a row a category"
     assert {PARAMETERS, OPTIMIZER, GATHERED, ACTIVATIONS, HEAD, SAVE_COPY} <= {
         line[:NAME_WIDTH].strip() for line in lines
     }
@@ -340,8 +341,8 @@ def test_the_change_it_names_makes_it_fit(
     code, lines, _ = run(capsys, str(num_ranks), *words, *limit)
     assert code == 1
     advice = " ".join([*([f"on {change.num_ranks} ranks"] * (change.num_ranks != num_ranks)), *change.overrides])
-    assert lines[-1].startswith("does not fit: ")
-    assert lines[-1].endswith(f"this does, with {needed_gib:.1f} GiB: {advice}")
+    assert lines[-2].startswith("fail  memory: ")
+    assert lines[-1] == f"      fix: {advice} (needs {needed_gib:.1f} GiB)"
     assert run(capsys, str(change.num_ranks), *words, *change.overrides, *limit)[0] == 0
 
 
@@ -349,7 +350,7 @@ def test_what_fits_nowhere_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     write_model_config(tmp_path, num_hidden_layers=1)
     words = ["256", f"model.partial_pretrain={tmp_path}", *tokens(32, 32), "--memory-gib", "0.1"]
     code, lines, _ = run(capsys, *words)
-    assert (code, lines[-1]) == (1, "does not fit: 3.0 of 0.1 GiB; nor does anything tried")
+    assert (code, lines[-1]) == (1, "      fix: no change that was tried fits")
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,9 @@ from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
 from trainer.progress import History
 from trainer.run.compose import load_config
-from trainer.tools.plan import fake_step, memory
+from trainer.tools.plan import checks, fake_step, memory
 from trainer.tools.plan.disk import DiskPlan
 from trainer.tools.plan.memory import SAVE_COPY
-from trainer.tools.plan.table import disk_lines
 
 CPU = "trainer.device=cpu"
 
@@ -34,17 +33,20 @@ def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine() -> None:
     assert len({replace(a_plan(ranks, 2**30), is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
 
 
-@pytest.mark.parametrize(("free_bytes", "is_warned"), [(10**10, False), (10**9, True)])
-def test_prepared_tokens_are_not_asked_of_the_disk_of_checkpoints(free_bytes: int, is_warned: bool) -> None:
-    """They lie in `data.cache_dir`, which may be on another."""
-    disk = DiskPlan(
-        shard_bytes=10**9,
-        export_bytes=10**8,
-        num_checkpoints=2,
-        token_bytes=10**12,
-        free_bytes=free_bytes,
-    )
-    assert ("WARNING" in " ".join(disk_lines(disk, load_config([CPU])))) == is_warned
+@pytest.mark.parametrize(
+    ("free_bytes", "levels"),
+    [(10**10, ["ok", "warn"]), (2 * 10**9, ["warn", "warn"]), (10**9, ["fail", "warn"]), (10**13, ["ok", "ok"])],
+)
+def test_checkpoints_and_prepared_tokens_need_room_where_they_are_written(
+    free_bytes: int, levels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens need not be prepared again, so that too little room for them is no failure."""
+    disk = DiskPlan(shard_bytes=10**9, export_bytes=10**8, num_checkpoints=2, token_bytes=10**12)
+    monkeypatch.setattr(checks, "plan_disk", lambda config, plan: disk)
+    monkeypatch.setattr(checks.fsio, "free_bytes", lambda path: free_bytes)
+    found = list(checks.check_disk(load_config([CPU]), a_plan(2)))
+    assert [one.level for one in found] == levels
+    assert "checkpoints/.cache" in found[1].what and "checkpoints/.cache" not in found[0].what
 
 
 def test_host_memory_is_told_for_all_ranks_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +55,9 @@ def test_host_memory_is_told_for_all_ranks_of_a_machine(tmp_path: Path, capsys: 
     host_bytes = planned(tmp_path, 16, *words, **settings).host_bytes[SAVE_COPY]
     _, lines, _ = run(capsys, "16", f"model.partial_pretrain={tmp_path}", *words)
     assert f"host memory on a machine with 8 of these ranks: {8 * host_bytes / 2**30:.2f} GiB" in lines
-    assert "host memory" not in "".join(run(capsys, "2", f"model.partial_pretrain={tmp_path}", *words, CPU)[1])
+    assert "host memory on a machine" not in "".join(
+        run(capsys, "2", f"model.partial_pretrain={tmp_path}", *words, CPU)[1]
+    )
 
 
 def size_of_the_copy(world: Any, source: Any) -> int:

@@ -16,9 +16,8 @@ from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.cli import checkpoint
 from trainer.config import ConfigError
-from trainer.doctor import recipe
-from trainer.doctor.machine import Launch
 from trainer.errors import ResumableError
+from trainer.launch.checks import Launch
 from trainer.launch.mirroring import is_up
 from trainer.mirror import STATE
 from trainer.mirror import __main__ as process
@@ -27,6 +26,7 @@ from trainer.mirror.restore import prepare
 from trainer.mirror.storage import Storage, StorageError, require_usable
 from trainer.run.compose import load_config
 from trainer.runtime.json_lines import read_object
+from trainer.tools.verify import checks
 from trainer.tracking.events_file import read_events
 
 ROWS = [(1, "train", 3.0), (2, "val", 2.5), (4, "val", 2.7), (6, "val", 2.8)]
@@ -295,9 +295,9 @@ def test_a_finished_run_knows_whether_its_end_is_up(run_dir: Path) -> None:
 )
 def test_doctor_lists_the_mirror_once(kind: str, said: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = FaultyStorage(1, kind)
-    monkeypatch.setattr(recipe, "MIRROR_WITHIN_S", 0.3)
+    monkeypatch.setattr(checks, "MIRROR_WITHIN_S", 0.3)
     monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **options: (storage, "/bucket/run"))
-    (found,) = recipe.mirror(Launch(load_config([f"trainer.checkpoint.mirror={URL}"]), 1))
+    (found,) = checks.mirror(Launch(load_config([f"trainer.checkpoint.mirror={URL}"]), 1))
     storage.answers.set()
     assert said in found.what and found.level == ("fail" if kind else "ok") and storage.store == {}
 

@@ -12,7 +12,7 @@ from checkpoint_fakes import save
 from trainer.errors import CannotWriteError
 from trainer.model.source import find_architecture, find_model, require_model
 from trainer.run.compose import load_config
-from trainer.run.preflight import require_ready
+from trainer.run.preflight import require_usable
 
 TRY_ALL = """
 import sys
@@ -104,11 +104,11 @@ def test_a_directory_that_may_not_be_written_is_refused_before_data_is_prepared(
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     theirs.mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != theirs)  # root may write anywhere
-    require_ready(load_config([f"trainer.default_local_dir={mine}/run"]))
+    require_usable(load_config([f"trainer.default_local_dir={mine}/run"]))
     with pytest.raises(CannotWriteError, match=f"user {os.geteuid()} may not write in '{theirs}'; choose another"):
-        require_ready(load_config([f"trainer.default_local_dir={theirs}/runs/first"]))
+        require_usable(load_config([f"trainer.default_local_dir={theirs}/runs/first"]))
     save(theirs, 4)
-    require_ready(load_config([f"trainer.default_local_dir={theirs}"]))
+    require_usable(load_config([f"trainer.default_local_dir={theirs}"]))
     assert not mine.exists()
 
 

@@ -1,6 +1,6 @@
-"""Look after checkpoints from outside the run: list, prove, delete, export them, prove that they resume (floor 5).
+"""Look after checkpoints from outside the run: list, verify, delete and export them (floor 5).
 
-Imports no torch, so that an answer is there at once; `export` and `verify-resume` do when they begin. Exit codes: 0 all
+Imports no torch, so that an answer is there at once; `export` does when it begins. Exit codes: 0 all
 good, 1 something is damaged, 2 wrong usage or a run in the way, 73 cannot write or delete, 130 interrupted.
 """
 
@@ -30,7 +30,6 @@ from trainer.runtime.json_lines import read_object
 from trainer.runtime.text import readable
 from trainer.tracking.run_info import read_config
 
-VERIFY_RESUME = "verify-resume"
 AT_ONCE = ("ls", "verify", "prune")
 """End at the first signal: the next start removes what is half deleted. The others clean up behind themselves."""
 
@@ -45,17 +44,13 @@ def set_up(argv: list[str]) -> None:
 
 @as_command({OSError: EXIT_CRASH, ResumableError: EXIT_RESUMABLE})
 def main(argv: list[str]) -> int:
-    if argv[:1] == [VERIFY_RESUME]:  # argparse would read the options as its own
-        from trainer.cli.verify_resume import main as verify_resume
-
-        return verify_resume(argv[1:])
     arguments = _parser().parse_args(argv)
     return int(arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     """Each command names its function: from the parsed arguments to the exit code."""
-    about = "List, prove, delete and export checkpoints, and prove that they resume."
+    about = "List, verify, delete and export checkpoints."
     parser = Parser("checkpoint", description=about)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
@@ -86,8 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_prune)
 
     _add_ways_out(commands)
-    about = "kill a run at random points and compare what it becomes with a run left alone"
-    commands.add_parser(VERIFY_RESUME, help=f"{about} (its options: {VERIFY_RESUME} --help)", add_help=False)
     return parser
 
 

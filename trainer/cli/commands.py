@@ -5,7 +5,7 @@ from trainer.runtime.environment import call
 TRAIN = "train"
 GROUPS = {
     "before a run": {
-        "doctor": ("machine, disk, data, model and resume, each line with its fix", "8 experiment=mine"),
+        "doctor": ("machine, disk, data and model, each line with its fix; --run trains", "8 experiment=mine"),
         "plan": ("memory and disk of a run, and which override makes it fit", "8 experiment=mine"),
         "data": ("show samples with their masks, or count them", "preview experiment=mine"),
     },
@@ -14,7 +14,7 @@ GROUPS = {
         "report": ("verdict and findings of runs, from their logs", "checkpoints/mine/first --html report.html"),
     },
     "checkpoints": {
-        "checkpoint": ("list, prove, delete and export them; verify-resume proves a recipe", "ls checkpoints"),
+        "checkpoint": ("list, verify, delete and export them", "ls checkpoints"),
         "prove": ("whether an export serves the loss its step was validated with", "checkpoints/mine/first"),
         "evaluate": (
             "score what they write: text, numbers, programs",

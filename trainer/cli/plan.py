@@ -6,9 +6,11 @@ configuration. torch is imported only once the configuration is known to be righ
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
 from trainer.config import QUICKSTART, Config, ConfigError
+from trainer.launch.checks import OF_CONFIG, Launch, architecture
 from trainer.launch.ranks import Arguments, choose_num_ranks, count_gpus
 from trainer.model.source import find_architecture
 from trainer.runtime.environment import uncollected
@@ -25,28 +27,32 @@ def main(argv: list[str]) -> int:
     num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
     with uncollected():
         from trainer.tools.plan.advice import smallest_change
-        from trainer.tools.plan.disk import plan_disk
-        from trainer.tools.plan.memory import Change, default_memory_gib, planner
-        from trainer.tools.plan.table import disk_lines, memory_lines
+        from trainer.tools.plan.checks import check_disk, check_memory
+        from trainer.tools.plan.memory import Change, default_memory_gib, planner, source_of
+        from trainer.tools.plan.table import memory_lines
 
     limit_gib = options.memory_gib or default_memory_gib(config, num_ranks)
     plan = planner(config)
     now = plan(Change(num_ranks))
-    lines = [*memory_lines(now, config), *disk_lines(plan_disk(config, now), config)]
-    print("\n".join(lines))
-    compared = f"{now.needed_gib:.1f} of {limit_gib:.1f} GiB"
-    if now.needed_gib <= limit_gib:
-        print(f"fits: {compared}")
-        return EXIT_FITS
-    change = smallest_change(config, plan, now, limit_gib)
-    if change is None:
-        print(f"does not fit: {compared}; nor does anything tried")
-        return EXIT_DOES_NOT_FIT
-    words = list(change.overrides)
-    if change.num_ranks != num_ranks:
-        words.insert(0, f"on {change.num_ranks} ranks")
-    print(f"does not fit: {compared}; this does, with {plan(change).needed_gib:.1f} GiB: {' '.join(words)}")
-    return EXIT_DOES_NOT_FIT
+    print("\n".join(memory_lines(now, config)))
+    launch = Launch(config, num_ranks)
+    for found in OF_CONFIG["adapters"](launch):
+        print(found.line("adapters"))
+    for found in architecture(launch, source_of(config)):
+        print(found.line("architecture"))
+    for found in check_disk(config, now):
+        # the run may be planned for another machine
+        print(replace(found, level="warn" if found.level == "fail" else found.level).line("disk"))
+    fix = ""
+    if now.needed_gib > limit_gib:
+        change = smallest_change(config, plan, now, limit_gib)
+        fix = "no change that was tried fits"
+        if change is not None:
+            words = [f"on {change.num_ranks} ranks"] if change.num_ranks != num_ranks else []
+            fix = f"{' '.join([*words, *change.overrides])} (needs {plan(change).needed_gib:.1f} GiB)"
+    found = check_memory(now, limit_gib, fix=fix)
+    print(found.line("memory"))
+    return EXIT_DOES_NOT_FIT if found.level == "fail" else EXIT_FITS
 
 
 def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:

@@ -10,9 +10,9 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.config import ConfigError
-from trainer.doctor.machine import Launch, require_machine
 from trainer.errors import EXIT_CRASH, EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, CannotWriteError, DataError
 from trainer.launch.aborts import exit_code_after_abort
 from trainer.launch.mirroring import is_up, mirrored, say_behind
@@ -30,6 +30,9 @@ from trainer.runtime.exit_codes import DOCUMENTED
 from trainer.runtime.log import keep_streams_safe
 from trainer.runtime.signals import heeded_signals
 from trainer.runtime.status import ABORTED, new_status
+
+if TYPE_CHECKING:
+    from trainer.launch.checks import Launch
 
 
 def main(argv: list[str], *, is_program: bool = False) -> int:
@@ -51,13 +54,15 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
         if {"--help", "-h", "--cfg"} & set(arguments.overrides):
             return run_here(arguments.overrides)
         config = load_config(arguments.overrides)
-        from trainer.run.preflight import already_said, require_ready
+        from trainer.launch import checks
+        from trainer.run.preflight import already_said, find_files
 
-        files = require_ready(config)
+        checks.run_checks(checks.OF_CONFIG, checks.Launch(config, arguments.num_ranks or 1))
+        files = find_files(config)
         layout = node_layout(os.environ)
         num_gpus = gpus_for_run(config.trainer.device)
         num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
-        launch = Launch(config, num_ranks, num_gpus, layout)
+        launch = checks.Launch(config, num_ranks, num_gpus, layout)
         said = already_said(config, files, num_ranks=num_ranks) if layout.num_nodes == 1 else None
         if said:
             print(said)
@@ -74,10 +79,12 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
     return code
 
 
-def _train(launch: Launch, overrides: list[str]) -> int:
+def _train(launch: "Launch", overrides: list[str]) -> int:
     """The ranks from their start to the exit code of the run. Raises what a run that cannot start would end with."""
+    from trainer.launch import checks
+
     config, layout, num_ranks = launch.config, launch.layout, launch.num_ranks
-    require_machine(launch)
+    checks.run_checks(checks.OF_MACHINE, launch)
     if layout.num_nodes > 1:
         print(
             f"machine {layout.node_rank} of {layout.num_nodes}, meeting at {layout.master_addr}:{layout.master_port}",

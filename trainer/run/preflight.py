@@ -38,20 +38,14 @@ class DataFiles:
     validation: Files
 
 
-def require_ready(config: Config) -> DataFiles:
-    """Raises what the run itself would raise seconds or, once data is prepared, hours later: `ConfigError`,
-    `DataError`, `CannotWriteError`. The files it will read.
-    """
-    for check in CHECKS.values():
-        check(config)
-    files = find_files(config)
+def require_usable(config: Config) -> None:
+    """Raise what the run would raise about its directory: `ConfigError`, `CannotWriteError`."""
     try:
         if find_candidates(config).chosen is None:  # a run that goes on has its data prepared, or is complete
             _require_writable(Path(config.trainer.default_local_dir))
     except NoUsableCheckpointError:
         if config.trainer.checkpoint.mirror is None:
             raise  # else there may be one there
-    return files
 
 
 def find_candidates(config: Config) -> Selection:

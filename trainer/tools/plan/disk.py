@@ -1,13 +1,11 @@
-"""Disk that a run needs: checkpoints and prepared tokens, and the space that is free (floor 5)."""
+"""Disk that a run needs: checkpoints and prepared tokens (floor 5)."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import fsio
 from trainer.checkpoint.model_files import companion_files
-from trainer.checkpoint.retention import existing_parent
 from trainer.config import Config
 from trainer.errors import DataError
 from trainer.run.preflight import find_files
@@ -17,15 +15,13 @@ from trainer.tools.plan.memory import MemoryPlan
 @dataclass(frozen=True)
 class DiskPlan:
     """`num_checkpoints`: the most that exist at a time; None where a run of unknown length keeps
-    all. `token_bytes`: prepared tokens; None without the data files. `free_bytes`: on this
-    machine, where checkpoints go.
+    all. `token_bytes`: prepared tokens; None without the data files.
     """
 
     shard_bytes: int
     export_bytes: int
     num_checkpoints: int | None
     token_bytes: int | None
-    free_bytes: int
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -38,13 +34,11 @@ class DiskPlan:
 
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
     """Tensors that pass through untrained, and copies in the run directory, are not counted: no weights are read."""
-    directory = existing_parent(Path(config.trainer.default_local_dir))
     return DiskPlan(
         shard_bytes=plan.saved_bytes * plan.num_ranks,
         export_bytes=_export_bytes(config, plan),
         num_checkpoints=_num_checkpoints(config),
         token_bytes=_token_bytes(config),
-        free_bytes=fsio.free_bytes(directory),
     )
 
 

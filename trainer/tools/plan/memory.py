@@ -248,7 +248,7 @@ def _job(config: Config, num_ranks: int) -> Job:
         dtype = compute_dtype(AUTO, torch.device("cuda")) if has_gpu else torch.bfloat16
         fsdp = replace(fsdp, param_dtype=str(dtype).removeprefix("torch."))
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
-    source = _source(config)
+    source = source_of(config)
     max_length = config.data.max_length
     reason = assemble.per_document_reason(config.model, source, max_length=max_length)
     require_divided(num_ranks, model.ulysses_sequence_parallel_size)
@@ -265,7 +265,7 @@ def _job(config: Config, num_ranks: int) -> Job:
     )
 
 
-def _source(config: Config) -> ModelSource:
+def source_of(config: Config) -> ModelSource:
     """Where config.json is; for a Hub id no weights are fetched."""
     model = config.model
     if model.partial_pretrain == QUICKSTART:

@@ -1,11 +1,8 @@
-"""A plan as lines of text (floor 5)."""
+"""A memory plan as a table (floor 5)."""
 
 from collections.abc import Iterator
 
-from trainer.checkpoint.retention import KEEP_LESS, SPARE
 from trainer.config import Config
-from trainer.runtime.text import readable
-from trainer.tools.plan.disk import DiskPlan
 from trainer.tools.plan.memory import GIB, MemoryPlan
 
 NAME_WIDTH = 44
@@ -48,21 +45,3 @@ def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
 def _row(name: str, cells: list[str]) -> str:
     columns = "".join(f"{cell:>8}" for cell in cells)
     return f"{name:{NAME_WIDTH}}{columns}".rstrip()
-
-
-def disk_lines(disk: DiskPlan, config: Config) -> Iterator[str]:
-    whole = readable(disk.checkpoint_bytes)
-    exported = readable(disk.export_bytes)
-    kept = "all are kept"
-    if disk.num_checkpoints is not None:
-        kept = f"{disk.num_checkpoints} at most, with the one being written"
-    tokens = ""
-    if disk.token_bytes is not None:
-        tokens = f"; prepared tokens {readable(disk.token_bytes)} (estimate)"
-    yield f"disk: a checkpoint takes {whole}, {exported} of it huggingface/; {kept}{tokens}"
-    needed_bytes = disk.num_to_come(0) * disk.checkpoint_bytes  # prepared tokens may be on another disk
-    if disk.free_bytes < needed_bytes * SPARE:
-        yield (
-            f"WARNING: checkpoints need {readable(needed_bytes)}, and {readable(disk.free_bytes)} are free for "
-            f"trainer.default_local_dir={config.trainer.default_local_dir}. Fix: free some space, or {KEEP_LESS}"
-        )

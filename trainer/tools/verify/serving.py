@@ -30,7 +30,7 @@ from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
 from trainer.serving import engines
 from trainer.serving.engines import Sample
-from trainer.serving_proof import diagnosis
+from trainer.tools.verify import serving_causes
 from trainer.tracking import metrics_file, read_metrics
 from trainer.tracking.run_info import read_config
 
@@ -94,7 +94,7 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     export = checkpoint / layout.HUGGINGFACE
     transformers.logging.disable_progress_bar()
     require_export(trained.info)
-    found = diagnosis.causes(trained.info, trained.config, trained.data, trained.samples)
+    found = serving_causes.causes(trained.info, trained.config, trained.data, trained.samples)
     measured = ServedLoss(math.nan, math.nan, None, engine, None)
     try:
         measured = measure(trained, export, engine, python)
@@ -116,7 +116,7 @@ def _certificate(trained: Trained, measured: ServedLoss, causes: list[str]) -> C
     first = None
     if measured.sums is not None and (causes or not is_near):
         info, config, validation = trained.info, trained.config, trained.validation
-        first = diagnosis.first_difference(
+        first = serving_causes.first_difference(
             info, config, validation, trained.samples, measured.sums, rounding=measured.rounding
         )
     if not causes and not is_near:
@@ -196,7 +196,7 @@ def measure(trained: Trained, export: Path, engine: str, python: str) -> ServedL
 def _of_rounded_weights(trained: Trained, narrow: torch.dtype) -> Iterator[np.ndarray]:
     """What the trained model's sums differ by when its weights are rounded, where it may have computed with others."""
     if narrow == torch.bfloat16 and trained.config.model.fsdp_config.param_dtype != "bfloat16":
-        with diagnosis.trained_model(trained.info, trained.config) as model:
-            own = np.array(list(diagnosis.sums_of(model, trained.validation)))
-            diagnosis.round_weights(model, narrow)
-            yield np.array(list(diagnosis.sums_of(model, trained.validation))) - own
+        with serving_causes.trained_model(trained.info, trained.config) as model:
+            own = np.array(list(serving_causes.sums_of(model, trained.validation)))
+            serving_causes.round_weights(model, narrow)
+            yield np.array(list(serving_causes.sums_of(model, trained.validation))) - own

@@ -1,23 +1,20 @@
-"""What is looked at of a configuration: files, rows, model, memory, disk, what it would continue from (floor 5).
+"""All checks of `doctor`: those that every start runs, and those that take longer (floor 5).
 
-At the end every check, in their order, and what each needs. torch is imported only by what needs it.
+torch is imported only by the checks that need it.
 """
 
 import ast
-import os
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.retention import KEEP_LESS, SPARE, existing_parent
-from trainer.config import Config, ConfigError
+from trainer.checkpoint import fsio
+from trainer.checkpoint.retention import existing_parent
+from trainer.config import ConfigError
 from trainer.data.rows import UnusableError, location
-from trainer.doctor import machine
-from trainer.doctor.machine import Check, Checked, Launch
 from trainer.errors import CannotWriteError, DataError
-from trainer.launch.ranks import DEFAULT_NUM_CPU_RANKS, choose_num_ranks, count_gpus, node_layout
+from trainer.launch.checks import OF_CONFIG, OF_MACHINE, Check, Checked, Launch, architecture
+from trainer.launch.requirements import unmet_requirements
 from trainer.run import preflight
 from trainer.run.preflight import already_said
 from trainer.runtime.files import try_lock
@@ -29,20 +26,37 @@ from trainer.tracking.facade import with_environment
 
 NUM_SHOWN, SHOWN_CHARS = 3, 120
 MIRROR_WITHIN_S = 10.0
+MIN_FREE_SHARE = 0.9
+"""Of a card's memory; its driver keeps some."""
 
 
-def _ask(name: str, launch: Launch) -> Iterator[Checked]:
-    preflight.CHECKS[name](launch.config)
-    return iter(())
+def requirements(launch: Launch) -> Iterator[Checked]:
+    for text in unmet_requirements():
+        yield Checked("fail", f"{text} is not installed here", f"pip install '{text}'")
 
 
-def files(launch: Launch) -> Iterator[Checked]:
-    found = preflight.find_files(launch.config)
-    for side, sources in (("train", found.train), ("validation", found.validation)):
-        paths = [path for _, files in sources for path in files]
-        size = readable(sum(path.stat().st_size for path in paths))
-        noun = "file" if len(paths) == 1 else "files"
-        yield Checked("ok", f"{side}: {len(paths)} {noun}, {size}" if paths else f"{side}: no files of its own")
+def cards(launch: Launch) -> Iterator[Checked]:
+    if launch.problem is not None:
+        yield Checked("fail", launch.problem)
+    elif launch.num_gpus:
+        yield from _cards(launch.num_ranks)
+    elif launch.config.trainer.device == "cuda":
+        yield Checked("warn", "trainer.device=cuda, but there is no card here", "ask again on the machine that trains")
+    else:
+        yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
+
+
+def _cards(num_ranks: int) -> Iterator[Checked]:
+    import torch
+
+    for number in range(num_ranks):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(number)
+        if free_bytes < MIN_FREE_SHARE * total_bytes:
+            what = f"card {number} has {readable(free_bytes)} of {readable(total_bytes)} free: another process uses it"
+            yield Checked("warn", what, "end it (nvidia-smi lists it), or choose cards with CUDA_VISIBLE_DEVICES")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(num_ranks)}))
+    yield Checked("ok", f"{names}; torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}")
 
 
 def directories(launch: Launch) -> Iterator[Checked]:
@@ -104,7 +118,6 @@ def mirror(launch: Launch) -> Iterator[Checked]:
     if (url := launch.config.trainer.checkpoint.mirror) is None:
         yield Checked("ok", "none is set (trainer.checkpoint.mirror)")
         return
-    yield from _ask("mirror", launch)
     from trainer.mirror.storage import StorageError, count_files  # fsspec takes a moment to import
 
     try:
@@ -114,26 +127,6 @@ def mirror(launch: Launch) -> Iterator[Checked]:
         yield Checked("fail", str(error), way_out)
     else:
         yield Checked("ok", f"{url} answers, {num_files} files")
-
-
-def architecture(launch: Launch) -> Iterator[Checked]:
-    from trainer.model import packed_lm
-    from trainer.run.inputs import require_trainable, source_without_weights
-
-    config, source = launch.config, source_without_weights(launch.config)
-    reason, found = require_trainable(config, source), packed_lm.read_config(source)
-    name = ", ".join(getattr(found, "architectures", None) or [found.model_type])
-    how = "packed" if reason is None else f"one by one (slower): {reason}"
-    yield Checked("ok", f"{name}: documents run {how}")
-    longest, key = getattr(found, "max_position_embeddings", None), "data.max_length"
-    if isinstance(longest, int) and config.data.max_length > longest:
-        what = f"{key}={config.data.max_length}, but its config.json names {longest} positions: engines serve no more"
-        yield Checked("warn", what, f"{key}={longest}, or a config.json with the scaling that it is to be served with")
-    if getattr(found, "auto_map", None):
-        what = "code comes with the model (auto_map in config.json): engines load its export only if told to trust it"
-        yield Checked("warn", what, "give the engine its flag (vLLM: --trust-remote-code)")
-    for note in packed_lm.notes(found):
-        yield Checked("ok", note)
 
 
 def serving(launch: Launch) -> Iterator[Checked]:
@@ -189,37 +182,6 @@ def cache(launch: Launch) -> Iterator[Checked]:
         yield Checked("warn", what, "take them out of one side: val/loss is too good with them")
 
 
-def memory_and_disk(launch: Launch) -> Iterator[Checked]:
-    from trainer.tools.plan import memory
-    from trainer.tools.plan.disk import plan_disk
-
-    config, num_ranks = launch.config, launch.num_ranks * launch.layout.num_nodes
-    memory_gib = memory.default_memory_gib(config, launch.num_ranks)
-    found = memory.planner(config)(memory.Change(num_ranks))
-    where = "a card" if launch.num_gpus else "a rank's share here" if not found.is_cuda else "a card, none being here"
-    takes = f"{found.needed_gib:.1f} GiB a rank, of {memory_gib:.1f} of {where} (predicted)"
-    fix = "`plan` with the same words names the smallest change that fits"
-    yield Checked("ok", takes) if found.needed_gib <= memory_gib else Checked("fail", f"takes {takes}", fix)
-    host_bytes, total_bytes = found.host_gib * launch.num_ranks * memory.GIB, memory.host_memory_bytes()
-    if launch.num_gpus and host_bytes > total_bytes:
-        what = f"{readable(host_bytes)} of host memory are needed, and this machine has {readable(total_bytes)}"
-        yield Checked("fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines")
-    disk, run_dir = plan_disk(config, found), Path(config.trainer.default_local_dir)
-    one, to_come = disk.checkpoint_bytes, disk.num_to_come(len(layout.committed(run_dir)))
-    yield _room(run_dir, one, to_come * one, f"{to_come} checkpoints of {readable(one)}")
-    tokens = disk.token_bytes or 0  # which may be there already
-    yield _room(Path(config.data.cache_dir), 0, tokens, f"up to {readable(tokens)} of prepared tokens")
-
-
-def _room(directory: Path, least_bytes: int, most_bytes: int, what: str) -> Checked:
-    free_bytes = fsio.free_bytes(existing_parent(directory))
-    what = f"{directory}: {what} to come, {readable(free_bytes)} free"
-    if free_bytes >= most_bytes * SPARE:
-        return Checked("ok", what)
-    fix = f"free some space, choose another disk, or {KEEP_LESS}"
-    return Checked("fail" if free_bytes < least_bytes * SPARE else "warn", what, fix)
-
-
 FIND = "from importlib.util import find_spec; vllm = find_spec('vllm'); print(vllm.origin if vllm else '')"
 REGISTRY = "model_executor/models/registry.py"
 TABLE = "_VLLM_MODELS"
@@ -248,59 +210,50 @@ def served_by_vllm(python: str) -> set[str] | None:
 
 
 CHECKS: dict[str, Check] = {
-    "requirements": machine.requirements,
-    "cards": machine.cards,
-    **machine.QUICK,
-    **{name: partial(_ask, name) for name in preflight.CHECKS},
-    "files": files,
+    "requirements": requirements,
+    "cards": cards,
+    **OF_MACHINE,
+    **OF_CONFIG,
     "directories": directories,
     "resume": resume,
     "login": login,
-    "mirror": mirror,
+    "mirror's answer": mirror,
     "architecture": architecture,
     "serving": serving,
     "rows": rows,
     "cache": cache,
-    "memory and disk": memory_and_disk,
 }
 NEEDS = {
+    "resume": {"run directory", "files"},
     "login": {"requirements", "trackers"},
-    "mirror": {"requirements"},
+    "mirror's answer": {"requirements", "mirror"},
     "architecture": {"requirements", "model", "adapters"},
     "serving": {"architecture"},
     "rows": {"requirements", "model", "template", "files"},
     "cache": {"rows"},
     "memory and disk": {"cards", "architecture"},
 }
-"""Without those, a check would only say the same again."""
+"""Without those a check would only repeat their failure."""
 
 
-def launch_of(config: Config, asked: int | None) -> Launch:
-    """What would be started here on the ranks asked for."""
-    try:
-        num_gpus, layout = 0 if config.trainer.device == "cpu" else count_gpus(), node_layout(os.environ)
-        return Launch(config, choose_num_ranks(asked, num_gpus=num_gpus), num_gpus, layout)
-    except ConfigError as error:
-        return Launch(config, asked or DEFAULT_NUM_CPU_RANKS, problem=str(error))
-
-
-def examine(launch: Launch) -> Iterator[tuple[str, Checked | None]]:
-    """By check what it says; None for one that must wait until others are mended."""
+def examine(checks: Mapping[str, Check], launch: Launch) -> Iterator[tuple[str, Checked | None]]:
+    """Name and finding of each check; None for one that must wait until others are mended."""
     broken = set[str]()
-    for name, check in CHECKS.items():
+    for name, check in checks.items():
         if NEEDS.get(name, set()) & broken:
             broken.add(name)
             yield name, None
             continue
-        for found in _said(check, launch):
+        for found in _findings(check, launch):
             if found.level == "fail":
                 broken.add(name)
             yield name, found
 
 
-def _said(check: Check, launch: Launch) -> list[Checked]:
+def _findings(check: Check, launch: Launch) -> list[Checked]:
     try:
         return list(check(launch)) or [Checked("ok", "nothing is wrong")]
+    except (ConfigError, DataError, CannotWriteError, OSError) as error:
+        return [Checked("fail", str(error))]
     except Exception as error:  # whatever a run would end with
-        says_itself = isinstance(error, ConfigError | DataError | CannotWriteError | OSError)
-        return [Checked("fail", str(error) if says_itself else f"{type(error).__name__}: {error}")]
+        return [Checked("fail", f"{type(error).__name__}: {error}")]

@@ -1,0 +1,220 @@
+"""`doctor --run` on two CPU ranks: a sound machine is found sound, each planted fault is named, nothing is left behind.
+
+A `sitecustomize` on the path of the ranks plants the faults.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import REPOSITORY, environment, processes_of
+from whole_runs import tiny_model
+
+from trainer.cli import doctor
+from trainer.tools.verify import training
+from trainer.tools.verify.runs import NUM_STEPS, KilledRun, RunFailedError, Runs, ShortRun
+
+LINES = ["training", "ranks", "packing", "resume", "peak memory", "speed"]
+PLANT = """
+import os
+words = open("/proc/self/cmdline").read()
+if "RANK" in os.environ:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    real = DefaultReduceScatter.__call__
+
+    def reduce(self, output_tensor, input_tensor, *more, **options):
+        {fault}
+        return real(self, output_tensor, input_tensor, *more, **options)
+
+    DefaultReduceScatter.__call__ = reduce
+"""
+LOST_GRADIENT = 'input_tensor.mul_(os.environ["RANK"] != "1")'
+RANDOM_SUMS = "input_tensor.mul_(1 + 1e-7 * os.urandom(1)[0])"
+WRONG_AFTER_RESUME = 'input_tensor.mul_(1 + 1e-6 * ("/killed" in words))'
+CRASH = 'raise RuntimeError("the card fell off the bus")'
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setenv("TMPDIR", str(directory))
+    return directory
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
+    return [*tiny_model(tmp_path), f"trainer.default_local_dir={tmp_path}/mine"]
+
+
+@pytest.fixture
+def runs(recipe: list[str], tmp_path: Path) -> Callable[[str], Runs]:
+    """Runs of the recipe with a fault."""
+
+    def planted(fault: str) -> Runs:
+        (tmp_path / "sitecustomize.py").write_text(PLANT.format(fault=fault))
+        (tmp_path / "work").mkdir()
+        return Runs(recipe, 2, tmp_path / "work", is_on_gpu=False)
+
+    return planted
+
+
+def test_a_sound_machine_is_found_sound_and_the_run_is_not_touched(
+    recipe: list[str], temporary: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["2", "--run", *recipe, "--json"]) == 0
+    said = json.loads(capfd.readouterr().out)
+    found = {one["check"]: one for one in said["checks"]}
+    assert {name: found[name]["level"] for name in LINES} == dict.fromkeys(LINES, "ok")
+    assert "resumed from step" in found["resume"]["what"] and f"{NUM_STEPS} steps" in found["resume"]["what"]
+    assert said["not_checked"] == []
+    assert list(temporary.iterdir()) == [] and not (tmp_path / "mine").exists()
+    assert processes_of(tmp_path) == []
+
+
+def test_a_gradient_that_is_lost_on_one_rank_is_found(runs: Callable[[str], Runs]) -> None:
+    """The self-check compares two computations on the same ranks, and both lack the gradient."""
+    broken = runs(LOST_GRADIENT)
+    assert training.check_training(broken).level == "ok"
+    found = training.check_ranks(broken)
+    assert found.level == "fail" and found.fix
+
+
+def test_sums_in_a_random_order_are_found_and_not_blamed_on_resume(runs: Callable[[str], Runs]) -> None:
+    found = training.check_resume(runs(RANDOM_SUMS))
+    assert found.level == "fail" and "not deterministic" in found.what and "trainer.deterministic" in found.fix
+
+
+def test_a_run_that_continues_differently_is_found(runs: Callable[[str], Runs]) -> None:
+    found = training.check_resume(runs(WRONG_AFTER_RESUME))
+    assert found.level == "fail" and "differs from a straight one, first at step 1" in found.what
+
+
+def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
+    runs: Callable[[str], Runs], recipe: list[str], temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs(CRASH)
+    assert doctor.main(["2", "--run", *recipe]) == 1
+    out, err = capfd.readouterr()
+    assert "\nfail  training: " in out and out.endswith("ranks, packing, resume, peak memory, speed\n")
+    assert "the card fell off the bus" in err and list(temporary.iterdir()) == []
+
+
+def test_what_fails_before_training_keeps_it_from_starting(
+    recipe: list[str], temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["2", "--run", *recipe, "model.partial_pretrain=./gone"]) == 1
+    assert capfd.readouterr().out.endswith(f"{', '.join(LINES)}\n") and list(temporary.iterdir()) == []
+
+
+def test_a_signal_ends_the_runs_and_removes_them(recipe: list[str], temporary: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer.cli.doctor", "2", "--run", *recipe]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=str(REPOSITORY), TMPDIR=str(temporary))
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not list(temporary.glob("*/straight/metrics.jsonl")) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    assert processes_of(tmp_path) == [] and list(temporary.iterdir()) == []
+
+
+def test_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.main(["2", "--run"]) == 2
+    assert "NNODES" in capsys.readouterr().err
+
+
+class MadeRuns(Runs):
+    """Runs whose logged rows are made up: `others` by name, for all that are not the straight one."""
+
+    def __init__(self, directory: Path, rows: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]) -> None:
+        super().__init__(["trainer.device=cpu"], 2, directory, is_on_gpu=False)
+        self.made = {"straight": rows, **others}
+
+    def train(self, name: str, *overrides: str, num_ranks: int | None = None, until: int | None = None) -> ShortRun:
+        if name not in self.made:
+            raise RunFailedError(f"{name}: CUDA out of memory")
+        run = MadeRun(self.directory / name, self.made[name])
+        run.log.write_text("documents run packed\nself-check: equal\n")
+        return run
+
+
+class MadeRun(ShortRun):
+    def __init__(self, run_dir: Path, rows: list[dict[str, Any]]) -> None:
+        super().__init__(run_dir)
+        object.__setattr__(self, "made", rows)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.made  # type: ignore[attr-defined,no-any-return]
+
+
+def rows(loss: float = 2.0, *, norm: float = 1.0, rss_gib: float = 1.0) -> list[dict[str, Any]]:
+    row = {"train/loss": loss, "train/grad_norm": norm, "memory/cpu/rss_gib": rss_gib}
+    row["throughput/train/tokens_per_s"] = 100.0
+    return [{**row, "step": step} for step in range(1, NUM_STEPS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "level"),
+    [
+        (2.0, 1.0, "ok"),
+        (2.0 * (1 + 5e-7), 1.0, "ok"),
+        (2.0 * (1 + 5e-6), 1.0, "fail"),
+        (2.0, 1 + 5e-5, "fail"),
+        (float("nan"), 1.0, "fail"),
+    ],
+)
+def test_packed_documents_that_see_each_other_are_found(tmp_path: Path, loss: float, norm: float, level: str) -> None:
+    made = MadeRuns(tmp_path, rows(), {"alone": rows(loss, norm=norm)})
+    assert training.check_packing(made).level == level
+
+
+@pytest.mark.parametrize(("loss", "level"), [(2.003, "ok"), (2.005, "fail"), (8.0, "fail")])
+def test_in_bfloat16_four_times_its_rounding_is_allowed(tmp_path: Path, loss: float, level: str) -> None:
+    others = {"one_rank": rows(loss), "float32_beside_one_rank": rows(2.001)}
+    made = MadeRuns(tmp_path, rows(), others)
+    made._overrides = (*made._overrides, "model.fsdp_config.param_dtype=bfloat16")
+    assert training.check_ranks(made).level == level
+
+
+def test_a_model_that_does_not_fit_one_rank_is_not_compared(tmp_path: Path) -> None:
+    assert training.check_ranks(MadeRuns(tmp_path, rows(), {})).level == "skip"
+
+
+@pytest.mark.parametrize(("planned_gib", "level"), [(1.5, "ok"), (0.95, "warn"), (0.5, "fail")])
+def test_more_memory_than_planned_is_found(tmp_path: Path, planned_gib: float, level: str) -> None:
+    made = MadeRuns(tmp_path, rows(), {})
+    assert training.check_memory(made, lambda config, num_ranks: planned_gib).level == level
+
+
+def test_a_run_that_lost_its_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MadeRuns(tmp_path, rows(), {})
+    monkeypatch.setattr(made, "train_killed", lambda: KilledRun(tmp_path / "killed", saved_before=4, resumed_from=0))
+    found = training.check_resume(made)
+    assert found.level == "fail" and "step 4 was saved" in found.what
+    monkeypatch.setattr(made, "train_killed", lambda: None)
+    assert training.check_resume(made).level == "skip"
+
+
+def test_the_speed_is_that_of_the_median_step(tmp_path: Path) -> None:
+    found = rows()
+    found[5]["throughput/train/tokens_per_s"] = 1.0
+    assert "100 tokens/s" in training.check_speed(MadeRuns(tmp_path, found, {})).what

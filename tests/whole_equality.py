@@ -1,0 +1,48 @@
+"""Whether two finished runs left the same: steps, validations and checkpoints, and everything else a user finds."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.lock import is_given_back
+from trainer.run.preflight import OUTSIDE
+from trainer.tools.verify import equality
+from trainer.tools.verify.equality import Comparison
+from trainer.tracking import events_file, histories
+
+TIMED = "seconds"
+"""The column of the histories that no two runs share."""
+
+
+def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
+    found = equality.compare_runs(left, right, steps=steps)
+    for name in histories.FILE_NAMES.values():
+        found.add(name, _history(left / name), _history(right / name))
+    for place, look in _ENDS.items():
+        found.add(place, look(left), look(right))
+    return found
+
+
+def _history(path: Path) -> Any:
+    """Its lines, but for times; None without the file."""
+    if not path.exists():
+        return None
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    return [{name: cell for name, cell in line.items() if name != TIMED} for line in lines]
+
+
+def _others(run_dir: Path) -> str:
+    names = [name for name in fsio.list_dir(run_dir) if layout.parse_step(name) is None]
+    return ", ".join(sorted(name for name in names if not name.startswith(OUTSIDE)))
+
+
+_ENDS: dict[str, Callable[[Path], Any]] = {
+    "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
+    "checkpoints kept": lambda run_dir: len(layout.committed(run_dir)),
+    "what else the directory holds": _others,
+    "exit code in its log": lambda run_dir: events_file.last_exit_code(run_dir / events_file.FILE_NAME),
+    "lock given back": is_given_back,
+}

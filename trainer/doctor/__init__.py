@@ -1,1 +1,0 @@
-"""What can be known before a run is started, as one list (floor 5)."""

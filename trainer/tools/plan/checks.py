@@ -1,0 +1,58 @@
+"""Findings of a plan, for `plan` and `doctor` (floor 5)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.checkpoint import fsio, layout
+from trainer.checkpoint.retention import KEEP_LESS, SPARE, existing_parent
+from trainer.config import Config
+from trainer.launch.checks import Checked, Launch
+from trainer.runtime.text import readable
+from trainer.tools.plan import memory
+from trainer.tools.plan.disk import plan_disk
+from trainer.tools.plan.memory import GIB, Change, MemoryPlan
+
+
+def memory_and_disk(launch: Launch) -> Iterator[Checked]:
+    """Memory of the cards and of the host, and disk, for a start on this machine."""
+    config = launch.config
+    plan = memory.planner(config)(Change(launch.num_ranks * launch.layout.num_nodes))
+    limit_gib = memory.default_memory_gib(config, launch.num_ranks)
+    yield check_memory(plan, limit_gib, fix="`plan` with the same arguments names the smallest change that fits")
+    host_bytes = int(plan.host_gib * launch.num_ranks * GIB)
+    total_bytes = memory.host_memory_bytes()
+    if launch.num_gpus and host_bytes > total_bytes:
+        what = f"the run needs {readable(host_bytes)} of host memory, and this machine has {readable(total_bytes)}"
+        yield Checked("fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines")
+    yield from check_disk(config, plan)
+
+
+def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
+    kind = "GPU" if plan.is_cuda else "host"
+    what = f"a rank needs {plan.needed_gib:.1f} of {limit_gib:.1f} GiB of {kind} memory (predicted)"
+    if plan.needed_gib <= limit_gib:
+        return Checked("ok", what)
+    return Checked("fail", what, fix)
+
+
+def check_disk(config: Config, plan: MemoryPlan) -> Iterator[Checked]:
+    """Space for checkpoints and prepared tokens, each where it is written."""
+    disk = plan_disk(config, plan)
+    run_dir = Path(config.trainer.default_local_dir)
+    one_bytes = disk.checkpoint_bytes
+    number = disk.num_to_come(len(layout.committed(run_dir)))
+    kept = "all are kept" if disk.num_checkpoints is None else f"at most {disk.num_checkpoints} at a time"
+    what = f"checkpoints of {readable(one_bytes)} ({readable(disk.export_bytes)} of it huggingface/), {kept}"
+    yield _room(run_dir, what, least_bytes=one_bytes, most_bytes=number * one_bytes)
+    if disk.token_bytes:
+        what = f"up to {readable(disk.token_bytes)} of prepared tokens (estimate)"
+        yield _room(Path(config.data.cache_dir), what, least_bytes=0, most_bytes=disk.token_bytes)
+
+
+def _room(directory: Path, what: str, *, least_bytes: int, most_bytes: int) -> Checked:
+    free_bytes = fsio.free_bytes(existing_parent(directory))
+    what = f"{directory}: {what}; {readable(most_bytes)} to come, {readable(free_bytes)} free"
+    if free_bytes >= most_bytes * SPARE:
+        return Checked("ok", what)
+    fix = f"free some space, choose another disk, or {KEEP_LESS}"
+    return Checked("fail" if free_bytes < least_bytes * SPARE else "warn", what, fix)

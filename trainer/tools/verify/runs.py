@@ -1,0 +1,208 @@
+"""Short runs of a recipe in a temporary directory: straight, with other settings, or killed and resumed (floor 5).
+
+No torch. Every process that is started here ends with its block, or with this process.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainer.checkpoint import layout
+from trainer.config import Config
+from trainer.errors import EXIT_CRASH, EXIT_DONE
+from trainer.run.compose import as_word, load_config
+from trainer.runtime.processes import die_with_parent, status_of
+from trainer.tracking.metrics_file import FILE_NAME, read_metrics
+
+NUM_STEPS, SAVE_FREQ, KILL_AFTER = 10, 4, 5
+MAX_KILLS = 3
+"""Runs to kill until one is killed before its last save."""
+NUM_COMPARED = 4
+"""Steps that are compared between two ways of computing: rounding grows from step to step."""
+NUM_WARMUP_STEPS = 2
+POLL_S = 0.02
+GONE_S = 30.0
+NUM_LOG_LINES = 20
+
+
+class RunFailedError(RuntimeError):
+    """A run did not end as it should; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A run directory, and the log beside it."""
+
+    run_dir: Path
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir.with_suffix(".log")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Logged training steps."""
+        path = self.run_dir / FILE_NAME
+        rows = read_metrics(path) if path.exists() else []
+        return [row for row in rows if row["kind"] == "train"]
+
+    def last_step(self) -> int:
+        return max((row["step"] for row in self.rows()), default=0)
+
+    def saved_step(self) -> int:
+        return layout.read_pointer(self.run_dir).step or 0
+
+    def tokens_per_s(self) -> float:
+        rows = self.rows()[NUM_WARMUP_STEPS:]
+        return statistics.median(row["throughput/train/tokens_per_s"] for row in rows)
+
+
+@dataclass(frozen=True)
+class KilledRun(ShortRun):
+    """A run that was killed once: the step saved before the kill, and the step it resumed from."""
+
+    saved_before: int
+    resumed_from: int
+
+
+class Runs:
+    """Runs of a recipe on `num_ranks` ranks. Everything they write is in `directory`."""
+
+    def __init__(self, overrides: Sequence[str], num_ranks: int, directory: Path, *, is_on_gpu: bool) -> None:
+        self.num_ranks = num_ranks
+        self.is_on_gpu = is_on_gpu
+        self.directory = directory
+        self._overrides = (*self._first_overrides(overrides), *overrides)
+
+    @property
+    def config(self) -> Config:
+        """The recipe as it is trained here."""
+        return load_config(list(self._overrides))
+
+    @cached_property
+    def straight(self) -> ShortRun:
+        """All steps in one piece; deterministic on a GPU."""
+        return self.train("straight")
+
+    @cached_property
+    def timed(self) -> ShortRun:
+        """The recipe at its own speed: on a GPU without deterministic kernels."""
+        if not self.is_on_gpu:
+            return self.straight
+        return self.train("timed", "trainer.deterministic=false", until=NUM_STEPS - 1)
+
+    def train(self, name: str, *overrides: str, num_ranks: int | None = None, until: int | None = None) -> ShortRun:
+        """Train to the end, or until step `until` is logged. Raises `RunFailedError`."""
+        run = ShortRun(self.directory / name)
+        self._start(run, overrides, num_ranks, lambda: until is not None and run.last_step() >= until)
+        return run
+
+    def train_killed(self) -> KilledRun | None:
+        """Kill a run in the middle with SIGKILL and start it again; None if it was always too fast. Raises
+        `RunFailedError`.
+        """
+        for number in range(MAX_KILLS):
+            run = ShortRun(self.directory / f"killed_{number}")
+            is_killed = self._start(run, (), None, partial(_is_due, run))
+            saved_step = run.saved_step()
+            if is_killed and saved_step < NUM_STEPS:
+                self._start(run, (), None, lambda: False)
+                rows = run.rows()
+                newest = max(row["attempt"] for row in rows)
+                first_step = min(row["step"] for row in rows if row["attempt"] == newest)
+                return KilledRun(run.run_dir, saved_step, first_step - 1)
+        return None
+
+    def _start(
+        self, run: ShortRun, overrides: Sequence[str], num_ranks: int | None, is_due: Callable[[], bool]
+    ) -> bool:
+        """Start the run; True if it was killed because `is_due`, False if it ended by itself."""
+        command = ["-m", "trainer.launch", str(num_ranks or self.num_ranks), *self._overrides, *overrides]
+        command += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
+        with _started(command, run.log, self.directory) as process:
+            while process.poll() is None:
+                if is_due():
+                    return True
+                time.sleep(POLL_S)
+        if process.returncode != EXIT_DONE:
+            lines = run.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+            text = f"the {run.run_dir.name} run ended with exit code {process.returncode}; the end of its log:"
+            raise RunFailedError("\n  ".join([text, *lines]))
+        return False
+
+    def _first_overrides(self, overrides: Sequence[str]) -> list[str]:
+        """Settings that the user's overrides may replace: only as many rows as the steps need, an own cache."""
+        batch_size = load_config(list(overrides)).data.train_batch_size
+        words = [
+            f"data.train_max_samples={2 * NUM_STEPS * batch_size}",
+            f"data.val_max_samples={batch_size}",
+            f"data.cache_dir={as_word(str(self.directory / 'cache'))}",
+        ]
+        if self.is_on_gpu:
+            return [*words, "trainer.deterministic=true"]
+        return [*words, "trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
+
+
+_FORCED = (
+    f"trainer.total_training_steps={NUM_STEPS}",
+    f"trainer.save_freq={SAVE_FREQ}",
+    f"trainer.test_freq={SAVE_FREQ}",
+    "trainer.max_ckpt_to_keep=1",  # the least disk, and a resume has nothing older to fall back on
+    "trainer.resume_mode=auto",
+    "trainer.max_time=null",
+    "trainer.stop_at_step=null",
+    "trainer.checkpoint.mirror=null",
+    "trainer.logger=[console]",
+)
+"""Nothing of the user's own run is read or written."""
+
+
+def _is_due(run: ShortRun) -> bool:
+    return run.last_step() >= KILL_AFTER and run.saved_step() > 0
+
+
+@contextmanager
+def _started(words: Sequence[str], log: Path, scratch: Path) -> Iterator[subprocess.Popen]:
+    """A Python program whose processes all end with the block."""
+    environment = {**os.environ, "TMPDIR": str(scratch), "USE_WANDB": "false"}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid(), code=EXIT_CRASH),
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            _kill_tree(process)
+
+
+def _kill_tree(process: subprocess.Popen) -> None:
+    """SIGKILL to a process and to all processes below it, and wait until they are gone."""
+    members = [psutil.Process(process.pid)]
+    for member in members:  # grows meanwhile
+        with suppress(psutil.Error):
+            member.send_signal(signal.SIGSTOP)  # it must not start another process now
+            members += member.children()
+    for member in members:
+        with suppress(psutil.Error):
+            member.kill()
+    process.wait()
+    deadline = time.monotonic() + GONE_S
+    while any(map(status_of, members)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
