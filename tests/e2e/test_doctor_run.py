@@ -142,6 +142,13 @@ def test_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "NNODES" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "expected"), [([], True), (["trainer.deterministic=false"], False)])
+def test_on_a_gpu_the_recipe_is_made_deterministic_unless_it_says_otherwise(
+    words: list[str], expected: bool, tmp_path: Path
+) -> None:
+    assert Runs(words, 2, tmp_path, is_on_gpu=True).config.trainer.deterministic == expected
+
+
 class MadeRuns(Runs):
     """Runs whose logged rows are made up: `others` by name, for all that are not the straight one."""
 

@@ -296,7 +296,7 @@ def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/
     """Memory that this process may use: the machine's, or less where a control group limits it."""
     sizes = [psutil.virtual_memory().total]
     try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return sizes[0]
     for line in lines:
@@ -313,7 +313,7 @@ def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/
         for directory in groups:
             if directory.is_relative_to(mount):
                 try:
-                    sizes.append(int((directory / name).read_text()))
+                    sizes.append(int((directory / name).read_text(encoding="utf-8")))
                 except (OSError, ValueError):  # no limit is "max"
                     continue
     return min(sizes)

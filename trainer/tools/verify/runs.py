@@ -135,7 +135,7 @@ class Runs:
                     return True
                 time.sleep(POLL_S)
         if process.returncode != EXIT_DONE:
-            lines = run.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+            lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
             text = f"the {run.run_dir.name} run ended with exit code {process.returncode}; the end of its log:"
             raise RunFailedError("\n  ".join([text, *lines]))
         return False

@@ -24,7 +24,7 @@ PlannedGib = Callable[[Config, int], float]
 
 def check_training(runs: Runs) -> Checked:
     """The recipe trains; with what its self-check found."""
-    log = runs.straight.log.read_text(errors="replace")
+    log = runs.straight.log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^self-check: (.*)$", log, re.MULTILINE)
     if found is None:
         return Checked("fail", "the run did not check itself against transformers' forward pass")
@@ -47,7 +47,7 @@ def check_ranks(runs: Runs) -> Checked:
 
 def check_packing(runs: Runs) -> Checked:
     """Packed documents compute the same steps as documents alone."""
-    if "documents run packed" not in runs.straight.log.read_text(errors="replace"):
+    if "documents run packed" not in runs.straight.log.read_text(encoding="utf-8", errors="replace"):
         return Checked("skip", "documents of this model run one by one in any case")
     alone = runs.train("alone", "model.attention=per_document", until=NUM_COMPARED)
     fix = "train with model.attention=per_document, and report the architecture"
