@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trainer.cli.report_options import load_log
 from trainer.report.analyse import analyse
+from trainer.report.readers import read_run
 from trainer.report.result import Finding, Report
 from trainer.report.terminal import print_report
 from trainer.report.words import chain_of
@@ -22,7 +22,7 @@ LOGGED_EVERY = {"transformers_raised": 1, "trl_raised": 5}
 
 @cache
 def report_of(name: str) -> Report:
-    return analyse(load_log(LOGS / name))
+    return analyse(read_run(LOGS / name))
 
 
 def finding(report: Report, name: str) -> Finding:
