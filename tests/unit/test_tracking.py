@@ -21,7 +21,7 @@ from trainer.errors import CannotWriteError
 from trainer.progress import Rollback
 from trainer.run.end import lost_rows
 from trainer.runtime import json_lines
-from trainer.tracking import Tracking, facade, read_metrics
+from trainer.tracking import Tracking, continued, facade, read_metrics
 from trainer.tracking.backend import Backend, Sink
 from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
@@ -226,6 +226,45 @@ def test_backend_sees_every_row_in_order_and_the_exit_code(tmp_path: Path, monke
     for call in late:
         with pytest.raises(RuntimeError, match="after finish"):
             call()
+
+
+def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library writes later what it was handed, and a step has several rows."""
+    recorded: list[int] = []
+
+    def note() -> None:
+        recorded.append(json.loads((tmp_path / "run.json").read_text()).get("last_sent", {}).get("fake", 0))
+
+    backend = FakeBackend(log=note)
+    install(monkeypatch, "fake", backend, is_continued=True)
+    monkeypatch.setattr(continued, "RECORD_INTERVAL_S", 0.0)
+    tracking = track(tmp_path, "fake")
+    for step in range(1, 9):
+        tracking.log({"train/loss": 1.0}, step=step)
+        tracking.log({"val/loss": 1.0}, step=step)
+    tracking.finish(0)
+    steps = [call[2] for call in backend.calls if call[0] == "log"]
+    assert steps == sorted([*range(1, 9), *range(1, 9)])
+    assert all(sent < step for sent, step in zip(recorded, steps, strict=True)) and max(recorded) > 3
+    assert json.loads((tmp_path / "run.json").read_text())["last_sent"] == {"fake": 8}
+
+
+def test_results_of_earlier_steps_reach_the_trackers_of_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = FakeBackend(), FakeBackend()
+    install(monkeypatch, "fake", first, is_continued=True)
+    tracking = track(tmp_path, "fake")
+    for step in range(1, 9):
+        tracking.log({"train/loss": 1.0}, step=step)
+    tracking.finish(0)
+    install(monkeypatch, "fake", later, is_continued=True)
+    tracking = track(tmp_path, "fake")
+    tracking.log({"val/exec_success_rate": 0.5}, step=4)
+    tracking.finish(0)
+    assert later.calls == [("open",), ("log", {"val/exec_success_rate": 0.5}, 4), ("close", 0)]
 
 
 @pytest.mark.parametrize("inline", [False, True])

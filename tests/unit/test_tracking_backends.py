@@ -4,17 +4,23 @@ import io
 import json
 import logging
 import math
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
+from queue import Queue
+from types import ModuleType
+from typing import Any
 
 import pytest
+import wandb_files
 
 from trainer.tracking import Tracking, read_metrics
 from trainer.tracking.mlflow_backend import MetricNames
-from trainer.tracking.wandb_backend import read_records
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
 
 
@@ -109,13 +115,13 @@ def test_wandb_offline_continues_one_run(
     assert second.state_dict()["run_ids"] == {"wandb": run_id}
     assert json.loads((tmp_path / "run.json").read_text()) == {
         "project_name": "project", "experiment_name": "exp", "group": "together", "total_steps": 8, "config": CONFIG,
-        "run_ids": {"wandb": run_id},
+        "run_ids": {"wandb": run_id}, "last_sent": {"wandb": 8},
     }  # fmt: skip
 
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
     steps, exit_codes, metrics = [], [], set()
-    for record in (record for file in files for record in read_records(file)):
+    for record in (record for file in files for record in wandb_files.records(file)):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             assert (record.run.run_id, record.run.project) == (run_id, "project")
@@ -137,7 +143,7 @@ def test_wandb_offline_continues_one_run(
     evaluation.log({"eval/arithmetic": 1.0}, step=8)
     evaluation.finish()
     (file,) = (tmp_path / "evaluation" / "wandb").glob("offline-run-*/*.wandb")
-    (run,) = (record.run for record in read_records(file) if record.WhichOneof("record_type") == "run")
+    (run,) = (record.run for record in wandb_files.records(file) if record.WhichOneof("record_type") == "run")
     assert (run.display_name, run.run_group) == ("exp_arithmetic", "together"), "the name is that of the training alone"
 
 
@@ -216,3 +222,55 @@ def test_trackio_has_name_group_configuration_tables_and_alerts_of_a_run(
     assert math.isnan(first["train/loss"]) and first["train/lr(1e-3)"] == 0.125
     assert second["samples"]["_value"] == [{"prompt": "2+2?", "score": 1.0}]
     assert [(alert["title"], alert["level"]) for alert in storage.get_alerts("own")] == [("severe", "error")]
+
+
+MLFLOW_RUN = """
+import sys
+from trainer.tracking import Tracking
+
+tracking = Tracking("project", "exp", "mlflow", {}, run_dir=sys.argv[1])
+tracking.log({"train/loss": 1.0}, step=1)
+tracking.finish(0)
+from mlflow.telemetry import get_telemetry_client
+from mlflow.telemetry.utils import is_telemetry_disabled
+
+assert is_telemetry_disabled() and get_telemetry_client() is None
+"""
+
+
+def test_mlflow_reports_nothing_about_its_users(tmp_path: Path) -> None:
+    """In an environment without the variables by which MLflow recognises tests and CI, where it reports nothing."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    program = [sys.executable, "-c", MLFLOW_RUN, str(tmp_path / "run")]
+    subprocess.run(program, env=environment, check=True, timeout=120)
+    assert (tmp_path / "run" / "mlflow" / "mlflow.db").exists()
+
+
+def test_the_hub_reports_nothing_about_users_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the Hub's library was imported before, as by transformers: it reads the environment only then."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _telemetry, send_telemetry
+
+    class Run:
+        id = "1"
+
+        def __init__(self, **settings: Any) -> None:
+            send_telemetry("trackio")
+
+        def log(self, data: dict[str, float], *, step: int) -> None:
+            send_telemetry("trackio/log")
+
+        def finish(self) -> None: ...
+
+    library = ModuleType("trackio")
+    library.Run = Run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    reports: Queue[Any] = Queue()
+    monkeypatch.setattr(_telemetry, "_TELEMETRY_QUEUE", reports)
+    monkeypatch.setattr(_telemetry, "_start_telemetry_thread", lambda: None)
+    send_telemetry("control")
+    attempt(tmp_path, "trackio", steps=range(1, 3))
+    assert json.loads((tmp_path / "run.json").read_text())["last_sent"] == {"trackio": 2}
+    assert [reports.get()["topic"] for _ in range(reports.qsize())] == ["control"]

@@ -5,7 +5,6 @@ import importlib.util
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from trainer.tracking import (
 )
 from trainer.tracking.backend import Backend, Sink
 from trainer.tracking.console_backend import ConsoleBackend
+from trainer.tracking.continued import Continued
 from trainer.tracking.events_file import Event, EventsFile
 from trainer.tracking.histories import FILE_NAMES, HistoryBackend
 from trainer.tracking.metrics_file import MetricsFile, MetricsRow, Past
@@ -46,6 +46,8 @@ class BackendSpec:
     build: Callable[[RunInfo], Backend]
     close_timeout_s: float = 15.0
     inline: bool = False
+    is_continued: bool = False
+    """Whether a restart continues the same tracker run, which then is sent only what it lacks."""
     modules: tuple[str, ...] = ()
     """What it imports."""
     install: str = ""
@@ -60,12 +62,14 @@ BACKENDS: dict[str, BackendSpec] = {
     "console": BackendSpec(ConsoleBackend, inline=True),
     "tensorboard": BackendSpec(
         TensorboardBackend,
+        is_continued=True,
         modules=("tensorboard", "torch.utils.tensorboard"),
         install="'tensorboard>=2.18'",
         where=tensorboard_backend.where,
     ),
     "mlflow": BackendSpec(
         MlflowBackend,
+        is_continued=True,
         close_timeout_s=30.0,
         modules=("mlflow", "sqlalchemy", "alembic"),
         install="'mlflow-skinny>=3.17' 'sqlalchemy>=2' 'alembic>=1.13'",
@@ -74,6 +78,7 @@ BACKENDS: dict[str, BackendSpec] = {
     ),
     "trackio": BackendSpec(
         TrackioBackend,
+        is_continued=True,
         close_timeout_s=35.0,  # it waits for its own thread for 30
         modules=("trackio",),
         install="'trackio>=0.43'",
@@ -82,6 +87,7 @@ BACKENDS: dict[str, BackendSpec] = {
     ),
     "wandb": BackendSpec(
         WandbBackend,
+        is_continued=True,
         close_timeout_s=60.0,
         modules=("wandb",),
         install="'wandb>=0.31'",
@@ -144,10 +150,7 @@ class Tracking:
             run_file=run_file,
             group=os.environ.get("WANDB_RUN_GROUP") or group or experiment_name,
         )
-        self._sinks = [
-            Sink(spec.build(self._info), name=name, close_timeout_s=spec.close_timeout_s, is_inline=spec.inline)
-            for name, spec in {"csv": HISTORIES, **self._specs}.items()
-        ]
+        self._sinks = [_sink(name, spec, self._info) for name, spec in {"csv": HISTORIES, **self._specs}.items()]
         self._lock = threading.RLock()
         self._last_step = 0
         self._has_started = self._has_finished = self._is_closed = False
@@ -205,7 +208,6 @@ class Tracking:
             self._require_open("rewind", step)
             self._last_step = step
             self._metrics_file.mark(metrics_file.ROLLBACK, step)
-            time.sleep(2 * metrics_file.CLOCK_TICK_S)  # trackers tell rows before it from rows after it by their time
             self._send("rewind", step)
 
     def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:
@@ -271,6 +273,13 @@ class Tracking:
     def _send(self, call: str, *args: Any) -> None:
         for sink in self._sinks:
             sink.send(call, *args)
+
+
+def _sink(name: str, spec: BackendSpec, info: RunInfo) -> Sink:
+    backend = spec.build(info)
+    if spec.is_continued:
+        backend = Continued(backend, info, name=name)
+    return Sink(backend, name=name, close_timeout_s=spec.close_timeout_s, is_inline=spec.inline)
 
 
 def _local_dir(config: Mapping[str, Any]) -> str | None:

@@ -24,8 +24,6 @@ from trainer.runtime.json_lines import MAX_FILE_BYTES, AppendFile, JsonLines
 
 FILE_NAME = "metrics.jsonl"
 RESERVED = frozenset({"step", "attempt", "kind", "ts", "nonfinite"})
-CLOCK_TICK_S = 0.001
-"""Of `ts`."""
 START, ROLLBACK = "start", "rollback"
 MARKERS = (START, ROLLBACK)
 
@@ -174,11 +172,6 @@ def missing_steps(path: Path, last_step: int) -> list[int]:
             elif kind in MARKERS:
                 trained = {trained_step for trained_step in trained if trained_step <= step}
     return [step for step in range(first_step or 1, last_step + 1) if step not in trained]
-
-
-def read_rollbacks(path: Path) -> list[tuple[float, int]]:
-    """(Unix seconds, step) of every return to an earlier step inside an attempt."""
-    return [(content["ts"], content["step"]) for _, content in _lines(path) if content["kind"] == ROLLBACK]
 
 
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:

@@ -3,12 +3,12 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.json_lines import flat
-from trainer.tracking.backend import Backend, Held, last_steps
+from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 from trainer.tracking.run_info import RunInfo
 
@@ -50,15 +50,11 @@ class MetricNames:
         self._new_names[name] = new
         return new, new != name
 
-    def original(self, new: str) -> str:
-        return next((name for name, its_new in self._new_names.items() if its_new == new), new)
-
 
 class MlflowBackend(Backend):
     """One run continued over all attempts; its status follows from the exit code, and is RUNNING after a kill.
 
-    What another attempt sent is taken from the run itself. After a rollback the steps repeated have two values: MLflow
-    cannot take points back.
+    After a rollback the repeated steps have two values: MLflow cannot take points back.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -66,7 +62,6 @@ class MlflowBackend(Backend):
         self._client: Any = None
         self._run_id = ""
         self._names = MetricNames({})
-        self._held = Held({})
 
     def open(self) -> None:
         from mlflow.tracking import MlflowClient
@@ -82,23 +77,17 @@ class MlflowBackend(Backend):
         self._run_id = run.info.run_id
         self._info.run_file.set("mlflow", self._run_id)
         self._names = MetricNames(run.data.tags)
-        rollbacks = self._info.rollbacks()
-        self._held = Held(last_steps(self._points(run, is_whole=bool(rollbacks)), rollbacks))
-        self._send(self._info.earlier_rows())
 
     def log(self, row: MetricsRow) -> None:
-        self._send([row])
+        self.log_all([row])
 
-    def rewind(self, step: int) -> None:
-        self._held.rewind(step)
-
-    def _send(self, rows: Iterable[MetricsRow]) -> None:
+    def log_all(self, rows: Iterable[MetricsRow]) -> None:
         """In as few calls as MLflow allows; a changed name is known before its first value."""
         from mlflow.entities import Metric, RunTag
 
         metrics: list[Metric] = []
         for row in rows:
-            for key, value in self._held.missing(row).items():
+            for key, value in row.data.items():
                 name, is_first = self._names.convert(key)
                 if is_first:
                     self._client.log_batch(self._run_id, tags=[RunTag(NAME_TAG + name, key)])
@@ -108,13 +97,6 @@ class MlflowBackend(Backend):
                     metrics = []
         if metrics:
             self._client.log_batch(self._run_id, metrics=metrics)
-
-    def _points(self, run: Any, *, is_whole: bool) -> Iterator[tuple[str, int, float]]:
-        """(metric, step, Unix seconds) of the last step of each metric; with `is_whole` of all steps."""
-        for latest in run.data.to_proto().metrics:
-            metrics = self._client.get_metric_history(self._run_id, latest.key) if is_whole else [latest]
-            for metric in metrics:
-                yield self._names.original(latest.key), metric.step, metric.timestamp / 1000
 
     def close(self, exit_code: int) -> None:
         status = {EXIT_DONE: "FINISHED", EXIT_RESUMABLE: "KILLED"}.get(exit_code, "FAILED")

@@ -1,4 +1,4 @@
-"""What a backend knows about the run it reports on, and `run.json`: its names, configuration and tracker ids."""
+"""What a backend knows about the run it reports on, and `run.json`: names, configuration, tracker ids, steps sent."""
 
 import json
 import logging
@@ -16,18 +16,24 @@ from trainer.tracking.metrics_file import MetricsRow
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.json"
+NOTHING_SENT = -1
+"""As the last step sent: step 0 is that before training."""
 ELSEWHERE = "log into a directory of its own (run_dir, trainer.default_local_dir or trainer.experiment_name)"
 
 
 class RunFile:
-    """`run.json`: what a run is, and its ids in trackers, so that a restart continues the same runs. Thread-safe."""
+    """`run.json`: what a run is, its ids in trackers and what they have of it, so that a restart continues there.
+
+    Thread-safe.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._content = read_run_file(path)
-        ids = self._content.get("run_ids")
+        ids, sent = self._content.get("run_ids"), self._content.get("last_sent")
         self._ids: dict[str, str] = dict(ids) if isinstance(ids, dict) else {}
+        self._sent: dict[str, int] = dict(sent) if isinstance(sent, dict) else {}
 
     def require(self, project_name: str, experiment_name: str) -> None:
         """Two runs in one directory would take back each other's rows: raises `ConfigError` where it holds another."""
@@ -43,9 +49,23 @@ class RunFile:
             return self._ids.get(backend)
 
     def set(self, backend: str, run_id: str) -> None:
+        """Keep the id of a tracker run; nothing has been sent to one with another id than before."""
         with self._lock:
-            self._ids[backend] = run_id
-            self._update({"run_ids": self._ids})
+            if self._ids.get(backend) != run_id:
+                self._ids[backend] = run_id
+                self._sent[backend] = NOTHING_SENT
+                self._update({"run_ids": self._ids, "last_sent": self._sent})
+
+    def last_sent(self, backend: str) -> int | None:
+        """The last step whose rows the tracker surely has; None if that was never recorded."""
+        with self._lock:
+            return self._sent.get(backend)
+
+    def set_last_sent(self, backend: str, step: int) -> None:
+        with self._lock:
+            if self._sent.get(backend) != step:
+                self._sent[backend] = step
+                self._update({"last_sent": self._sent})
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Keep what a run is beside the ids, such as its configuration; values that JSON lacks are kept as text."""
@@ -54,9 +74,9 @@ class RunFile:
 
     def adopt(self, run_ids: Mapping[str, str]) -> None:
         """Take ids of a checkpoint for backends this run directory knows nothing of."""
-        for backend, run_id in run_ids.items():
-            if self.get(backend) is None:
-                self.set(backend, run_id)
+        with self._lock:
+            self._ids = {**run_ids, **self._ids}
+            self._update({"run_ids": self._ids})
 
     def as_dict(self) -> dict[str, str]:
         with self._lock:
@@ -121,7 +141,3 @@ class RunInfo:
     @property
     def identity(self) -> dict[str, str]:
         return {"project_name": self.project_name, "experiment_name": self.experiment_name}
-
-    def rollbacks(self) -> list[tuple[float, int]]:
-        """(Unix seconds, step) of each return to an earlier step."""
-        return metrics_file.read_rollbacks(self.metrics_path)

@@ -1,16 +1,13 @@
-"""TensorBoard event files in `run_dir/tensorboard`, and what such files hold."""
+"""TensorBoard event files in `run_dir/tensorboard`."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from trainer import metrics
-from trainer.tracking.backend import Backend, Held
+from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
-from trainer.tracking.run_info import RunInfo
-
-MAX_RECORD_BYTES = 2**28
+from trainer.tracking.run_info import NOTHING_SENT, RunInfo
 
 
 def where(info: RunInfo) -> str:
@@ -31,22 +28,30 @@ def layout() -> Layout:
 class TensorboardBackend(Backend):
     """A later attempt, and a rollback, purge the steps they repeat, so that each step is drawn once."""
 
+    takes_back: ClassVar[bool] = True
+
     def __init__(self, info: RunInfo) -> None:
         self._info = info
         self._directory = info.run_dir / "tensorboard"
         self._writer: Any = None
-        self._held = Held({})
 
     def open(self) -> None:
-        self._held = Held(last_steps(self._directory))
-        self.rewind(self._info.resume_step)
+        run_file, resume_step = self._info.run_file, self._info.resume_step
+        if not any(self._directory.glob("*tfevents*")):  # never switched on before, or removed since
+            run_file.set_last_sent("tensorboard", NOTHING_SENT)
+        recorded = run_file.last_sent("tensorboard")
+        # also purges what a killed attempt wrote but did not record: those rows are sent again
+        self.rewind(resume_step if recorded is None else min(recorded, resume_step))
         self._writer.add_custom_scalars(layout())
-        for row in self._info.earlier_rows():
-            self._write(row)
 
     def log(self, row: MetricsRow) -> None:
         self._write(row)
         # A killed attempt must not lose steps before its checkpoint.
+        self._writer.flush()
+
+    def log_all(self, rows: Iterable[MetricsRow]) -> None:
+        for row in rows:
+            self._write(row)
         self._writer.flush()
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, str | float]]) -> None:
@@ -62,42 +67,11 @@ class TensorboardBackend(Backend):
 
         if self._writer is not None:
             self._writer.close()
-        self._held.rewind(step)
         self._writer = SummaryWriter(str(self._directory), purge_step=step + 1)
 
     def close(self, exit_code: int) -> None:
         self._writer.close()
 
     def _write(self, row: MetricsRow) -> None:
-        for key, value in self._held.missing(row).items():
+        for key, value in row.data.items():
             self._writer.add_scalar(key, value, row.step, walltime=row.ts)
-
-
-def last_steps(directory: Path) -> dict[str, int]:
-    """{tag: its last step} over all files in order of their start; a restart in them takes back what it repeats."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-    last: dict[str, int] = {}
-    for path in sorted(directory.glob("*tfevents*")):
-        for event in (Event.FromString(record) for record in read_records(path) if record is not None):
-            if event.session_log.status == SessionLog.START:
-                last = {tag: min(step, event.step - 1) for tag, step in last.items()}
-            for value in event.summary.value:
-                last[value.tag] = max(event.step, last.get(value.tag, event.step))
-    return last
-
-
-def read_records(path: Path) -> Iterator[bytes | None]:
-    """The messages of an event file, each a protobuf `Event`; None at last for one that was cut short.
-
-    A record is a length (8 bytes), its checksum (4), the message, its checksum (4). No checksum is proven: a damaged
-    length ends the file, a damaged message is for who reads it.
-    """
-    with path.open("rb") as file:
-        while head := file.read(12):
-            length = int.from_bytes(head[:8], "little") if len(head) == 12 else MAX_RECORD_BYTES + 1
-            record = file.read(length + 4) if length <= MAX_RECORD_BYTES else b""
-            if len(record) < length + 4:
-                yield None
-                return
-            yield record[:-4]

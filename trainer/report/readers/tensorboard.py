@@ -1,6 +1,7 @@
 """TensorBoard event files: all points of all scalars. TensorBoard's own loader ends at the first wrong checksum."""
 
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 from trainer.report.readers.frame import CLOCK, Frame
 from trainer.report.readers.parsing import as_step
 from trainer.report.run_log import RunLog, UnreadableLogError
-from trainer.tracking.tensorboard_backend import read_records
 
 MAX_FILES = 10000
+MAX_RECORD_BYTES = 2**28
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*?(?:\.(\d+))?(?:\.v2)?$")
 
 
@@ -87,3 +88,19 @@ def _scalar(value: Any) -> float | None:
     except (TypeError, ValueError):  # of no known type, or of fewer values than its shape has
         return None
     return float(array.item()) if array.size == 1 and array.dtype.kind in "iuf" else None
+
+
+def read_records(path: Path) -> Iterator[bytes | None]:
+    """The messages of an event file, each a protobuf `Event`; None at last for one that was cut short.
+
+    A record is a length (8 bytes), its checksum (4), the message, its checksum (4). No checksum is proven: a damaged
+    length ends the file, a damaged message is for who reads it.
+    """
+    with path.open("rb") as file:
+        while head := file.read(12):
+            length = int.from_bytes(head[:8], "little") if len(head) == 12 else MAX_RECORD_BYTES + 1
+            record = file.read(length + 4) if length <= MAX_RECORD_BYTES else b""
+            if len(record) < length + 4:
+                yield None
+                return
+            yield record[:-4]

@@ -1,0 +1,48 @@
+"""Reads wandb's offline files: records in the log format of LevelDB, without checksums."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FILE_HEADER_BYTES = 7
+BLOCK_BYTES = 32768
+FRAGMENT = struct.Struct("<IHB")
+FULL, LAST = 1, 4
+"""Types of the fragment that ends a record."""
+
+
+def files_of(run_dir: Path) -> list[Path]:
+    """In the order of their start."""
+    return sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Protobuf records (`wandb_internal_pb2.Record`)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = path.read_bytes()
+    parts = b""
+    place = FILE_HEADER_BYTES
+    while place + FRAGMENT.size <= len(content):
+        left_in_block = BLOCK_BYTES - place % BLOCK_BYTES
+        if left_in_block < FRAGMENT.size:
+            place += left_in_block
+            continue
+        _, num_bytes, kind = FRAGMENT.unpack_from(content, place)
+        place += FRAGMENT.size
+        if not kind or place + num_bytes > len(content):
+            return
+        parts += content[place : place + num_bytes]
+        place += num_bytes
+        if kind in (FULL, LAST):
+            yield wandb_internal_pb2.Record.FromString(parts)  # type: ignore[attr-defined]
+            parts = b""
+
+
+def history(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows logged, with wandb's own `_step` and `_timestamp`."""
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
