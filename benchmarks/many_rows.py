@@ -1,4 +1,4 @@
-"""What a rank's start and batches cost with many prepared rows, for each order of an epoch.
+"""What a rank's start and batches cost with many prepared rows.
 
     python benchmarks/many_rows.py --rows 1000000 10000000
 
@@ -22,10 +22,10 @@ from measuring import header, peak_bytes, table, write_result
 
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan, build_step
-from trainer.data.order import ORDERS, Draw
 from trainer.data.row_encoder import ROW
 from trainer.data.sample_writer import ROWS, TOKENS, Summary
 from trainer.data.samples import Samples, open_dataset
+from trainer.data.token_cache import write_checksums
 
 LENGTH, BATCH_SIZE, NUM_STEPS = 16, 512, 50
 
@@ -44,6 +44,7 @@ def write_dataset(directory: Path, num_rows: int) -> None:
     summary |= {"num_rows": num_rows, "num_samples": num_rows, "num_tokens": num_rows * LENGTH}
     summary |= {"num_loss_tokens": num_rows * LENGTH // 2, "fingerprint": "0" * 64}
     (directory / "summary.json").write_text(json.dumps(summary))
+    write_checksums(directory)
 
 
 def own_bytes() -> int:
@@ -52,14 +53,14 @@ def own_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-def start(directory: Path, order: str) -> dict[str, float]:
+def start(directory: Path) -> dict[str, float]:
     """In a fresh process."""
     before, own_before, started = peak_bytes(), own_bytes(), time.perf_counter()
     dataset = open_dataset(directory, (Path("rows.jsonl"),))
-    train, _ = dataset.whole("rows").split(Draw(0.02, 1, (dataset.num_rows,), order), limit=None)
+    train, _ = dataset.whole("rows").split(0.02, seed=1, limit=None)
     samples, plan = Samples([train]), RankPlan(0, 1, Limits(8192, None), quadratic_cost=0.0)
-    schedule = Schedule(samples.shares, BATCH_SIZE, seed=1, order=order)
-    assert samples.fingerprint and train.total("num_tokens") == len(samples) * LENGTH
+    schedule = Schedule(samples.shares, BATCH_SIZE, seed=1)
+    assert samples.fingerprint and train.num_tokens == len(samples) * LENGTH
     schedule.rows(1)
     opened = time.perf_counter()
     for step in range(1, NUM_STEPS + 1):
@@ -75,20 +76,19 @@ def start(directory: Path, order: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--start", nargs=2, metavar=("DIRECTORY", "ORDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=Path, metavar="DIRECTORY", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.start:
-        print(json.dumps(start(Path(arguments.start[0]), arguments.start[1])))
+        print(json.dumps(start(arguments.start)))
         return
     found = []
     for num_rows in arguments.rows:
         with tempfile.TemporaryDirectory() as directory:
             write_dataset(Path(directory), num_rows)
-            for order in ORDERS:
-                words = [sys.executable, __file__, "--start", directory, order]
-                output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-                found.append({"rows": num_rows, "order": order} | json.loads(output))
-                print(found[-1], flush=True)
+            words = [sys.executable, __file__, "--start", directory]
+            output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+            found.append({"rows": num_rows} | json.loads(output))
+            print(found[-1], flush=True)
     print(table(list(found[0]), ([f"{v:,.4g}" if isinstance(v, float) else v for v in row.values()] for row in found)))
     write_result("many_rows", {**header(), "rows": found})
 

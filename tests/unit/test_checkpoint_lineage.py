@@ -1,11 +1,11 @@
 """What a resume may change: refused, warned of, or free; one test per class, and every difference is shown."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from trainer.checkpoint import lineage
-from trainer.checkpoint.lineage import REFUSED, WARNED, Lineage, compare, describe_run
+from trainer.checkpoint.lineage import REFUSED, WARNED, Lineage, compare, describe_run, require_known_order
 from trainer.config import RESUME_ALLOW, ConfigError, known_keys
 from trainer.run.compose import load_config
 
@@ -23,7 +23,7 @@ def test_what_can_be_allowed_is_what_is_refused() -> None:
 
 
 @pytest.mark.covers("S3.30")
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "data_growth"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
     now = fingerprints(**{name: "other"})
     with pytest.raises(ConfigError, match=rf"{name}: .* -> other   <- refused") as caught:
@@ -33,18 +33,21 @@ def test_another_run_is_refused_by_name_unless_allowed(name: str) -> None:
     assert len(accepted) == 1 and accepted[0].startswith(f"{name}: ") and REFUSED[name] in accepted[0]
 
 
-def test_growth_is_refused_by_its_own_word_and_other_data_with_the_reason() -> None:
-    grown = Lineage(fingerprints(data="d2"), growth="source 'a' has 9 training rows for 5, from epoch 1 on")
-    with pytest.raises(ConfigError, match=r"data_growth: source 'a' has 9 .* from epoch 1 on   <- refused") as caught:
-        compare(fingerprints(), grown)
-    assert "trainer.resume_allow=[data_growth]" in str(caught.value) and REFUSED["data_growth"] in str(caught.value)
-    for word in ("data_growth", "data"):
-        (line,) = compare(fingerprints(), replace(grown, allow=(word,)))
-        assert line.startswith("data_growth: source 'a' has 9") and REFUSED["data_growth"] in line
-    other = Lineage(fingerprints(data="d2"), ("data_growth",), not_grown="source 'a' had 5 rows, now 4")
-    with pytest.raises(ConfigError, match=r"data: d1 -> d2 \(source 'a' had 5 rows, now 4\)   <- refused") as caught:
-        compare(fingerprints(), other)
-    assert "trainer.resume_allow=[data]" in str(caught.value)
+@pytest.mark.parametrize(
+    ("saved", "reason"),
+    [
+        ({"order": "feistel", "earlier": [[1, [[5, 1.0]]]]}, "rows were added to its data between two starts"),
+        ({"order": "listed", "earlier": []}, "its rows come in the order 'listed'"),
+    ],
+)
+def test_an_order_that_cannot_be_computed_is_refused_by_name(saved: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"run/global_step_7 cannot be resumed: {reason}"):
+        require_known_order(Path("run/global_step_7"), saved)
+
+
+def test_data_that_never_grew_can_be_resumed() -> None:
+    require_known_order(Path("run/global_step_7"), {"order": "feistel", "earlier": []})
+    require_known_order(Path("run/global_step_7"), {})
 
 
 def test_every_refused_difference_must_be_allowed() -> None:

@@ -133,19 +133,6 @@ def test_only_text_is_split(tmp_path: Path) -> None:
         split(tmp_path, {"prompt": "hi", "completion": LONG}, keys=keys)
 
 
-def test_pieces_are_compared_one_by_one(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [*words(files, texts(files)), "data.max_length=16", "data.truncation=split", "data.val_ratio=0"]
-    samples = inputs_of(*given).train
-    rows = []
-    for number in range(len(samples)):
-        ids, mask = samples.sample(number)
-        rows.append({"input_ids": ids.tolist(), "loss_mask": mask.astype(int).tolist()})
-    dump = write_rows(files / "dump.jsonl", *rows)
-    assert len(samples) >= 12
-    assert main(["compare", "--with", "trl", str(dump), *given]) == 0
-    assert f"ids and mask equal: {len(samples)}" in capsys.readouterr().out
-
-
 def test_a_preview_shows_validation_too_and_not_all_of_a_long_row(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

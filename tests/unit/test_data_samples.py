@@ -9,14 +9,18 @@ import pytest
 from prepared import good_rows, run, write_rows
 from toy import ToySamples
 
+from trainer.data.announce import source_facts
 from trainer.data.batch_plan import Limits, Schedule
 from trainer.data.loader import RankPlan, TrainLoader
-from trainer.data.order import FEISTEL, LISTED, ORDERS, Draw, Share
+from trainer.data.order import Share, held_out_rows
 from trainer.data.samples import Samples, SourceSamples
 from trainer.errors import DataError
+from trainer.progress import Position
 
-OLD_ORDERS = {(1, 0): [0, 7, 3, 2, 4, 9, 8, 5, 6, 1], (1, 1): [7, 2, 6, 1, 0, 8, 3, 5, 9, 4]}
-"""(seed, epoch): what ten samples came in before there were sources."""
+ORDERS = [[2, 7, 9, 4, 1, 6, 3, 5, 8, 0], [3, 6, 4, 0, 9, 2, 8, 1, 7, 5]]
+"""Of ten rows in the first two epochs of seed 1."""
+HELD_OUT = [5, 6, 7]
+"""Of twelve rows, a quarter by seed 3."""
 MIXES = (
     (Share(7, 2.5), Share(4)),
     (Share(10, 0.5), Share(3, 1.5), Share(1, 3.0)),
@@ -25,21 +29,14 @@ MIXES = (
 )
 
 
-def epoch_order(shares: tuple[Share, ...], *, seed: int, epoch: int, order: str = FEISTEL) -> np.ndarray:
+def epoch_order(shares: tuple[Share, ...], *, seed: int, epoch: int) -> np.ndarray:
     """Row ids of a whole epoch."""
-    return Schedule(shares, 1, seed, order=order).rows_of(epoch, 0, 10**6)
+    return Schedule(shares, 10**6, seed, start=Position(epoch=epoch)).rows(1)
 
 
 def counts(shares: tuple[Share, ...], epoch: int, seed: int = 1) -> np.ndarray:
     """How often each sample comes in an epoch."""
     return np.bincount(epoch_order(shares, seed=seed, epoch=epoch), minlength=sum(share.num_rows for share in shares))
-
-
-@pytest.mark.parametrize(("key", "order"), OLD_ORDERS.items())
-def test_one_source_without_repeats_keeps_the_order_that_older_runs_began_with(
-    key: tuple[int, int], order: list[int]
-) -> None:
-    assert epoch_order((Share(10),), seed=key[0], epoch=key[1], order=LISTED).tolist() == order
 
 
 @pytest.mark.parametrize("shares", MIXES)
@@ -53,6 +50,11 @@ def test_an_epoch_is_the_repeated_rows_in_another_order(shares: tuple[Share, ...
             assert own.sum() == share.num_samples
             assert set(own) <= {int(share.repeat), int(share.repeat) + 1}
             first += share.num_rows
+
+
+def test_an_epoch_is_the_one_that_checkpoints_rely_on() -> None:
+    orders = [epoch_order((Share(10),), seed=1, epoch=epoch).tolist() for epoch in (0, 1)]
+    assert orders == ORDERS
 
 
 def test_half_a_sample_counts_whole_and_every_epoch_is_as_long() -> None:
@@ -94,14 +96,31 @@ def test_another_batch_size_goes_on_in_the_same_epoch() -> None:
     assert second.position(4).epoch == 1
 
 
+def test_totals_by_source_count_what_the_whole_run_trains() -> None:
+    samples = Samples([source("a", 20, 1.5), source("b", 16, 2.0)])
+    schedule = Schedule(samples.shares, 4, seed=3)
+    resumed = Schedule(samples.shares, 4, seed=3, start=schedule.position(2))
+    last = schedule.steps_until(3)
+    trained = np.bincount(np.concatenate([schedule.rows(step) for step in range(1, last + 1)]), minlength=36)
+    for each in (schedule, resumed):
+        facts = source_facts(samples, each, total_steps=last)
+        assert facts["data/times_by/a"] == pytest.approx(trained[:20].mean())
+        assert facts["data/times_by/b"] == pytest.approx(trained[20:].mean())
+    assert (facts["data/rows_by/a"], facts["data/tokens_by/a"]) == (20, 20 * 21 // 2)
+    assert facts["data/valid_token_frac_by/a"] == pytest.approx(19 / 21)
+    assert (facts["data/repeat_by/a"], facts["data/repeat_by/b"]) == (1.5, 2.0)
+    assert not source_facts(Samples([source("a", 20)]), schedule, total_steps=last)
+
+
 def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
     """Samples without tokens: lengths and ids tell them apart."""
     summary = SimpleNamespace(fingerprint=changes.get("fingerprint", name), end_token_ids=changes.get("ends", [7]))
+    bounds = changes.get("bounds")
     dataset: Any = SimpleNamespace(
         summary=summary,
         rows=np.array([(i + 1, i) for i in range(count)], dtype=[("num_tokens", "i4"), ("num_loss_tokens", "i4")]),
-        bounds=changes.get("bounds"),
-        num_rows=count,
+        bounds=bounds,
+        num_rows=count if bounds is None else len(bounds) - 1,
         sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),
         location=lambda index: f"{name}.jsonl:{index + 1}",
     )
@@ -129,7 +148,7 @@ def test_the_samples_of_a_row_stand_together_and_count_once() -> None:
     assert [samples.location(i) for i in (2, 3, 4, 6)] == ["b.jsonl:1", "b.jsonl:5", "b.jsonl:6", "c.jsonl:2"]
     assert samples.source_of(samples.of_rows(np.arange(7))).tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
     assert sorted(samples.of_rows(np.arange(7)).tolist()) == list(range(len(samples.lengths)))
-    train, val = source("b", 6, indices=three, bounds=several).split(Draw(0.3, 1, (3,)), limit=None)
+    train, val = source("b", 6, indices=three, bounds=several).split(0.3, seed=1, limit=None)
     assert sorted([*train.samples, *val.samples]) == list(range(6)) and len(val.indices) == 1
     whole = [source("a", 6, indices=three, bounds=bounds) for bounds in (several, None)]
     assert len({part.fingerprint for part in whole}) == 2, "other rows make other batches of the same samples"
@@ -165,22 +184,18 @@ def test_a_source_of_no_sample_is_refused() -> None:
 )
 def test_split(count: int, ratio: float, num_val: int) -> None:
     whole = source("a", count, 2.0)
-    train, val = whole.split(draw := Draw(ratio, 3, (count,)), limit=None)
+    train, val = whole.split(ratio, seed=3, limit=None)
     assert len(val.indices) == num_val and len(train.indices) == count - num_val
-    indices, val_indices = np.asarray(train.indices), np.asarray(val.indices)
+    indices, val_indices = train.indices, val.indices
     assert sorted([*indices, *val_indices]) == list(range(count))
     assert np.array_equal(indices, np.sort(indices)) and np.array_equal(val_indices, np.sort(val_indices))
     assert (train.repeat, val.repeat) == (2.0, 1.0), "a validation measures every row once"
-    assert np.array_equal(whole.split(draw, limit=1)[1].indices, val_indices[:1])
+    assert np.array_equal(whole.split(ratio, seed=3, limit=1)[1].indices, val_indices[:1])
 
 
-def test_the_split_depends_on_the_seed_and_is_that_of_older_runs() -> None:
-    def held_out(count: int, seed: int, order: str) -> list[int]:
-        return Draw(0.25, seed, (count,), order).rows().tolist()
-
-    for order in ORDERS:
-        assert held_out(100, 1, order) != held_out(100, 2, order)
-    assert held_out(12, 3, LISTED) == [0, 5, 9]
+def test_the_split_depends_on_the_seed_alone() -> None:
+    assert held_out_rows(12, 0.25, seed=3).tolist() == HELD_OUT, "checkpoints rely on it"
+    assert held_out_rows(100, 0.25, seed=1).tolist() != held_out_rows(100, 0.25, seed=2).tolist()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -131,7 +131,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
 
     def prepare_inputs(config: Any, *, progress: Callable[[], None]) -> Any:
         progress()
-        return SimpleNamespace(train=SimpleNamespace(lengths=[1], shares=(Share(1),)), order="feistel", earlier=())
+        return SimpleNamespace(train=SimpleNamespace(lengths=[1], shares=(Share(1),)))
 
     def decide_start(*args: Any) -> None:
         raise ReachedError
@@ -142,6 +142,7 @@ def test_preparation_meeting_and_loading_have_limits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a lone rank says there where it meets itself
     monkeypatch.setattr(run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", None)))
     monkeypatch.setattr(run, "prepare_inputs", prepare_inputs)
+    monkeypatch.setattr(run, "facts_of", lambda config, inputs, progress: {})
     monkeypatch.setattr(run, "_lineage", lambda config, inputs: None)
     monkeypatch.setattr(run, "decide_start", decide_start)
     try:

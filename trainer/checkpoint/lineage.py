@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
 
 REFUSED = {
     "data": "the new samples are trained from the same place of the epoch on: some may come twice, some not at all",
-    "data_growth": "the epoch under way goes on with the rows it has; those that came join with the next one",
     "train_batch_size": "the rest of the epoch is trained in the new size, no sample twice and none left out",
     "seed": "the rest of the epoch follows another order: some samples may come twice, some not at all",
     "tokenizer": "tokens that it adds have untrained weights, and the export takes it over",
@@ -54,15 +54,10 @@ WARNED = (
 
 @dataclass(frozen=True)
 class Lineage:
-    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the user accepts.
-
-    Where the data is another than the checkpoint's: `growth` says what came to it, or `not_grown` why it is not that.
-    """
+    """`fingerprints` of this run, all as text; `allow`: names of `REFUSED` whose change the user accepts."""
 
     fingerprints: Mapping[str, str]
     allow: tuple[str, ...] = ()
-    growth: str = ""
-    not_grown: str = ""
 
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
@@ -71,20 +66,29 @@ def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
     return {name: str(value) for name, value in (configured | values).items()}
 
 
+def require_known_order(checkpoint: Path, saved_data: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a checkpoint whose epochs follow an order that this version cannot compute."""
+    if saved_data.get("earlier"):
+        reason = "rows were added to its data between two starts (data_growth)"
+    elif saved_data.get("order", "feistel") != "feistel":
+        reason = f"its rows come in the order '{saved_data['order']}'"
+    else:
+        return
+    raise ConfigError(
+        f"{checkpoint} cannot be resumed: {reason}, which this version no longer supports.\n"
+        f"Fix: start another run from its weights: model.partial_pretrain={checkpoint}/huggingface "
+        f"trainer.experiment_name=<new name>"
+    )
+
+
 def compare(saved: Mapping[str, str], lineage: Lineage) -> list[str]:
     """What differs from the checkpoint and is accepted, one line each, for the log.
 
     Raises `ConfigError` with all differences when one of them would make the continued run another run.
     """
-    now, allow = lineage.fingerprints, set(lineage.allow)
+    now = lineage.fingerprints
     changed = {key: f"{key}: {saved[key]} -> {now[key]}" for key in now if saved.get(key, now[key]) != now[key]}
-    if "data" in changed and lineage.growth:
-        del changed["data"]
-        changed["data_growth"] = f"data_growth: {lineage.growth}"
-        allow |= {"data_growth"} if "data" in allow else set()
-    elif "data" in changed and lineage.not_grown:
-        changed["data"] += f" ({lineage.not_grown})"
-    refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in allow]
+    refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in lineage.allow]
     if refused:
         reasons, allowed = FIXED | REFUSED, ",".join(key for key in refused if key in REFUSED)
         lines = [f"  {text}{'   <- refused' if key in refused else ''}" for key, text in changed.items()]

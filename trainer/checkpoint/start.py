@@ -42,23 +42,19 @@ class Start:
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Of this run, for its checkpoints."""
-    data: Mapping[str, Any] | None = None
-    """What the checkpoint says of the data it goes on with."""
 
 
 @dataclass(frozen=True)
 class RunShape:
     """What is known of a run before its model: how long it is, and what it descends from.
 
-    `total_steps` tells from a position how many steps the whole run has, `unfinished` of a run whose last step is saved
-    what its end still lacks beside checkpoints, `resumed` how it all is for a run that goes on with the data of a
-    checkpoint.
+    `total_steps` tells from a position how many steps the whole run has; `unfinished` lists what the end of a run whose
+    last step is saved still lacks beside checkpoints.
     """
 
     total_steps: Callable[[Position], int]
     lineage: Lineage
     unfinished: Callable[[Position, LoopState], list[str]] = lambda position, loop: []
-    resumed: Callable[[Mapping[str, Any], Position], "RunShape"] | None = None
 
 
 def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
@@ -88,8 +84,7 @@ def find_complete(config: TrainerConfig, shape: RunShape, world: World, *, at_en
         return None
     if not at_end:
         _say(selection.notes)
-    position, data = _position(selection.chosen, config), _saved_data(selection.chosen, config, world)
-    return Start(selection.chosen, position, is_complete=True, lock=None, data=data)
+    return Start(selection.chosen, _position(selection.chosen, config), is_complete=True, lock=None)
 
 
 def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) -> Start:
@@ -99,10 +94,10 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
     selection = _on_main(partial(candidates_of, config), config, world)
     _say(selection.notes)
     checkpoint = _first_proven(selection.candidates, config, world)
-    position, data = Position(), None
+    position = Position()
     if checkpoint is not None:
-        position, data = _position(checkpoint, config), _saved_data(checkpoint, config, world)
-        shape = _resumed(shape, data, position)
+        position = _position(checkpoint, config)
+        _on_main(partial(_require_known_order, checkpoint, config), config, world)
         _require_same_run(checkpoint, config, shape.lineage)
     rollbacks = _on_main(partial(rollback.read, Path(config.default_local_dir)), config, world)
     return Start(
@@ -112,7 +107,6 @@ def _begin(lock: RunLock, config: TrainerConfig, shape: RunShape, world: World) 
         lock=lock if world.is_main else None,
         rollbacks=rollbacks,
         fingerprints=shape.lineage.fingerprints,
-        data=data,
     )
 
 
@@ -125,7 +119,6 @@ def _is_complete(
 ) -> bool:
     """Whether a run has ended and left all that it should. A manifest is asked before it is proven: that takes long."""
     position = _position(candidate, config)
-    shape = _resumed(shape, _saved_data(candidate, config, world, is_proven=False), position)
     loop = _on_main(partial(saved_loop, candidate), config, world)
     has_ended = position.step >= shape.total_steps(position) or (loop.has_stopped_early and position.step > 0)
     if not has_ended or (not at_end and verify(candidate, world)):
@@ -158,19 +151,6 @@ def _position(checkpoint: CheckpointInfo, config: TrainerConfig) -> Position:
     return checkpoint.manifest.position
 
 
-def _saved_data(
-    checkpoint: CheckpointInfo, config: TrainerConfig, world: World, *, is_proven: bool = True
-) -> dict[str, Any] | None:
-    """Collective; None where the run does not go on with the data of the checkpoint."""
-    if "extra" not in contents_of(config, checkpoint):
-        return None
-    return _on_main(partial(saved_data, checkpoint, is_proven=is_proven), config, world)
-
-
-def _resumed(shape: RunShape, data: Mapping[str, Any] | None, position: Position) -> RunShape:
-    return shape if data is None or shape.resumed is None else shape.resumed(data, position)
-
-
 def _first_proven(candidates: tuple[CheckpointInfo, ...], config: TrainerConfig, world: World) -> CheckpointInfo | None:
     """The first candidate whose every byte is as written; damaged ones of this run are set aside. Collective."""
     run_dir = Path(config.default_local_dir)
@@ -201,6 +181,11 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
         text = "the export of %s cannot be served, 'checkpoint export' makes another; the run continues from it: %s"
         logger.warning(text, candidate.path, problem)
     return [problem for problem in problems if not layout.is_export(problem)]
+
+
+def _require_known_order(checkpoint: CheckpointInfo, config: TrainerConfig) -> None:
+    if checkpoint.manifest is not None and "extra" in contents_of(config, checkpoint):
+        lineage.require_known_order(checkpoint.path, saved_data(checkpoint))
 
 
 def _require_same_run(checkpoint: CheckpointInfo, config: TrainerConfig, now: Lineage) -> None:

@@ -194,22 +194,13 @@ def _described(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
 
-def saved_data(checkpoint: CheckpointInfo, *, is_proven: bool = True) -> dict[str, Any]:
-    """What a checkpoint says of its data beside the position.
-
-    Of one that is not proven yet, empty where the file is damaged: that is found, and told, when it is proven. Raises
-    `CorruptShardError` for a file that is as its manifest says and is no state: a manifest can be forged.
-    """
+def saved_data(checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """What a checkpoint says of its data. Raises `CorruptShardError` where that is no state: a manifest can be forged."""
     path = checkpoint.path / layout.DATA
-    try:
-        state = shards.read_torch(path)
-        if not isinstance(state, dict):
-            raise shards.CorruptShardError(f"{path} holds no state of the data: it is a {type(state).__name__}")
-    except shards.CorruptShardError:
-        if is_proven:
-            raise
-        return {}
-    return {key: value for key, value in state.items() if key != "loader"}
+    state = shards.read_torch(path)
+    if not isinstance(state, dict):
+        raise shards.CorruptShardError(f"{path} holds no state of the data: it is a {type(state).__name__}")
+    return state
 
 
 def saved_loop(checkpoint: CheckpointInfo) -> LoopState:

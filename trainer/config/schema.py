@@ -25,7 +25,7 @@ from trainer.config.keys import (
 
 MAX_TOKENS, RECOMPUTE = "data.max_token_len_per_gpu", "model.enable_gradient_checkpointing"
 DTYPES = ("float32", "bfloat16", "float16")
-RESUME_ALLOW = ("data", "data_growth", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts")
+RESUME_ALLOW = ("data", "train_batch_size", "seed", "tokenizer", "model_config", "other_parts")
 SELECTIVE, OFFLOAD = "selective", "offload"
 YEAR_S = 365 * 24 * 3600
 LOADED = ("model", "optimizer", "extra")
@@ -301,8 +301,7 @@ class TrainerConfig:
     resume_from_path: str | None = key(None, ".../global_step_N to continue from, with resume_mode=resume_path")
     resume_allow: list[str] = key(
         [],
-        "changes that a resume accepts: data, data_growth (rows or sources were added), train_batch_size, seed, "
-        "tokenizer, model_config, other_parts",
+        "changes that a resume accepts: data, train_batch_size, seed, tokenizer, model_config, other_parts",
         one_of(*RESUME_ALLOW),
     )
     stop_at_step: int | None = key(None, "save and stop (exit 75) after this step of the schedule", _COUNT_OR_NULL)

@@ -32,8 +32,8 @@ def announce(
         lengths, num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
     )
     num_rows = train.total("num_rows")
-    tokens = sum(source.total("num_tokens") for source in train.sources)
-    supervised = sum(source.total("num_loss_tokens") for source in train.sources)
+    tokens = sum(source.num_tokens for source in train.sources)
+    supervised = sum(source.num_loss_tokens for source in train.sources)
     logger.info(
         f"plan: batch {len(rows)} = {plan.num_data_ranks} ranks ({device}) x {len(dealt[0])} micro-batches; "
         f"{total_steps} steps, {schedule.steps_per_epoch} per epoch; {len(train)} samples, {tokens} tokens, "
@@ -43,8 +43,8 @@ def announce(
     )
     if len(train.sources) > 1 or schedule.num_samples != sum(share.num_rows for share in train.shares):
         for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
-            share, num_tokens = source.share, source.total("num_tokens")
-            part = source.total("num_loss_tokens") / num_tokens if num_tokens else 0.0
+            share, num_tokens = source.share, source.num_tokens
+            part = source.num_loss_tokens / num_tokens if num_tokens else 0.0
             logger.info(
                 f"source {source.name}: {share.num_rows} rows, {num_tokens} tokens, {part:.1%} supervised; "
                 f"repeat {share.repeat:g}: {share.num_samples} rows an epoch, each {times:.3g} times in the run"
@@ -68,10 +68,10 @@ def source_facts(train: Samples, schedule: Schedule, *, total_steps: int) -> dic
     facts: dict[str, float] = {}
     if len(train.sources) > 1:
         for source, times in zip(train.sources, schedule.times_until(total_steps), strict=True):
-            tokens = source.total("num_tokens")
+            tokens = source.num_tokens
             facts[f"data/rows_by/{source.name}"] = source.share.num_rows
             facts[f"data/tokens_by/{source.name}"] = tokens
-            facts[f"data/valid_token_frac_by/{source.name}"] = source.total("num_loss_tokens") / max(1, tokens)
+            facts[f"data/valid_token_frac_by/{source.name}"] = source.num_loss_tokens / max(1, tokens)
             facts[f"data/repeat_by/{source.name}"] = source.share.num_samples / max(1, source.share.num_rows)
             facts[f"data/times_by/{source.name}"] = times
     return facts

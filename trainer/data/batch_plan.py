@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.data.order import FEISTEL, Share, rows_at
+from trainer.data.order import Share, rows_at
 from trainer.progress import Position
 
 START = Position()
@@ -26,36 +26,17 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """What a run trained in the epochs before `until`: fewer rows of the same sources, or fewer of these."""
-
-    until: int
-    shares: tuple[Share, ...]
-
-
-@dataclass(frozen=True)
 class Schedule:
     """The order of a run from `start` on: a step trains the next B rows of its epoch.
 
     The last batch of an epoch holds what is left; no row is dropped. Continued from any of its own positions with
-    the same values a schedule goes on as it would have; with another batch size it goes on in the same order. Rows
-    that came later (`earlier` is how it was before) join with the epoch that follows: ids count all rows that there
-    are now, source by source.
+    the same values, a schedule continues in the same order, also with another batch size.
     """
 
     shares: tuple[Share, ...]
     batch_size: int
     seed: int
     start: Position = START
-    order: str = FEISTEL
-    earlier: tuple[Earlier, ...] = ()
-    """In the order of their epochs."""
-
-    def shares_in(self, epoch: int) -> tuple[Share, ...]:
-        return next((earlier.shares for earlier in self.earlier if epoch < earlier.until), self.shares)
-
-    def num_samples_in(self, epoch: int) -> int:
-        return sum(share.num_samples for share in self.shares_in(epoch))
 
     @property
     def num_samples(self) -> int:
@@ -66,56 +47,43 @@ class Schedule:
     def steps_per_epoch(self) -> int:
         return math.ceil(self.num_samples / self.batch_size)
 
+    @property
+    def _steps_left_in_first_epoch(self) -> int:
+        num_left = max(0, self.num_samples - self.start.samples_consumed)
+        return math.ceil(num_left / self.batch_size)
+
     def position(self, step: int) -> Position:
         """Where the run stands after `step` finished steps, which is not before `start`."""
-        if step < self.start.step:
-            raise ValueError(f"step {step} lies before the start of this schedule, step {self.start.step}")
-        left, epoch, consumed = step - self.start.step, self.start.epoch, self.start.samples_consumed
-        while consumed or epoch < self._first_equal_epoch:  # epochs of another length one by one
-            num_steps = math.ceil(max(0, self.num_samples_in(epoch) - consumed) / self.batch_size)
-            if left < num_steps:
-                return Position(step, epoch, consumed + left * self.batch_size)
-            left, epoch, consumed = left - num_steps, epoch + 1, 0
-        epochs, left = divmod(left, self.steps_per_epoch)
-        return Position(step, epoch + epochs, left * self.batch_size)
-
-    @property
-    def _first_equal_epoch(self) -> int:
-        return self.earlier[-1].until if self.earlier else 0
+        start = self.start
+        if step < start.step:
+            raise ValueError(f"step {step} lies before the start of this schedule, step {start.step}")
+        num_steps = step - start.step
+        if num_steps < self._steps_left_in_first_epoch:
+            return Position(step, start.epoch, start.samples_consumed + num_steps * self.batch_size)
+        num_epochs, num_steps = divmod(num_steps - self._steps_left_in_first_epoch, self.steps_per_epoch)
+        return Position(step, start.epoch + 1 + num_epochs, num_steps * self.batch_size)
 
     def steps_until(self, total_epochs: int) -> int:
         """Finished steps of the whole run once `total_epochs` epochs are done."""
-        consumed, num_steps = self.start.samples_consumed, self.start.step
-        for epoch in range(self.start.epoch, min(total_epochs, max(self.start.epoch + 1, self._first_equal_epoch))):
-            num_steps += math.ceil(max(0, self.num_samples_in(epoch) - consumed) / self.batch_size)
-            consumed = 0
-        num_equal = max(0, total_epochs - max(self.start.epoch + 1, self._first_equal_epoch))
-        return num_steps + num_equal * self.steps_per_epoch
+        num_epochs = total_epochs - self.start.epoch
+        if num_epochs <= 0:
+            return self.start.step
+        return self.start.step + self._steps_left_in_first_epoch + (num_epochs - 1) * self.steps_per_epoch
 
     def times_until(self, step: int) -> list[float]:
-        """How often a run of this schedule has trained a row of each source by the end of `step`, on average."""
-        end, first, counts = self.position(max(step, self.start.step)), 0.0, np.zeros(len(self.shares))
-        num_epochs = end.epoch + end.samples_consumed / self.num_samples_in(end.epoch)
-        for until, shares in (*((was.until, was.shares) for was in self.earlier), (math.inf, self.shares)):
-            num_samples = np.array([share.num_samples for share in shares])
-            counts[: len(shares)] += max(0.0, min(until, num_epochs) - first) * num_samples
-            first = until
-        return [float(count) / share.num_rows for count, share in zip(counts, self.shares, strict=True)]
+        """How often the run has trained a row of each source by the end of `step`, on average."""
+        end = self.position(max(step, self.start.step))
+        num_epochs = end.epoch + end.samples_consumed / self.num_samples
+        return [num_epochs * share.num_samples / share.num_rows for share in self.shares]
 
     def rows(self, step: int) -> np.ndarray:
         """Row ids of the global batch of `step`, from 1; int64, in the order of the epoch."""
         position = self.position(step - 1)
-        return self.rows_of(position.epoch, position.samples_consumed, position.samples_consumed + self.batch_size)
-
-    def rows_of(self, epoch: int, first: int, end: int) -> np.ndarray:
-        """Row ids of the places `first` to before `end` of an epoch, as far as it goes."""
-        sources, rows = self.places(epoch, first, end)
-        return np.cumsum([0, *(share.num_rows for share in self.shares)])[sources] + rows
-
-    def places(self, epoch: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same as (number of the source, row in it)."""
-        places = np.arange(first, min(end, self.num_samples_in(epoch)))
-        return rows_at(places, self.shares_in(epoch), seed=self.seed, epoch=epoch, order=self.order)
+        first = position.samples_consumed
+        places = np.arange(first, min(first + self.batch_size, self.num_samples))
+        sources, rows = rows_at(places, self.shares, seed=self.seed, epoch=position.epoch)
+        first_ids = np.cumsum([0, *(share.num_rows for share in self.shares)])
+        return first_ids[sources] + rows
 
 
 def split_batch(

@@ -23,9 +23,6 @@ from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.progress import Position
 from trainer.runtime.signals import become_worker
 
-DATA_EVENT = "data"
-"""Kind of the event with which an attempt records what it trains on."""
-
 
 @dataclass(frozen=True)
 class RankPlan:
@@ -191,19 +188,12 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """`data.pt`: the position, what it counts in, and the loader's own state. Nothing in it depends on ranks."""
-        return {**self.record, "loader": self._loader.state_dict() if self._loader is not None else {}}
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The position, and what says which rows come there; numbers, texts and lists."""
         return {
             **dataclasses.asdict(self.position),
             "train_batch_size": self.schedule.batch_size,
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
-            "order": self.schedule.order,
-            "sources": self._samples.record,
-            "earlier": [[was.until, [[s.num_rows, s.repeat] for s in was.shares]] for was in self.schedule.earlier],
+            "loader": self._loader.state_dict() if self._loader is not None else {},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -3,23 +3,19 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trainer.data import sample_writer
 from trainer.data.mapped import MappedFile, read_checksums
-from trainer.data.order import AllBut, Draw, Rows, Share
+from trainer.data.order import Share, held_out_rows
 from trainer.data.row_encoder import ROW, SUPERVISED, TOKEN
 from trainer.data.rows import location
-from trainer.data.sample_writer import SamplesDigest, Summary
+from trainer.data.sample_writer import Summary
 from trainer.errors import DataError
-
-PIECE = 1 << 20
-"""So many tokens or rows are read at once where all are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,26 +73,12 @@ class TokenDataset:
 
     def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
         """All samples, as a source."""
-        return SourceSamples(name, self, AllBut(self.num_rows, np.arange(0)), repeat)
+        return SourceSamples(name, self, np.arange(self.num_rows), repeat)
 
     @property
     def num_rows(self) -> int:
         """Kept rows: each has one sample or more."""
         return len(self) if self.bounds is None else len(self.bounds) - 1
-
-    def of_first(self, num_rows: int) -> "TokenDataset":
-        """What was prepared while there were only the first so many rows, for its fingerprint."""
-        bounds = None if self.bounds is None else self.bounds[: num_rows + 1]
-        rows = self.rows[: num_rows if bounds is None else bounds[-1]]
-        if len(rows) == len(self):
-            return self
-        digest, end = SamplesDigest(), int(rows["end"][-1])
-        for first in range(0, max(end, len(rows)), PIECE):
-            digest.update(self.tokens[first : min(end, first + PIECE)], rows["end"][first : first + PIECE])
-        summary = replace(self.summary, fingerprint=digest.hexdigest())
-        if len(rows) == num_rows:
-            bounds = None
-        return replace(self, summary=summary, rows=rows, bounds=bounds)
 
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
@@ -123,16 +105,12 @@ def _samples_of(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SourceSamples:
-    """The samples of one source: those of the kept rows `indices` (int64) of a prepared dataset.
-
-    `draw` says what of the dataset is not among the rows of training.
-    """
+    """The samples of one source: those of the kept rows `indices` (int64) of a prepared dataset."""
 
     name: str
     dataset: TokenDataset
-    indices: Rows
+    indices: np.ndarray
     repeat: float = 1.0
-    draw: Draw | None = None
 
     @property
     def share(self) -> Share:
@@ -144,46 +122,40 @@ class SourceSamples:
         return share
 
     @cached_property
-    def samples(self) -> Rows:
+    def samples(self) -> np.ndarray:
         """Their numbers in the dataset, int64."""
         bounds = self.dataset.bounds
-        return self.indices if bounds is None else _samples_of(np.asarray(self.indices), bounds)
+        return self.indices if bounds is None else _samples_of(self.indices, bounds)
 
-    def total(self, count: str) -> int:
-        """Sum of a column of `ROW` over the samples, without reading those of a whole dataset."""
-        column = self.dataset.rows[count]
-        if isinstance(self.samples, AllBut):
-            return int(getattr(self.dataset.summary, count)) - int(column[self.samples.left_out].sum())
-        return int(column[self.samples].sum())
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.dataset.rows["num_tokens"][self.samples].sum())
+
+    @cached_property
+    def num_loss_tokens(self) -> int:
+        return int(self.dataset.rows["num_loss_tokens"][self.samples].sum())
 
     @property
     def row_sizes(self) -> np.ndarray:
         """Number of samples of each row, int64."""
-        bounds, rows = self.dataset.bounds, np.asarray(self.indices)
-        return np.ones_like(rows) if bounds is None else np.diff(bounds)[rows]
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """Rows trained on, of `sizes[-1]` kept ones, and what they are."""
-        draw = {} if self.draw is None else asdict(self.draw) | {"sizes": list(self.draw.sizes)}
-        rows = {"num_rows": len(self.indices), "fingerprint": self.fingerprint}
-        return {"name": self.name, "repeat": self.repeat, **rows, **draw}
+        bounds = self.dataset.bounds
+        return np.ones_like(self.indices) if bounds is None else np.diff(bounds)[self.indices]
 
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal samples in equal order, of rows with equally many."""
         digest = hashlib.sha256(self.dataset.summary.fingerprint.encode())
-        for first in range(0, len(self.indices), PIECE):
-            places = np.arange(first, min(first + PIECE, len(self.indices)))
-            digest.update(self.indices[places].astype(np.int64, copy=False).data)
+        digest.update(self.indices.astype(np.int64, copy=False).data)
         if self.dataset.bounds is not None:
             digest.update(self.dataset.bounds.tobytes())
         return digest.hexdigest()[:16]
 
-    def split(self, draw: Draw, *, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
+    def split(self, val_ratio: float, *, seed: int, limit: int | None) -> tuple["SourceSamples", "SourceSamples"]:
         """(training, validation samples) of a whole dataset, in their order; of the second the first `limit` rows."""
-        held_out = draw.rows()
-        train = replace(self, indices=AllBut(draw.sizes[-1], held_out), draw=draw)
+        held_out = held_out_rows(self.dataset.num_rows, val_ratio, seed=seed)
+        is_trained = np.ones(self.dataset.num_rows, dtype=bool)
+        is_trained[held_out] = False
+        train = replace(self, indices=np.flatnonzero(is_trained))
         return train, replace(self, indices=held_out[:limit], repeat=1.0)
 
 
@@ -245,23 +217,6 @@ class Samples:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @property
-    def record(self) -> list[dict[str, Any]]:
-        """Of each source what tells later whether its rows are still there: of numbers and texts, for a checkpoint."""
-        return [source.record for source in self.sources]
-
-    @property
-    def places(self) -> list[dict[str, Any]]:
-        """Of each source where its rows and tokens lie, and how many it trains on in all."""
-        return [
-            {
-                "directory": str(source.dataset.directory.resolve()),
-                "files": [str(path) for path in source.dataset.files],
-                **{count: source.total(count) for count in ("num_tokens", "num_loss_tokens")},
-            }
-            for source in self.sources
-        ]
-
-    @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids that close the assistant turns of any source: what generation must stop at."""
         return tuple(sorted({token for source in self.sources for token in source.dataset.summary.end_token_ids}))
@@ -292,4 +247,4 @@ class Samples:
     def _locate(self, sample_id: int) -> tuple[TokenDataset, int]:
         number = int(self.source_of([sample_id])[0])
         source = self.sources[number]
-        return source.dataset, int(source.samples[np.asarray(sample_id - self._bounds[number])])
+        return source.dataset, int(source.samples[sample_id - self._bounds[number]])

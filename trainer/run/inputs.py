@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -19,18 +18,16 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
 from trainer.data.chat import tokenizer_digest
 from trainer.data.conversation import columns_of
-from trainer.data.growth import Division, TrainingData
 from trainer.data.readers import iter_rows
 from trainer.data.row_encoder import PrepareOptions, Result, RowEncoder
 from trainer.data.rows import Row
-from trainer.data.samples import SourceSamples
+from trainer.data.samples import Samples, SourceSamples
 from trainer.data.token_cache import prepare
 from trainer.errors import DataError
 from trainer.model import new_tokens
 from trainer.model.assemble import per_document_reason, require_parts, require_splittable
 from trainer.model.load import whole_checkpoint
 from trainer.model.packed_lm import ModelSource
-from trainer.progress import Position
 from trainer.run import preflight
 from trainer.run.preflight import TEMPLATE_NAMES, DataFiles, Files, find_files, find_model_dir, read_chat_template
 from trainer.runtime.environment import rank_and_size
@@ -41,18 +38,15 @@ Renderer = tuple[PreTrainedTokenizerBase, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedData(TrainingData):
+class PreparedData:
     """What is trained and validated on."""
 
+    train: Samples
+    validation: Samples | None
     tokenizer: PreTrainedTokenizerBase
     """With the chat template that is exported; its `tokenizer_digest` covers both."""
     tokenizer_digest: str
     chat_template: str | None
-    division: Division
-
-    def resumed(self, saved: Mapping[str, Any], position: Position) -> Self:
-        """As a run goes on with it at `position` from a checkpoint whose data said `saved`."""
-        return replace(self, **vars(self.division.resume(saved, position)))
 
 
 def prepare_data(
@@ -65,24 +59,26 @@ def prepare_data(
     """
     data, renderer = config.data, _renderer(config, model)
 
-    def prepared(side: Files) -> tuple[SourceSamples, ...]:
-        return tuple(_prepare(config, side, renderer, model.new_tokens, progress, only_cached=only_cached))
+    def prepared(side: Files) -> list[SourceSamples]:
+        return _prepare(config, side, renderer, model.new_tokens, progress, only_cached=only_cached)
 
-    division = Division(
-        sources=prepared(files.train),
-        val_sources=prepared(files.validation) if files.validation else None,
-        val_ratio=data.val_ratio,
-        val_limit=None if data.val_max_samples == -1 else data.val_max_samples,
-        seed=config.trainer.seed,
-    )
+    train = prepared(files.train)
+    if files.validation:
+        validation = prepared(files.validation)
+    else:
+        limit = None if data.val_max_samples == -1 else data.val_max_samples
+        parts = [source.split(data.val_ratio, seed=config.trainer.seed, limit=limit) for source in train]
+        train = [trained for trained, _ in parts]
+        validation = [held_out for _, held_out in parts]
+    held_out = Samples(validation)
     if own_templates := [source.name for source, _ in files.train if source.chat_template != data.chat_template]:
         logger.warning(
             "rendered with chat templates of their own, which huggingface/ does not carry: %s", ", ".join(own_templates)
         )
     tokenizer, digest = renderer(data.chat_template)
     return PreparedData(
-        **vars(division.begin()),
-        division=division,
+        train=Samples(train),
+        validation=held_out if len(held_out) else None,
         tokenizer=tokenizer,
         tokenizer_digest=digest,
         chat_template=read_chat_template(data.chat_template),

@@ -2,11 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -25,7 +23,7 @@ from trainer.checkpoint.start import RunShape, Start, decide_start
 from trainer.config import AUTO, Config, require_consistent
 from trainer.data.announce import announce
 from trainer.data.batch_plan import Limits, Schedule
-from trainer.data.loader import DATA_EVENT, RankPlan, TrainLoader, ValidationBatches
+from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
 from trainer.detection import require_usable_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
@@ -84,9 +82,12 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         owes_validation = loop.owes_validation and inputs.validation is not None
         return unfinished(Path(trainer.default_local_dir), position.step, owes_validation=owes_validation)
 
-    shape = _shape(config, inputs, _lineage(config, inputs), missing_at_end)
+    shape = RunShape(
+        lambda position: _total_steps(config, _schedule(config, inputs, position)),
+        _lineage(config, inputs),
+        missing_at_end,
+    )
     start, exit_code = decide_start(trainer, shape, world), EXIT_DONE
-    inputs = inputs if start.data is None else inputs.resumed(start.data, start.position)
     if start.is_complete:
         logger.info(_already_complete(config, inputs, start))
     else:
@@ -126,7 +127,6 @@ def train(config: Config, inputs: Inputs, start: Start, world: World, stop: Stop
             _announce(parts, inputs)
         if held.tracking is not None:
             held.tracking.start(start.position.step)
-            _record_data(parts.batches, inputs, held.tracking)
         held.exit_code = fit(parts)
     return held.exit_code
 
@@ -178,24 +178,8 @@ def make_run(
     return parts
 
 
-def _shape(config: Config, inputs: Inputs, lineage: Lineage, unfinished: Callable[..., list[str]]) -> RunShape:
-    def resumed(saved: Mapping[str, Any], position: Position) -> RunShape:
-        data = inputs.resumed(saved, position)
-        fingerprints = {**lineage.fingerprints, "data": data.train.fingerprint}
-        now = replace(lineage, fingerprints=fingerprints, growth=data.growth, not_grown=data.not_grown)
-        return _shape(config, data, now, unfinished)
-
-    return RunShape(
-        lambda position: _total_steps(config, _schedule(config, inputs, position)),
-        lineage,
-        unfinished,
-        resumed,
-    )
-
-
 def _schedule(config: Config, inputs: Inputs, start: Position) -> Schedule:
-    shares, batch_size = inputs.train.shares, config.data.train_batch_size
-    return Schedule(shares, batch_size, config.trainer.seed, start, order=inputs.order, earlier=inputs.earlier)
+    return Schedule(inputs.train.shares, config.data.train_batch_size, config.trainer.seed, start)
 
 
 def _total_steps(config: Config, schedule: Schedule) -> int:
@@ -287,15 +271,6 @@ def _resume(parts: Run, found: CheckpointInfo, config: Config) -> None:
             parts.tracking.past.last_step,
             step,
         )
-
-
-def _record_data(batches: TrainLoader, inputs: Inputs, tracking: Tracking) -> None:
-    """Write the data and the position of this attempt to the events."""
-    record, step = batches.record, batches.step
-    sources = [source | place for source, place in zip(record["sources"], inputs.train.places, strict=True)]
-    message = inputs.growth or f"{sum(source['num_rows'] for source in sources)} rows of {len(sources)} sources"
-    del record["step"]  # a column of every event
-    tracking.event(DATA_EVENT, step, message, **record | {"sources": sources})
 
 
 def _announce(parts: Run, inputs: Inputs) -> None:

@@ -22,7 +22,6 @@ import transformers
 from trainer.checkpoint import layout
 from trainer.checkpoint.export import require_export
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.state import saved_data
 from trainer.config import Config, ConfigError, parse_config
 from trainer.data.samples import Samples
 from trainer.run.inputs import PreparedData, prepare_data_of_run
@@ -151,7 +150,7 @@ def read_trained(checkpoint: Path) -> Trained:
             f"no validation at step {info.step} in '{log}': set trainer.test_freq so that the steps "
             f"that are saved are validated, or prove another checkpoint"
         )
-    data = prepare_data_of_run(config, run_dir).resumed(saved_data(info), info.manifest.position)
+    data = prepare_data_of_run(config, run_dir)
     if data.validation is None:
         raise ConfigError("the run had no validation samples: set data.val_files or data.val_ratio")
     samples = validation_samples(data.validation)
