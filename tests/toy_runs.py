@@ -48,7 +48,6 @@ class Recipe:
     total_steps: int = 6
     save_freq: int = 2
     keep: int | None = None
-    keep_full: int | None = None
     seed: int = 0
     batch_size: int = BATCH_SIZE
     async_save: bool = False
@@ -104,7 +103,6 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
             save_contents=CONTENTS,
             load_contents=CONTENTS[:3],
             export_dtype="float32",
-            keep_full=recipe.keep_full,
             async_save=recipe.async_save,
             save_timeout_s=recipe.save_timeout_s,
         ),
@@ -134,7 +132,7 @@ def checkpoint_manager(
         world=world,
         config=trainer_config(run_dir, recipe).checkpoint,
         source=ExportSource(ModelFiles.read(Path(source.path)), None, (3,), whole),
-        kept=Retention(keep=recipe.keep, keep_full=recipe.keep_full),
+        kept=Retention(keep=recipe.keep),
         lock=lock,
         fingerprints=fingerprints(recipe),
     )

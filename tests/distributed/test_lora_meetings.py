@@ -17,7 +17,6 @@ LOW = (*LORA, "optim.state_dtype=bfloat16", "model.master_dtype=bfloat16")
 UNDONE = (
     *LORA,
     "trainer.max_ckpt_to_keep=null",
-    "trainer.checkpoint.keep_full=1",  # a rollback still finds what it goes back to
     "trainer.guard.on_nonfinite=rollback",
     "trainer.max_nonfinite_steps=1",
     "trainer.total_training_steps=24",

@@ -14,11 +14,9 @@ from trainer.checkpoint.retention import Retention
 class FakeRun(Run):
     """`save` follows `trainer.checkpoint.save`; `restart` follows `trainer.checkpoint.start` and the load after it."""
 
-    keep_full: int | None = None
-
     @property
     def kept(self) -> Retention:
-        return Retention(keep=self.keep, keep_full=self.keep_full)
+        return Retention(keep=self.keep)
 
     def save(self) -> None:
         self.step += 1

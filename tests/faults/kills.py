@@ -7,7 +7,7 @@ the launcher. A run is struck until a start of it is left in peace and ends. It 
 undisturbed run leaves: all numbers of each row but times, final state, histories, report, checkpoints, pointer, end and
 lock. A strike that meets no living rank is repeated.
 
-`--all-features`: runs on 2 ranks thin old checkpoints, leave updates out and keep a mirror; what kills all ranks kills
+`--all-features`: runs on 2 ranks leave updates out and keep a mirror; what kills all ranks kills
 the mirror's process too in half of the trials. It writes benchmarks/results/kills_all_features.json.
 """
 
@@ -51,7 +51,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WORLD_SIZES = (1, 2, 2, 2, 3)
 RECIPES = ((1, 1), (2, 2), (3, 2))
 """Steps between saves, checkpoints kept."""
-FEATURES = ("trainer.checkpoint.keep_full=1", "trainer.guard.rules=[{metric: train/grad_norm, above: 5, do: skip}]")
+FEATURES = ("trainer.guard.rules=[{metric: train/grad_norm, above: 5, do: skip}]",)
 TOTAL_STEPS = 10
 BASE = (f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.test_freq=3", "trainer.hang_timeout_s=120")
 GONE_WITHIN_S = 30.0
@@ -260,7 +260,7 @@ def _different_rows(current: Run) -> list[str]:
 
 
 def _different_ends(current: Run) -> list[str]:
-    """What a finished run holds otherwise than the undisturbed one: checkpoints whole and thinned, the mirror.
+    """What a finished run holds otherwise than the undisturbed one: checkpoints, the mirror.
 
     The newest are kept, and a stop saves between the steps that are due: there an attempt went on.
     """
@@ -271,9 +271,9 @@ def _different_ends(current: Run) -> list[str]:
         if row["kind"] == "train":
             firsts.setdefault(row["attempt"], row["step"])
     saved = sorted(straight.announced() | {step - 1 for step in firsts.values()})
-    due = [(step, info.thinned) for step, info in zip(saved[-len(undisturbed) :], undisturbed, strict=True)]
-    kept = [(info.step, info.thinned) for info in layout.committed(current.run_dir)]
-    found = [] if kept == due else [f"checkpoints (step, thinned) {kept} instead of {due}"]
+    due = saved[-len(undisturbed) :]
+    kept = [info.step for info in layout.committed(current.run_dir)]
+    found = [] if kept == due else [f"checkpoints {kept} instead of {due}"]
     if current.mirror is not None:
         held = look(Storage(current.mirror), "all")
         if held.pointer != TOTAL_STEPS or TOTAL_STEPS not in held.whole or held.steps != held.whole.keys():

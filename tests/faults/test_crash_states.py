@@ -110,12 +110,10 @@ def restart_and_save(run: FakeRun) -> None:
 
 
 ONE, TWO, THREE = ({"keep": number} for number in (1, 2, 3))
-ONE_WHOLE = {"keep": 9, "keep_full": 1}
 SCENARIOS: dict[str, tuple[dict[str, int], Callable[[FakeRun], None], Callable[[FakeRun], None]]] = {
     "first saves, one kept": (ONE, save(), save(10, 20, 30)),
     "first saves, two kept": (TWO, save(), save(10, 20, 30)),
     "fewer kept than before": (ONE, save(10, 20, 30), save(40)),
-    "old ones thinned": (ONE_WHOLE, save(10, 20), save(30)),
     "pointer moved back, continued, moved back": (THREE, saved_and_moved_back, continued_and_moved_back),
     "newest damaged, saved anew": (TWO, damage_newest, restart_and_save),
 }
@@ -209,9 +207,7 @@ SYNCS = {
     "fsync_dir . after rename latest_checkpointed_iteration.txt": "lost",
     "fsync_dir global_step_N after .published": "lost",  # or the pointer, moved back, is taken for one not yet moved
     "fsync_dir . after rename .trash": "torn",  # half-deleted under its own name: never chosen, never deleted either
-    "fsync_dir global_step_N after .thinned": "torn",  # the optimizer state is gone, and nothing says why
     "fsync global_step_N/.published": "harmless",  # it has no bytes
-    "fsync global_step_N/.thinned": "harmless",
     "fsync_dir . after mkdir": "harmless",  # the sync after the final rename covers it
     "fsync_dir global_step_N after mkdir": "harmless",  # as does the sync of the whole tree
 }
@@ -223,13 +219,10 @@ def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir: Pa
         save(22, 25)(run)  # with 25 the oldest goes
         move_back(run, 20)
 
-    recorded = (
-        record(FakeRun(memory_dir / "run", keep=3), saved_and_moved_back, act),
-        record(FakeRun(memory_dir / "thinned", **ONE_WHOLE), save(10), save(20)),
-    )
+    whole = record(FakeRun(memory_dir / "run", keep=3), saved_and_moved_back, act)
     explorer = Explorer(memory_dir / "explorer", is_whole=is_whole, max_combinations=MAX_COMBINATIONS // 2, seed=SEED)
     found: dict[str, str] = {}
-    for whole, index in ((log, index) for log in recorded for index in range(len(log.log))):
+    for index in range(len(whole.log)):
         if whole.log[index].kind in ("fsync", "fsync_dir"):
             report = replace(whole, log=whole.log[:index] + whole.log[index + 1 :]).explore(explorer, first=index)
             verdict = "lost" if report.faults else "torn" if report.num_torn else "harmless"
@@ -247,8 +240,7 @@ def role_of(recorded: Recorded, index: int) -> str:
     before = next(o for o in reversed(recorded.log[:index]) if o.kind in ("mkdir", "create", "rename"))
     changed = plain(before.path.name if before.target is None else before.target.name)
     reasons = {"mkdir": " after mkdir", "rename": f" after rename {changed}"}
-    is_mark = changed in (layout.PUBLISHED, layout.THINNED)
-    return f"fsync_dir {name}" + (f" after {changed}" if is_mark else reasons.get(before.kind, ""))
+    return f"fsync_dir {name}" + (f" after {changed}" if changed == layout.PUBLISHED else reasons.get(before.kind, ""))
 
 
 def plain(path: Path | str) -> str:

@@ -64,7 +64,6 @@ def shorten_history(run_dir: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "diverged": (diverge, "diverged: train/loss"),
     "another number": (recount, "diverged: data/token_imbalance None instead of"),
-    "thinned": (lambda run_dir: layout.mark(run_dir / layout.step_dir_name(TOTAL_STEPS), layout.THINNED), "thinned"),
     "lost": (lambda run_dir: (run_dir / layout.step_dir_name(TOTAL_STEPS)).rename(run_dir / ".trash_x"), "announced"),
     "damaged": (damage, "is not whole"),
     "validation lost": (lose_validation, "validation of step 3, val/loss"),

@@ -41,7 +41,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "validation": ("on", "off"),
     "guard": ("quiet", "skips"),
     "clipping": ("never", "hit"),
-    "keep_full": ("null", "1"),
     "async_save": ("true", "false"),
     "num_workers": ("0", "1"),
 }
@@ -176,7 +175,6 @@ KEYS = {
     "train_on": "data.train_on",
     "truncation": "data.truncation",
     "deterministic": "trainer.deterministic",
-    "keep_full": "trainer.checkpoint.keep_full",
     "async_save": "trainer.checkpoint.async_save",
     "num_workers": "data.num_workers",
 }

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_fakes import commit, content_of, is_whole
+from checkpoint_fakes import commit, content_of, is_whole, save
 from sweeps import short_or_full
 
 from trainer.checkpoint import choice, layout, retention
 from trainer.checkpoint.manifest import verify_files
+from trainer.checkpoint.retention import Retention
 
 NUM_HISTORIES = short_or_full(80, full=400)
 """Seeds 0 to this."""
@@ -199,3 +200,20 @@ def test_every_system_call_of_a_save(memory_dir: Path, kernel: Kernel, keep: int
         run.save()
         assert run.num_committed() == keep and run.restart() == run.step
     assert 30 < num_calls < 199, "the save has too few calls to be real, or never ended"
+
+
+def test_rotation_spares_what_a_person_pointed_back_to(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    (tmp_path / layout.POINTER).write_text("10")
+    retention.rotate(tmp_path, keep=1)
+    assert [info.step for info in layout.checkpoints(tmp_path)] == [10, 30]
+
+
+def test_what_a_pointer_was_moved_back_behind_counts_for_nothing_that_is_kept(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    (tmp_path / layout.POINTER).write_text("10")
+    for step in (12, 14, 16):
+        commit(tmp_path, step)
+        retention.settle(tmp_path, step, Retention(keep=2))
+    candidates = [info.step for info in choice.select(tmp_path).candidates]
+    assert candidates == [16, 14], "a damaged newest one needs another to go back to"

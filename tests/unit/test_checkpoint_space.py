@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import save
 
-from trainer.checkpoint import fsio, layout, retention
+from trainer.checkpoint import fsio, retention
 from trainer.checkpoint.retention import Retention
 from trainer.runtime.text import readable
 
@@ -24,24 +24,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_numbers(free: None, tmp_
         retention.require_space(tmp_path, int(9.8 * GIB))
     assert caught.value.filename == str(tmp_path)
     save(tmp_path, 1, 2)
-    for thinned, way in ((), "max_ckpt_to_keep or trainer.checkpoint.keep_full"), ((1,), "max_ckpt_to_keep:"):
-        for step in thinned:
-            layout.mark(tmp_path / layout.step_dir_name(step), layout.THINNED)
-        with pytest.raises(OSError, match=rf"or keep less of the 2 here: lower trainer.{way}") as caught:
-            retention.require_space(tmp_path, int(9.8 * GIB))
+    with pytest.raises(OSError, match=r"or keep fewer than the 2 here: lower trainer.max_ckpt_to_keep"):
+        retention.require_space(tmp_path, int(9.8 * GIB))
 
 
 def test_what_is_at_its_lowest_is_not_advised(free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With `max_ckpt_to_keep=1` the best checkpoint stays too; the advice was to lower that."""
     save(tmp_path, 1, 2)
     for kept, way in (
-        (Retention(keep=1), ", or keep less of the 2 here: lower trainer.checkpoint.keep_full"),
-        (Retention(keep=2, keep_full=1), ", or keep less of the 2 here: lower trainer.max_ckpt_to_keep"),
-        (Retention(keep=1, keep_full=1), ""),
+        (Retention(keep=2), ", or keep fewer than the 2 here: lower trainer.max_ckpt_to_keep"),
+        (Retention(keep=1), ""),
     ):
         with pytest.raises(OSError, match=f"are free: free some space{way}: '"):
             retention.require_space(tmp_path, 10 * GIB, kept)
-    retention.warn_if_tight(tmp_path / "new", 9 * GIB, optimizer_bytes=GIB, kept=Retention(keep=1))
+    retention.warn_if_tight(tmp_path / "new", 9 * GIB, Retention(keep=1))
     assert caplog.messages[0].endswith("free some space")
 
 
@@ -49,14 +45,14 @@ def test_what_is_at_its_lowest_is_not_advised(free: None, tmp_path: Path, caplog
 def test_a_disk_that_fills_before_rotation_begins_is_warned_of(
     free: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention(keep=2))
+    retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=2))
     assert caplog.messages == []
-    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention(keep=3))
+    retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=3))
     assert "4 more checkpoints of 3 GiB" in caplog.text and caplog.records[0].levelno == logging.WARNING
     caplog.clear()
     save(tmp_path, 1, 2)
-    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention(keep=3))
-    retention.warn_if_tight(tmp_path, 3 * GIB, optimizer_bytes=GIB, kept=Retention())
+    retention.warn_if_tight(tmp_path, 3 * GIB, Retention(keep=3))
+    retention.warn_if_tight(tmp_path, 3 * GIB, Retention())
     assert caplog.messages == [], "what is already there needs no more room"
 
 

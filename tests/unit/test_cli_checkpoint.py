@@ -174,9 +174,12 @@ def test_a_checkpoint_rotated_away_during_verify_is_not_damaged(run_dir: Path, c
     ("words", "message"),
     [
         ("", "required: COMMAND\nusage: "),
-        ("prune run", "say how many stay: --keep N, --keep-full N"),
+        ("prune run", "required: --keep\nusage: "),
         ("prune run --keep 0", "--keep: must be a whole number of at least 1, got '0'\nusage: "),
-        ("prune run --keep-last 1", "unrecognized arguments: --keep-last 1\nusage: bash run_sft.sh checkpoint prune "),
+        (
+            "prune run --keep 1 --keep-last 1",
+            "unrecognized arguments: --keep-last 1\nusage: bash run_sft.sh checkpoint prune ",
+        ),
         (
             "verify run/global_step_9",
             "no directory 'run/global_step_9': give a run's, checkpoints/<project_name>/<experiment_name>",

@@ -1,14 +1,13 @@
 """What is done about an abnormal step or validation."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from toy import guard_config
 
 from trainer.config import GuardRule
-from trainer.guard.guard import Decision, Guard, longest_delay
+from trainer.guard.guard import Decision, Guard
 
 INF, NAN = math.inf, math.nan
 
@@ -164,12 +163,6 @@ def test_a_rule_can_skip_updates_before_they_are_made() -> None:
     guard = new_guard(rules=rules)
     assert guard.limits().is_severe(loss=1.0, grad_norm=0.6) and guard.limits().is_severe(loss=9.1, grad_norm=0.1)
     assert not guard.limits().is_severe(loss=9.0, grad_norm=0.5)
-
-
-def test_a_rule_that_rolls_back_keeps_checkpoints_for_as_long_as_it_takes_to_act() -> None:
-    rules = [GuardRule("train/loss", above=9, num_steps=700, action="rollback")]
-    assert longest_delay(guard_config(rules=rules)) == 700
-    assert longest_delay(guard_config(rules=[replace(rules[0], action="stop")])) is None
 
 
 @pytest.mark.covers("S1.12:C")

@@ -11,7 +11,7 @@ from fake_hub import FakeHub, serve
 from huggingface_hub import HfFileSystem
 from mirror_faults import restored, roll_back, trainer_of, uploader
 
-from trainer.checkpoint import layout, retention
+from trainer.checkpoint import layout
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.config import ConfigError
 from trainer.launch.mirroring import is_up
@@ -107,7 +107,6 @@ def test_the_best_of_an_evaluation_is_the_model_though_a_newer_one_lay_there(hub
     for step, mean, lies_there in ((4, 0.9, 4), (6, 0.8, 4), (8, None, 4), (8, 0.95, 8)):
         if mean is None:
             save(run_dir, step)
-            retention.thin(run_dir, keep_full=1)
         else:
             row = {"kind": "summary", "name": "eval/toy", "step": step, "nonce": f"a1b{step}", "mean": mean}
             with (run_dir / "evaluations.jsonl").open("a") as file:

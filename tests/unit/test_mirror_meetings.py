@@ -12,7 +12,7 @@ from checkpoint_fakes import commit, is_whole, save, stage
 from mirror_faults import URL, FaultyStorage, Killed, mirrored, restored, steps_in, trainer_of, uploader
 from mirror_faults import in_order as in_order  # a fixture
 
-from trainer.checkpoint import fsio, layout, retention
+from trainer.checkpoint import fsio, layout
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.launch import mirroring
 from trainer.launch.ranks import NodeLayout
@@ -92,7 +92,7 @@ def test_what_a_save_that_failed_left_never_goes_up(run_dir: Path) -> None:
     assert steps_in(storage) == [2, 4]
 
 
-def test_what_a_killed_process_left_of_logs_and_leases_goes_with_the_next(
+def test_what_a_killed_process_left_of_logs_goes_with_the_next(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run_dir / "metrics.jsonl").write_text("{}\n")
@@ -102,11 +102,7 @@ def test_what_a_killed_process_left_of_logs_and_leases_goes_with_the_next(
         restored(new, storage)
     restored(new, storage)
     assert [path.name for path in new.glob(".*") if path.name != ".train.lock"] == []
-    layout.quarantine(run_dir / "global_step_2", "damaged")
-    assert (run_dir / ".lease_global_step_2").exists()
-    with retention.reading(run_dir / "global_step_4"):
-        retention.rotate(run_dir, keep=1)
-        assert [path.name for path in run_dir.glob(".lease_*")] == [".lease_global_step_4"]
+    assert list(run_dir.glob(".reading_*")) == []
 
 
 def archive_of(members: dict[str, bytes]) -> bytes:

@@ -110,19 +110,6 @@ def checkpoint(run_dir: Path, step: int, **more: bytes) -> Path:
     return path
 
 
-def test_what_was_thinned_on_purpose_is_not_damaged(tmp_path: Path) -> None:
-    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 7), 1, 1.0))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
-    for step in (2, 4, 6):
-        checkpoint(tmp_path, step, optim=b"1" * 4000)
-    for step in (2, 4):
-        (tmp_path / f"global_step_{step}" / "optim_world_size_1_rank_0.pt").unlink()
-    rules = {finding.rule for finding in analyse(read_run(tmp_path)).findings}
-    for step in (2, 4):
-        (tmp_path / f"global_step_{step}" / ".thinned").touch()
-    assert rules - {finding.rule for finding in analyse(read_run(tmp_path)).findings} == {"V27"}
-
-
 def test_checkpoints_are_judged_by_names_and_sizes(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")

@@ -5,15 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.layout import NO_OPTIMIZER, POINTER, CheckpointInfo, Pointer
+from trainer.checkpoint.layout import POINTER, CheckpointInfo, Pointer
 from trainer.config import ConfigError, TrainerConfig
 from trainer.config.schema import LOADED
 from trainer.errors import CannotWriteError
-
-FROM_WEIGHTS = (
-    "A new run starts from the weights with trainer.experiment_name=<new name> trainer.resume_mode=resume_path "
-    "trainer.checkpoint.load_contents=[model] trainer.resume_from_path="
-)
 
 
 class NoUsableCheckpointError(ConfigError):
@@ -35,22 +30,16 @@ class Selection:
         return self.candidates[0] if self.candidates else None
 
 
-def select(run_dir: Path, *, needs_optimizer: bool = True) -> Selection:
+def select(run_dir: Path) -> Selection:
     """Which checkpoint an interrupted run continues from; none in a new run directory.
 
     The pointer is followed. A newer committed checkpoint goes before it if no pointer ever named it: the run died
-    between commit and publish. One that was named before says that a person moved the pointer back. A thinned one is
-    taken only where no optimizer state is needed. Raises `NoUsableCheckpointError` if there are checkpoints or a
-    pointer, and nothing to continue from.
+    between commit and publish. One that was named before says that a person moved the pointer back.
+    Raises `NoUsableCheckpointError` if there are checkpoints or a pointer, and nothing to continue from.
     """
     found, pointer = layout.checkpoints(run_dir), layout.read_pointer(run_dir)
     usable = [info for info in reversed(found) if info.status == "committed"]
     pointed = next((info for info in usable if info.step == pointer.step), None)
-    if needs_optimizer:
-        usable = [info for info in usable if not info.thinned]
-        if pointed is not None and pointed.thinned and usable:
-            steps = ", ".join(str(info.step) for info in usable)
-            raise _thinned(pointed, f"{POINTER} names {pointed.path.name}", f"Write another step into it ({steps}). ")
     if not usable:
         _require_new(run_dir, found, pointer)
         return Selection()
@@ -77,12 +66,6 @@ def _choose(
     return pointed, None
 
 
-def _thinned(info: CheckpointInfo, what: str, fix: str = "") -> NoUsableCheckpointError:
-    return NoUsableCheckpointError(
-        f"{what}, but {NO_OPTIMIZER}: no run can continue it. {fix}{FROM_WEIGHTS}{info.path}"
-    )
-
-
 def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -> None:
     corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(layout.CORRUPT_PREFIX)]
     if not found and not corrupt and pointer.raw is None:
@@ -90,16 +73,15 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
     lines = [f"  {info.path.name}: {info.reason}" for info in found]
     lines += [f"  {name}: set aside as corrupt" for name in corrupt]
     lines += [f"  {POINTER}: {'missing' if pointer.raw is None else repr(pointer.raw)}"]
-    thinned = [f".\n{FROM_WEIGHTS}{info.path}" for info in found if info.thinned]
     raise NoUsableCheckpointError(
         f"no checkpoint in '{run_dir}' can be continued from:\n" + "\n".join(lines) + "\nRestore one of them, "
-        "or begin anew in another directory: trainer.experiment_name=<new name>" + "".join(thinned[-1:])
+        "or begin anew in another directory: trainer.experiment_name=<new name>"
     )
 
 
 def candidates_of(config: TrainerConfig) -> Selection:
     """What the run may continue from, the first choice first, with notes on the choice. Raises `ConfigError`."""
-    run_dir, needs_optimizer = Path(config.default_local_dir), "optimizer" in config.checkpoint.load_contents
+    run_dir = Path(config.default_local_dir)
     if config.resume_mode == "disable":
         if found := layout.checkpoints(run_dir):
             raise ConfigError(
@@ -117,10 +99,8 @@ def candidates_of(config: TrainerConfig) -> Selection:
         info = layout.inspect(path)
         if info.status == "incomplete":
             raise ConfigError(f"trainer.resume_from_path={path} is no usable checkpoint: {info.reason}")
-        if info.thinned and needs_optimizer:
-            raise _thinned(info, f"trainer.resume_from_path={path}")
         return Selection((info,))
-    return select(run_dir, needs_optimizer=needs_optimizer)
+    return select(run_dir)
 
 
 def contents_of(config: TrainerConfig, info: CheckpointInfo) -> Sequence[str]:

@@ -6,20 +6,22 @@ Everything is recomputed from the disk each time; nothing is ordered by a clock 
 """
 
 import logging
+import os
 import re
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.config import ConfigError
+from trainer.runtime.files import regular_opener, try_lock
 
 POINTER = "latest_checkpointed_iteration.txt"
 POINTER_BYTES = 2**16
 """More than any number needs."""
-PUBLISHED, THINNED = ".published", ".thinned"
+PUBLISHED = ".published"
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
 HUGGINGFACE = "huggingface"
@@ -27,8 +29,10 @@ LORA_ADAPTER = "lora_adapter"
 STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
+READING_PREFIX = ".reading_"
+IN_USE = "in_use"
+"""Its reader holds the lock on this file of a `READING_PREFIX` directory."""
 
-NO_OPTIMIZER = "its optimizer state was removed (trainer.checkpoint.keep_full)"
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
@@ -52,11 +56,6 @@ def model_file(world_size: int, rank: int) -> str:
 
 def optim_file(world_size: int, rank: int) -> str:
     return f"optim_world_size_{world_size}_rank_{rank}.pt"
-
-
-def is_optimizer(name: str) -> bool:
-    """Whether a file of a checkpoint holds what a resume alone needs, and only as long as it is to be exact."""
-    return name.startswith("optim_world_size_")
 
 
 def extra_file(world_size: int, rank: int) -> str:
@@ -94,15 +93,12 @@ def read_pointer(run_dir: Path) -> Pointer:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What stands in one `global_step_N`. `published`: the pointer has named it once. `thinned`: it has no optimizer
-    state any more, so `manifest` lists none.
-    """
+    """What stands in one `global_step_N`. `published`: the pointer has named it once."""
 
     step: int
     path: Path
     reason: str = ""
     published: bool = False
-    thinned: bool = False
     manifest: Manifest | None = None
 
     @property
@@ -125,9 +121,7 @@ def inspect(path: Path) -> CheckpointInfo:
             if PUBLISHED in names:
                 raise OSError(f"its {MANIFEST} was removed")
             raise OSError(f"it has no {MANIFEST}: its save did not finish, or another trainer wrote it")
-        manifest, thinned = parse_manifest(fsio.read_bytes(path / MANIFEST)), THINNED in names
-        if thinned:
-            manifest = replace(manifest, files=tuple(file for file in manifest.files if not is_optimizer(file.path)))
+        manifest = parse_manifest(fsio.read_bytes(path / MANIFEST))
         if manifest.step != step:
             raise ManifestError(f"it belongs to step {manifest.step}")
         for record in manifest.files:
@@ -138,8 +132,7 @@ def inspect(path: Path) -> CheckpointInfo:
     except OSError as error:
         file_name = "" if error.filename is None else f"{Path(str(error.filename)).name}: "
         return CheckpointInfo(step, path, f"{file_name}{error.strerror or error}")
-    reason = NO_OPTIMIZER if thinned else ""
-    return CheckpointInfo(step, path, reason, published=PUBLISHED in names, thinned=thinned, manifest=manifest)
+    return CheckpointInfo(step, path, published=PUBLISHED in names, manifest=manifest)
 
 
 def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
@@ -206,14 +199,31 @@ def quarantine(path: Path, reason: str) -> Path:
     return path.parent / name
 
 
+def is_in_use(reading: Path) -> bool:
+    """Whether the reader of a `READING_PREFIX` directory lives; also if that cannot be told."""
+    try:
+        # open for writing: NFS locks no other file exclusively
+        descriptor = regular_opener(os.O_RDWR, follow_links=False)(str(reading / IN_USE), 0)
+    except OSError:
+        return True
+    try:
+        return try_lock(descriptor) is not True
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
 def clean_leftovers(run_dir: Path) -> None:
-    """Remove what an earlier crash left half-written or half-deleted. Only under the run's lock.
+    """Remove what an earlier crash left half-written or half-deleted, and what killed readers left. Only under the
+    run's lock.
 
     Directories of a temporary name are exports under way, which need no lock.
     """
     for name in fsio.list_dir(run_dir):
         is_file = _TEMPORARY.fullmatch(name) and not (run_dir / name).is_dir()
-        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or is_file:
+        is_abandoned = name.startswith(READING_PREFIX) and not is_in_use(run_dir / name)
+        if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) or is_file or is_abandoned:
             try:
                 fsio.remove_tree(run_dir / name)
             except OSError as error:

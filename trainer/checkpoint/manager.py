@@ -55,11 +55,10 @@ class CheckpointManager:
         """Raise `CannotWriteError` unless a checkpoint fits on the disk; warn if those to be kept do not."""
         model, optimizer = (self._state[name].state_dict() for name in ("model", "optimizer"))
         size_bytes = self._saver.size_bytes([model, optimizer])
-        optimizer_bytes = size_bytes - self._saver.size_bytes(model)
 
         def check() -> None:
             retention.require_space(self.run_dir, size_bytes + self._saver.copied_bytes, self._saver.kept)
-            retention.warn_if_tight(self.run_dir, size_bytes, optimizer_bytes=optimizer_bytes, kept=self._saver.kept)
+            retention.warn_if_tight(self.run_dir, size_bytes, self._saver.kept)
 
         self._on_main(check)
 

@@ -59,7 +59,6 @@ def candidates(run_dir: Path, *, onset: int, history: History, data: str | None)
         info
         for info in reversed(layout.committed(run_dir))
         if info.step <= latest
-        and not info.thinned
         and not any(first <= info.step <= last for first, last in trouble)
         and info.manifest is not None
         and info.manifest.fingerprints.get("data") == data
@@ -87,20 +86,6 @@ def best_scored(run_dir: Path, best_metric: str, found: list[CheckpointInfo]) ->
 def scores(run_dir: Path, best_metric: str) -> dict[int, Mapping[str, Any]]:
     """By step, what the evaluation `best_metric` came to; none where it is no evaluation."""
     return read_summaries(run_dir).get(best_metric, {}) if best_metric.startswith(PREFIX) else {}
-
-
-def worth_going_back_to(run_dir: Path, history: History, *, step: int, delay: int | None) -> set[int]:
-    """Checkpoints that keep their optimizer states: the newest one before the last trouble, and all that a rollback
-    may choose from after `step`, which finds trouble `delay` steps after its onset at the latest (None: no rollbacks).
-    """
-    found = layout.committed(run_dir)
-    needed = _before_trouble([info for info in found if not info.thinned], history)
-    if delay is not None and found:
-        newest = found[-1].manifest
-        data = newest.fingerprints.get("data") if newest else None
-        oldest = candidates(run_dir, onset=step + 1 - delay, history=history, data=data)
-        needed |= {info.step for info in found if not oldest or info.step >= oldest[0].step}
-    return needed
 
 
 def _before_trouble(found: list[CheckpointInfo], history: History) -> set[int]:

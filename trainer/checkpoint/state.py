@@ -195,7 +195,10 @@ def _described(mesh: Mapping[str, int]) -> str:
 
 
 def saved_data(checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """What a checkpoint says of its data. Raises `CorruptShardError` where that is no state: a manifest can be forged."""
+    """Return what a checkpoint says of its data.
+
+    Raises `CorruptShardError` where the file holds no state: a manifest can be forged.
+    """
     path = checkpoint.path / layout.DATA
     state = shards.read_torch(path)
     if not isinstance(state, dict):

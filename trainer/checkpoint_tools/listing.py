@@ -1,6 +1,6 @@
 """What stands in run directories: found, measured, proven, and put into words (floor 5, no torch).
 
-Old checkpoints of a run that does not train are deleted or thinned, never what a resume needs.
+Old checkpoints of a run that does not train are deleted, never what a resume needs.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import choice, fsio, layout, retention
-from trainer.checkpoint.layout import CORRUPT_PREFIX, STAGING_PREFIX, TRASH_PREFIX, CheckpointInfo
+from trainer.checkpoint.layout import CORRUPT_PREFIX, READING_PREFIX, STAGING_PREFIX, TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
 from trainer.config import ConfigError
@@ -34,6 +34,7 @@ LEFTOVERS = {
     STAGING_PREFIX: "a save under way, or cut short",
     TRASH_PREFIX: "a deletion under way, or cut short",
     CORRUPT_PREFIX: "set aside as damaged",
+    READING_PREFIX: "links of a reader (evaluate, the mirror), or of one that was killed",
 }
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def as_tree(listing: Listing) -> dict[str, Any]:
     """The listing as plain containers."""
     checkpoints = []
     for info in listing.checkpoints:
-        own = {name: getattr(info, name) for name in ("step", "status", "reason", "published", "thinned")}
+        own = {name: getattr(info, name) for name in ("step", "status", "reason", "published")}
         marks = {"pointer": info.step == listing.pointed_step, "resume": info.step == listing.resume_step}
         about = {name: getattr(info.manifest, name, None) for name in ("world_size", "loss", "created_utc")}
         checkpoints.append({**own, **marks, "path": str(info.path), "size_bytes": tree_bytes(info.path), **about})
@@ -183,8 +184,6 @@ def prove(path: Path) -> list[str]:
             problems += found
             _show_progress(f"{path.name}: {num_done} of {len(alone)} files")
     _show_progress("")
-    if layout.THINNED in fsio.list_dir(path):  # by now, or it is damaged beside that
-        problems = [problem for problem in problems if not layout.is_optimizer(problem)]
     return problems or ([info.reason] if info.status == "incomplete" else [])
 
 
@@ -198,27 +197,24 @@ LOCK_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class Pruning:
-    """What stays of a run and what goes, given that `keep` checkpoints stay, `keep_full` of them whole (None: all), and
-    whether damaged ones go too.
+    """What stays of a run and what goes, given that `keep` checkpoints stay, and whether damaged ones go too.
 
     `proofs` must verify before anything goes: the newest checkpoint, and the one a resume takes.
     """
 
     run_dir: Path
-    keep: int | None
-    keep_full: int | None
+    keep: int
     is_corrupt_deleted: bool
     kept: list[str]
     proofs: list[CheckpointInfo]
     to_delete: list[Path]
-    to_thin: list[Path]
 
 
-def plan_pruning(run_dir: Path, *, keep: int | None, keep_full: int | None, is_corrupt_deleted: bool) -> Pruning:
+def plan_pruning(run_dir: Path, *, keep: int, is_corrupt_deleted: bool) -> Pruning:
     """Raises `ConfigError` naming the holder while the run trains, and where a resume would find nothing."""
     require_run(run_dir)
     with _locked(run_dir):
-        return _plan(run_dir, keep, keep_full, is_corrupt_deleted)
+        return _plan(run_dir, keep, is_corrupt_deleted)
 
 
 @contextmanager
@@ -232,29 +228,31 @@ def _locked(run_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-def _plan(run_dir: Path, keep: int | None, keep_full: int | None, is_corrupt_deleted: bool) -> Pruning:
+def _plan(run_dir: Path, keep: int, is_corrupt_deleted: bool) -> Pruning:
     """Raises `ConfigError` where a resume would find nothing: what looks left over may be all that is left."""
     chosen = choice.select(run_dir).chosen
     protect = {chosen.step} if chosen else set()
     old = retention.checkpoints_to_delete(run_dir, keep=keep, protect=protect)
-    to_thin = retention.checkpoints_to_thin(run_dir, keep_full=keep_full, protect=protect)
     kept = [info for info in layout.checkpoints(run_dir) if info.path not in old]
     committed = [info for info in kept if info.status == "committed"]
     proofs = [info for info in committed if info is committed[-1] or info.step in protect]
     prefixes = tuple(prefix for prefix in LEFTOVERS if prefix != CORRUPT_PREFIX or is_corrupt_deleted)
-    leftovers = [run_dir / name for name in fsio.list_dir(run_dir) if name.startswith(prefixes)]
+    leftovers = [
+        run_dir / name
+        for name in fsio.list_dir(run_dir)
+        if name.startswith(prefixes) and not (name.startswith(READING_PREFIX) and layout.is_in_use(run_dir / name))
+    ]
     names = [info.path.name if info in committed else f"{info.path.name} ({info.status})" for info in kept]
-    to_thin = [path for path in to_thin if path not in old]
-    return Pruning(run_dir, keep, keep_full, is_corrupt_deleted, names, proofs, old + leftovers, to_thin)
+    return Pruning(run_dir, keep, is_corrupt_deleted, names, proofs, old + leftovers)
 
 
-def prune(pruning: Pruning) -> list[Path]:
-    """The checkpoints that were left as they are because they are being read.
+def prune(pruning: Pruning) -> None:
+    """Delete what was planned.
 
     Raises `OSError` before anything is deleted if a proof fails, `CannotWriteError` for what cannot be deleted.
     """
-    run_dir, keep, keep_full = pruning.run_dir, pruning.keep, pruning.keep_full
-    asked = (run_dir, keep, keep_full, pruning.is_corrupt_deleted)
+    run_dir = pruning.run_dir
+    asked = (run_dir, pruning.keep, pruning.is_corrupt_deleted)
     for info in pruning.proofs:
         found = prove(info.path)
         for problem in filter(layout.is_export, found):
@@ -268,9 +266,7 @@ def prune(pruning: Pruning) -> list[Path]:
         if _plan(*asked) != pruning:
             raise ConfigError(f"nothing was deleted, because '{run_dir}' changed meanwhile: prune again")
         protect = {info.step for info in pruning.proofs}
-        being_read = retention.rotate(run_dir, keep=keep, protect=protect)
-        thinned_later = retention.thin(run_dir, keep_full=keep_full, protect=protect)
-        being_read += [path for path in thinned_later if path not in being_read]
+        retention.rotate(run_dir, keep=pruning.keep, protect=protect)
         for path in pruning.to_delete:
             if path.name.startswith(CORRUPT_PREFIX):
                 try:
@@ -279,6 +275,5 @@ def prune(pruning: Pruning) -> list[Path]:
                     logger.warning("cannot delete %s: %s", path, error)
         layout.clean_leftovers(run_dir)
         after = _plan(*asked)
-        if left := [path.name for path in (*after.to_delete, *after.to_thin) if path not in being_read]:
+        if left := [path.name for path in after.to_delete]:
             raise CannotWriteError(f"cannot delete all of it (reasons above), still in '{run_dir}': {', '.join(left)}")
-    return being_read

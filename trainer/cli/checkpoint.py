@@ -16,7 +16,6 @@ from pathlib import Path
 
 from trainer.adapter_names import ADAPTER_CONFIG
 from trainer.checkpoint import fsio
-from trainer.checkpoint.retention import optimizer_files
 from trainer.checkpoint_tools import listing
 from trainer.checkpoint_tools.listing import plan_pruning, prune
 from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
@@ -68,14 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("paths", metavar="PATH", nargs="+", type=_path, help="a run directory or a global_step_<step>")
     command.set_defaults(run=_verify)
 
-    about = "delete or thin old checkpoints, delete leftovers; without --yes only say which"
+    about = "delete old checkpoints and leftovers; without --yes only say which"
     rule = "The checkpoint a resume takes stays, and is proven before anything goes. Refused while the run trains."
     command = commands.add_parser("prune", help=about, description=f"{about}. {rule}")
     command.add_argument("run_dir", metavar="RUN_DIR", type=_path)
     about = "the newest N stay, and the pointer's"
-    command.add_argument("--keep", metavar="N", type=at_least(1), help=about)
-    about = "the newest N stay whole; older ones that stay lose their optimizer state: they cannot be resumed"
-    command.add_argument("--keep-full", metavar="N", type=at_least(1), help=about)
+    command.add_argument("--keep", metavar="N", type=at_least(1), required=True, help=about)
     command.add_argument("--corrupt", action="store_true", help="delete what was set aside as damaged, too")
     command.add_argument("--yes", action="store_true", help="delete")
     command.set_defaults(run=_prune)
@@ -146,15 +143,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    run_dir, keep, keep_full = arguments.run_dir, arguments.keep, arguments.keep_full
-    if keep is None and keep_full is None:
-        raise ConfigError("say how many stay: --keep N, --keep-full N (with their optimizer state), or both")
-    pruning = plan_pruning(run_dir, keep=keep, keep_full=keep_full, is_corrupt_deleted=arguments.corrupt)
+    run_dir = arguments.run_dir
+    pruning = plan_pruning(run_dir, keep=arguments.keep, is_corrupt_deleted=arguments.corrupt)
     sizes_bytes = {path: tree_bytes(path) for path in pruning.to_delete}
-    sizes_bytes |= {path: sum(map(tree_bytes, optimizer_files(path))) for path in pruning.to_thin}
     lines = [f"{run_dir} keeps {', '.join(pruning.kept) or 'no checkpoint'}"]
     for path, size_bytes in sizes_bytes.items():
-        verb = f"{'would ' * (not arguments.yes)}{'delete' if path in pruning.to_delete else 'thin'}"
+        verb = "delete" if arguments.yes else "would delete"
         lines.append(f"  {verb} {path.name}  {readable(size_bytes)}")
     if mirror := read_object(run_dir / STATE):
         lines.append(f"{listing.mirror_line(mirror)}; nothing is deleted there")
@@ -163,10 +157,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     if not sizes_bytes or not arguments.yes:
         print(f"{total}; nothing is deleted without --yes" if sizes_bytes else "nothing to delete")
         return EXIT_DONE
-    being_read = prune(pruning)
-    for path in being_read:
-        print(listing.printable(f"left {path.name} as it is, because it is being read: prune again later"))
-    print(f"deleted {readable(sum(n for path, n in sizes_bytes.items() if path not in being_read))}")
+    prune(pruning)
+    print(f"deleted {total}")
     return EXIT_DONE
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,8 +201,8 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
 
 def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
     """Names of what was found, each written down; a checkpoint is asked the same only once."""
-    from trainer.checkpoint import retention
     from trainer.checkpoint.export import require_export
+    from trainer.checkpoint.reading import pinned
     from trainer.evaluation.evaluate import Z, append_result, run_tasks
 
     asked = {"tasks": arguments.tasks, "engine": arguments.engine, "seed": arguments.seed, "words": arguments.words}
@@ -211,12 +212,12 @@ def _run_tasks(run_dir: Path, arguments: argparse.Namespace) -> Iterator[str]:
         if any(row.get("is_whole") and about.items() <= row.items() for row in read_evaluations(run_dir)):
             print(f"step {info.step}: {arguments.tasks} was measured before; another --seed measures again")
             continue
-        with retention.reading(info.path) as is_there:
-            if not is_there:
+        with pinned(info, layout.HUGGINGFACE) as directory:
+            if directory is None:
                 print(f"step {info.step}: was deleted before it could be scored")
                 continue
-            require_export(info)
-            export = info.path / layout.HUGGINGFACE
+            require_export(replace(info, path=directory))
+            export = directory / layout.HUGGINGFACE
             if TEMPLATE_WORD not in arguments.words and (export / "chat_template.jinja").exists():
                 print(f"step {info.step}: asked without the chat template; with it: --tasks … -- {TEMPLATE_WORD}")
             found = run_tasks(export, python=arguments.python, **asked)

@@ -245,12 +245,6 @@ class CheckpointConfig:
         "both (merged, and the adapter in lora_adapter/)",
         one_of("adapter", "merged", "both"),
     )
-    keep_full: int | None = key(
-        None,
-        "of the checkpoints kept the newest N stay whole, older ones lose their optimizer state: to be evaluated, "
-        "served and started from, not resumed; null = all whole",
-        _COUNT_OR_NULL,
-    )
     async_save: bool = key(
         True, "write behind training from a copy in host memory; false = training waits for the disk"
     )

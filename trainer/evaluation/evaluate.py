@@ -11,14 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import fsio, layout, retention
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.export import require_export
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.reading import pinned
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.evaluation.programs import ProgramLimits
@@ -204,19 +205,16 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation, *, tell: Ca
     rows = [row for row in read_evaluations(run_dir) if row.get("key") == key]
     if any(row["kind"] == SUMMARY for row in rows):
         return False
-    with retention.reading(info.path) as is_there:
-        if not is_there:
+    with pinned(info, layout.HUGGINGFACE) as directory:
+        if directory is None:
             tell(f"step {info.step}: was deleted before it could be scored")
             return False
-        require_export(info)
-        digest = fsio.sha256_of(info.path / MANIFEST)
+        linked = replace(info, path=directory)
+        require_export(linked)
+        digest = fsio.sha256_of(directory / MANIFEST)
         file = AppendFile(run_dir / FILE_NAME)
         try:
-            _ask(file, info, asked, key, {row["index"] for row in rows})
-            found = layout.inspect(info.path).manifest
-            if found is None or found.nonce != nonce:
-                tell(f"step {info.step}: was replaced while it was read: not counted")
-                return False
+            _ask(file, linked, asked, key, {row["index"] for row in rows})
             summary = _summary(run_dir, info, asked, key)
             file.append(summary | {"nonce": nonce, "digest": digest})
         finally:

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from trainer.config import TrainerConfig
 from trainer.detection import Detector, Level, StepAnomaly, StepLimits, skip_limits
-from trainer.detection.steps import NUM_GRAD_STEPS, NUM_WARN_STEPS
-from trainer.detection.watches import NUM_IN_A_ROW, NUM_RECENT, OverfitJudge
+from trainer.detection.watches import OverfitJudge
 from trainer.metrics import with_aliases
 from trainer.progress import History, Remembered, Rollbacks
 
@@ -188,18 +187,6 @@ class Guard(Remembered):
     def _tell(self, kind: str, step: int, message: str, level: str, anomaly: StepAnomaly | None = None) -> None:
         if self._tell_event is not None:
             self._tell_event(kind, step, message, level, **({} if anomaly is None else {"event": anomaly.as_dict()}))
-
-
-def longest_delay(config: TrainerConfig) -> int | None:
-    """So many steps after its onset trouble is found at the latest that is answered with a rollback; None: none is."""
-    guard = config.guard
-    answers = [
-        (guard.on_nonfinite, NONFINITE_WINDOW_STEPS),
-        (guard.on_severe, max(NUM_WARN_STEPS, NUM_GRAD_STEPS)),
-        (guard.on_diverging, NUM_IN_A_ROW + NUM_RECENT // 2),
-        *((rule.action, rule.num_steps) for rule in guard.rules),
-    ]
-    return max((num_steps for action, num_steps in answers if action == "rollback"), default=None)
 
 
 def _decision(action: str, anomaly: StepAnomaly, onset: int, *, wants_evidence: bool) -> Decision:

@@ -18,6 +18,9 @@ from trainer.mirror.upload import Uploaded, Uploader
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
+SMALL_BYTES = 2**24
+"""The Hub sends smaller files with the commit itself. One that is tried again must not need them on the disk."""
+
 
 class HubStorage(Storage):
     """What a block of `as_one` writes and removes is one commit. Its files are sent before; after a failure they are
@@ -84,6 +87,8 @@ class HubStorage(Storage):
 
         with self._told("write", name):
             there = self._fs.resolve_path(self._path(name))
+            if isinstance(content, Path) and content.stat().st_size <= SMALL_BYTES:
+                content = content.read_bytes()
             addition = CommitOperationAdd(there.path_in_repo, content)
             where = {"repo_type": there.repo_type, "revision": there.revision}
             self._api.preupload_lfs_files(there.repo_id, [addition], **where)
@@ -95,7 +100,7 @@ class ModelUploader(Uploader):
 
     def _bring_up(self, pointer: int, local: list[CheckpointInfo]) -> None:
         """The best one of the evaluation `trainer.best_metric` lies there in the end; where it scored none, the newest,
-        and before it what else is best. What was thinned has its export still.
+        and before it what else is best.
         """
         (aim,) = rollback.best_scored(self._run_dir, self._trainer.best_metric, local) or {pointer}
         held, worth = self._look(), self._worth_keeping(local)

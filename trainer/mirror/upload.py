@@ -13,6 +13,7 @@ from trainer.checkpoint import fsio, layout, retention, rollback
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.layout import POINTER, CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST, Manifest
+from trainer.checkpoint.reading import pinned
 from trainer.config import TrainerConfig
 from trainer.mirror import STATE
 from trainer.mirror.contents import HF_MODEL, RUN_FILES, MirrorState, look, mirrored
@@ -35,8 +36,7 @@ Uploaded = Callable[[int, int, float], None]
 
 
 class Uploader:
-    """Of one run directory, one at a time. Only what the run's pointer has named goes up, and what is best, whole:
-    what was thinned since stays as it is there."""
+    """Of one run directory, one at a time. Only what the run's pointer has named goes up, and what is best."""
 
     def __init__(self, trainer: TrainerConfig, storage: Storage, *, tell: Uploaded | None = None) -> None:
         self._run_dir, self._trainer = Path(trainer.default_local_dir), trainer
@@ -79,7 +79,7 @@ class Uploader:
         """The storage holds these in the end, and nothing that is not to stay."""
         held, problem = self._look(), None
         worth = {pointer, *self._worth_keeping(local)}
-        due = [i for i in local if i.step in worth and not i.thinned and held.whole.get(i.step) != i.manifest]
+        due = [i for i in local if i.step in worth and held.whole.get(i.step) != i.manifest]
         due.sort(key=lambda info: (info.step != pointer, -info.step))
         if held.pointer != pointer and pointer not in [info.step for info in due]:
             self._point(pointer)
@@ -108,8 +108,8 @@ class Uploader:
         started, manifest = time.monotonic(), info.manifest
         records, title = mirrored(manifest, self._contents), f"step {info.step} ({manifest.nonce})"
         logs = nullcontext() if self._contents == HF_MODEL else packed(self._run_dir)
-        with retention.reading(info.path) as is_there:
-            if not is_there:
+        with pinned(info, *(record.path for record in records), may_copy=False) as directory:
+            if directory is None:
                 return
             with logs as archive, self._storage.as_one(title):
                 if self._begun != (info.step, manifest.nonce):
@@ -122,9 +122,9 @@ class Uploader:
                     self._storage.put(archive, self._name(info.step, RUN_FILES))
                     beside = [FileRecord(RUN_FILES, archive.stat().st_size, "")]
                 with ThreadPoolExecutor(NUM_STREAMS) as pool:
-                    list(pool.map(lambda record: self._send(info, record), records))
+                    list(pool.map(lambda record: self._send(info.step, directory, record), records))
                 self._require_whole(info.step, [*beside, *records])
-                self._storage.put(info.path / MANIFEST, self._name(info.step, MANIFEST))
+                self._storage.put(directory / MANIFEST, self._name(info.step, MANIFEST))
         self._begun = None
         if self._tell is not None:
             self._tell(info.step, sum(record.size_bytes for record in records), time.monotonic() - started)
@@ -140,13 +140,13 @@ class Uploader:
     def _point(self, step: int) -> None:
         self._storage.write(POINTER, f"{step}\n".encode())
 
-    def _send(self, info: CheckpointInfo, record: FileRecord) -> None:
+    def _send(self, step: int, directory: Path, record: FileRecord) -> None:
         if record.path in self._sent:
             return
-        path = info.path / record.path
+        path = directory / record.path
         if fsio.sha256_of(path) != record.sha256:
             raise OSError(f"{path} changed after it was written: it is not mirrored")
-        self._storage.put(path, self._name(info.step, record.path))
+        self._storage.put(path, self._name(step, record.path))
         self._sent.add(record.path)
 
     def _require_whole(self, step: int, records: list[FileRecord]) -> None:

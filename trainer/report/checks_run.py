@@ -11,19 +11,15 @@ from trainer.runtime.text import readable
 
 
 def checkpoints(run: AnalysedRun) -> Iterator[Measure]:
-    """Whole, of one size (thinned ones of another), named by the tracker file, and all there that were to be."""
+    """Whole, of one size, named by the tracker file, and all there that were to be."""
     states = run.log.checkpoints
     if not states:
         raise NotJudged("no checkpoint lies beside the log")
     words = {"count": len(states)}
-    usual_of = {
-        kind: float(np.median([state.size_bytes for state in states if state.is_thinned is kind]))
-        for kind in sorted({state.is_thinned for state in states})
-    }
+    usual = float(np.median([state.size_bytes for state in states]))
     yield Measure("whole", words=words, is_fault=False)
-    yield Measure("size", words={"size": readable(next(iter(usual_of.values())))}, is_fault=False)
+    yield Measure("size", words={"size": readable(usual)}, is_fault=False)
     for state in states:
-        usual = usual_of[state.is_thinned]
         told, steps = {"step": state.step, "size": readable(state.size_bytes)}, (state.step, state.step)
         if state.faults:
             yield Measure("whole", None, steps, told, (*state.faults, str(state.path)))

@@ -59,8 +59,6 @@ class CheckpointState:
     size_bytes: int
     faults: tuple[str, ...] = ()
     """Parts that are missing or damaged, as far as file names and sizes tell."""
-    is_thinned: bool = False
-    """Its optimizer state was removed on purpose."""
 
     @property
     def is_complete(self) -> bool:

@@ -27,7 +27,6 @@ from trainer.data.loader import RankPlan, TrainLoader, ValidationBatches
 from trainer.detection import require_usable_rules
 from trainer.errors import EXIT_DONE
 from trainer.guard.evidence import EvidenceKeeper
-from trainer.guard.guard import longest_delay
 from trainer.loop.fit import fit
 from trainer.loop.run import Cadence, Run
 from trainer.model import adapters, flops
@@ -244,12 +243,7 @@ def _checkpoints(config: Config, inputs: Inputs, start: Start, parts: Run) -> Ch
             None if config.model.has_adapters else inputs.whole,
             Adapter(adapters.settings(model), Path(inputs.source.path)) if config.model.has_adapters else None,
         ),
-        kept=Retention(
-            keep=config.trainer.max_ckpt_to_keep,
-            keep_full=config.trainer.checkpoint.keep_full,
-            best_metric=config.trainer.best_metric,
-            rollback_delay=longest_delay(config.trainer),
-        ),
+        kept=Retention(keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric),
         lock=start.lock,
         fingerprints=start.fingerprints,
     )

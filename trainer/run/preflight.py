@@ -15,7 +15,8 @@ from pathlib import Path
 import trainer.data
 from trainer import mirror
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, candidates_of, cannot_use
-from trainer.checkpoint.retention import LEASE_PREFIX, existing_parent
+from trainer.checkpoint.layout import READING_PREFIX
+from trainer.checkpoint.retention import existing_parent
 from trainer.config import QUICKSTART, Config, ConfigError, ModelConfig, Source, sources_of
 from trainer.data.files import resolve_files
 from trainer.detection import require_usable_rules
@@ -130,7 +131,7 @@ CHECKS: dict[str, Callable[[Config], object]] = {
 
 
 RECORD = ".finished"
-OUTSIDE = (RECORD, mirror.STATE, LEASE_PREFIX)
+OUTSIDE = (RECORD, mirror.STATE, READING_PREFIX)
 """What is written after the end: this record, where no kill came before it, and what a mirror and readers leave."""
 
 

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-from trainer.checkpoint.layout import THINNED, is_optimizer
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.report.readers.parsing import as_step
 from trainer.report.run_log import CheckpointState
@@ -19,21 +18,19 @@ def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         match = _STEP_DIR.fullmatch(path.name)
         if match and path.is_dir():
-            is_own, is_thinned = path.name.startswith("global_step_"), (path / THINNED).exists()
-            faults = tuple(_own_faults(path, is_thinned) if is_own else _transformers_faults(path))
-            found.append(CheckpointState(int(match[1]), path, tree_bytes(path), faults, is_thinned))
+            is_own = path.name.startswith("global_step_")
+            faults = tuple(_own_faults(path) if is_own else _transformers_faults(path))
+            found.append(CheckpointState(int(match[1]), path, tree_bytes(path), faults))
     # A `trainer_state.json` copied with its directory to be read is neither a checkpoint nor a damaged one.
     if all([entry.name for entry in state.path.glob("*")] == ["trainer_state.json"] for state in found):
         return ()
     return tuple(sorted(found, key=lambda state: state.step))
 
 
-def _own_faults(path: Path, is_thinned: bool) -> list[str]:
-    """Of a thinned one the optimizer's files were removed on purpose (`trainer.checkpoint.keep_full`)."""
+def _own_faults(path: Path) -> list[str]:
     files = read_object(path / MANIFEST).get("files")
     if isinstance(files, list):
-        found = [fault for item in files if (fault := _listed_fault(path, item))]
-        return [fault for fault in found if not (is_thinned and is_optimizer(fault))]
+        return [fault for item in files if (fault := _listed_fault(path, item))]
     if (path / MANIFEST).exists():
         return [f"{MANIFEST} cannot be read"]
     world_size = as_step(read_object(path / "fsdp_config.json").get("world_size"))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.retention import KEEP_LESS, SPARE, existing_parent
+from trainer.checkpoint.retention import KEEP_FEWER, SPARE, existing_parent
 from trainer.config import Config
 from trainer.launch.checks import Checked, Launch
 from trainer.runtime.text import readable
@@ -54,5 +54,5 @@ def _room(directory: Path, what: str, *, least_bytes: int, most_bytes: int) -> C
     what = f"{directory}: {what}; {readable(most_bytes)} to come, {readable(free_bytes)} free"
     if free_bytes >= most_bytes * SPARE:
         return Checked("ok", what)
-    fix = f"free some space, choose another disk, or {KEEP_LESS}"
+    fix = f"free some space, choose another disk, or {KEEP_FEWER}"
     return Checked("fail" if free_bytes < least_bytes * SPARE else "warn", what, fix)

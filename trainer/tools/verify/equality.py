@@ -85,8 +85,7 @@ def _compare_checkpoints(found: Comparison, left: Path, right: Path) -> None:
         return
     ranks = range(sizes[0])
     files = [layout.model_file(sizes[0], rank) for rank in ranks]
-    if not any(info.thinned for info in infos):
-        files += [layout.optim_file(sizes[0], rank) for rank in ranks]
+    files += [layout.optim_file(sizes[0], rank) for rank in ranks]
     for file in (*files, layout.DATA):
         try:
             leaves = [dict(_leaves(path / file)) for path in (left, right)]

@@ -1,0 +1,93 @@
+"""A reader keeps what it reads, whatever becomes of the checkpoint; a killed one leaves nothing for good."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint_fakes import commit, expected_files, save
+
+from trainer.checkpoint import layout, retention
+from trainer.checkpoint.layout import READING_PREFIX
+from trainer.checkpoint.reading import pinned
+from trainer.checkpoint_tools import listing
+
+
+def inspected(run_dir: Path, step: int) -> layout.CheckpointInfo:
+    return layout.inspect(run_dir / layout.step_dir_name(step))
+
+
+def reading(run_dir: Path) -> list[Path]:
+    return list(run_dir.glob(f"{READING_PREFIX}*"))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_is_read_outlives_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+    def refuse(*paths: object) -> None:
+        raise PermissionError("no hard links here")
+
+    save(tmp_path, 2, 4)
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    info = inspected(tmp_path, 2)
+    with pinned(info, "huggingface") as directory:
+        assert directory is not None
+        retention.rotate(tmp_path, keep=1)
+        layout.clean_leftovers(tmp_path)
+        assert not info.path.exists()
+        found = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    expected = expected_files("global_step_2")
+    assert found == {name: expected[name] for name in ("huggingface/config.json", "manifest.json")}
+    assert reading(tmp_path) == []
+    with pinned(info, "huggingface") as directory:
+        assert directory is None
+    assert reading(tmp_path) == []
+
+
+def test_without_links_a_reader_that_may_not_copy_gets_the_checkpoint_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*paths: object) -> None:
+        raise PermissionError("no hard links here")
+
+    save(tmp_path, 2)
+    monkeypatch.setattr(os, "link", refuse)
+    with pinned(inspected(tmp_path, 2), "data.pt", may_copy=False) as directory:
+        assert directory == tmp_path / "global_step_2"
+
+
+def test_another_checkpoint_of_the_same_step_is_not_taken_for_it(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    info = inspected(tmp_path, 2)
+    layout.quarantine(info.path, "damaged")
+    manifest = commit(tmp_path, 2) / "manifest.json"
+    manifest.write_text("{}")
+    with pinned(info, "huggingface") as directory:
+        assert directory is None
+
+
+def test_what_a_killed_reader_left_goes_with_the_next_save_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4)
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with pinned(inspected(tmp_path, 2), "huggingface"):
+            os.write(writable, b"1")
+            time.sleep(60)
+        os._exit(1)
+    try:
+        assert os.read(readable, 1) == b"1"
+        layout.clean_leftovers(tmp_path)
+        assert len(reading(tmp_path)) == 1
+        plan = listing.plan_pruning(tmp_path, keep=2, is_corrupt_deleted=False)
+        assert plan.to_delete == []
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(readable)
+        os.close(writable)
+    plan = listing.plan_pruning(tmp_path, keep=2, is_corrupt_deleted=False)
+    assert plan.to_delete == reading(tmp_path)
+    layout.clean_leftovers(tmp_path)
+    assert reading(tmp_path) == []
