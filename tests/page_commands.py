@@ -8,10 +8,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 """Every command block of these is executed, or says what it needs (tests/e2e/test_pages.py)."""
-MORE_PAGES = [REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "benchmarks/README.md"]
 OURS = r"(?:bash run_sft\.sh|fsdp-sft)"
-INSIDE = rf"{OURS} |pip install |python (?:tests|benchmarks|examples)/"
-"""How a sentence calls a program; other code inside a sentence is a name, a key or an option."""
 NEEDS = re.compile(r"#.*\[needs (.*)\]$", re.S)
 """How a page says in the comment of a command what it needs that CI lacks."""
 
@@ -32,11 +29,3 @@ def commands_in(block: str) -> Iterator[str]:
         if is_one:
             yield command.strip()
         command = ""
-
-
-def commands_on(markdown: str) -> list[str]:
-    """Of blocks and sentences; brackets around what may be left out of a usage are gone."""
-    sentences = re.sub(r"^```.*?^```", "", markdown, flags=re.M | re.S)
-    inside = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", sentences)]
-    usages = [re.sub(r" \[[^]]*\]", "", code) for code in inside if re.match(INSIDE, code)]
-    return [command for block in blocks_of(markdown, "bash") for command in commands_in(block)] + usages

