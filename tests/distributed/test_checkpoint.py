@@ -228,12 +228,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path: Path, 
     assert not list((tmp_path / "run").glob(".staging*"))
 
 
-def save_poisoned(world: Any, run_dir: Path, source: Any) -> str:
+def save_poisoned(world: Any, run_dir: Path, source: Any, where: str) -> str:
     run_dir.mkdir(exist_ok=True)
     model = build_toy_model(world, source)
     parts = toy_run(world, model, ToySamples(), total_steps=6)
     if world.rank == 1:
-        next(iter(model.parameters())).to_local().data[0] = float("nan")
+        parameter = next(iter(model.parameters()))
+        poisoned = parameter if where == "parameter" else parts.optimizer.state[parameter]["exp_avg_sq"]
+        poisoned.to_local().data[0] = float("nan")
     try:
         checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
         save_now(checkpoints, parts, is_required=True)
@@ -242,8 +244,9 @@ def save_poisoned(world: Any, run_dir: Path, source: Any) -> str:
     return ""
 
 
-def test_a_poisoned_state_is_never_committed(source, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    assert all("not finite" in error for error in run_ranks(save_poisoned, 2, tmp_path / "run", source))
+@pytest.mark.parametrize("where", ["parameter", "moment"])
+def test_a_poisoned_state_is_never_committed(source, tmp_path: Path, where: str) -> None:  # type: ignore[no-untyped-def]
+    assert all("not finite" in error for error in run_ranks(save_poisoned, 2, tmp_path / "run", source, where))
     assert layout.checkpoints(tmp_path / "run") == []
 
 

@@ -352,3 +352,11 @@ def test_a_plan_knows_what_is_frozen_and_what_a_save_copies(tmp_path: Path) -> N
         assert plan.device_bytes["optimizer state"] == pytest.approx(plan.num_trained * 8 / 2, rel=0.05)
     assert lora.host_bytes["copy of an asynchronous save"] < part.device_bytes[FROZEN]
     assert part.host_bytes["copy of an asynchronous save"] > part.device_bytes[FROZEN]
+
+
+@pytest.mark.parametrize(("changes", "scale"), [({}, 6 / 4), ({"use_rslora": True}, 6 / 2)])
+def test_adapters_are_scaled_as_configured(tmp_path: Path, changes: dict[str, Any], scale: float) -> None:
+    model = on_meta(write_model_config(tmp_path), lora_rank=4, lora_alpha=6, **changes)
+    adapted_layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert adapted_layers and all([*layer.scaling.values()] == [scale] for layer in adapted_layers)
+    assert adapters.settings(model)["lora_alpha"] == 6

@@ -5,15 +5,19 @@ Shape suffixes: S supervised positions, H hidden size, V vocabulary.
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from toy import ToySamples, build_toy_model, write_model_config
 
+from trainer.data.loader import pack
 from trainer.losses import LOSSES
 from trainer.model import head as head_module
 from trainer.model.head import LossHead, train
@@ -232,3 +236,17 @@ def test_division_by_the_token_count_is_not_rounded_to_bfloat16(is_chunked: bool
     whole, share = gradient(1), gradient(470)
     whole *= whole.abs() < 0.5  # what is about -1, a label that was not foreseen, is rounded alike everywhere
     assert (470 * (share * whole).sum() / whole.square().sum()).item() == pytest.approx(1, abs=1e-3)
+
+
+def measured(world: Any, source: Any, losses: list[str]) -> list[float]:
+    """Loss of a batch without gradients, by a model that trains each of `losses`."""
+    models = (build_toy_model(world, source, loss=loss) for loss in losses)
+    with torch.no_grad():
+        return [model(pack(ToySamples(), [1, 2])).loss_sum.item() for model in models]
+
+
+def test_a_model_that_transforms_its_logits_is_validated_with_cross_entropy_whatever_is_trained(tmp_path: Path) -> None:
+    """Its losses are computed beside the head."""
+    source = write_model_config(tmp_path, "granite", logits_scaling=4.0)
+    ((cross_entropy, dft),) = run_ranks(measured, 1, source, ["cross_entropy", "dft"])
+    assert dft == cross_entropy

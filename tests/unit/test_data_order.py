@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer.data.order import permuted
+from trainer.data.order import Share, permuted, rows_at
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 9, 10, 17, 100, 1009])
@@ -55,3 +55,10 @@ def test_a_batch_is_spread_over_all_rows() -> None:
         assert excess(np.bincount(found * 64 // size, minlength=64)) < 4
         assert excess(np.bincount(found % 64, minlength=64)) < 4
         assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.04
+
+
+def test_rows_come_in_the_order_that_earlier_checkpoints_began() -> None:
+    assert permuted(np.arange(12), 12, 7).tolist() == [11, 0, 6, 10, 4, 1, 7, 8, 2, 9, 3, 5]
+    assert permuted(np.arange(5), 10**8, 3).tolist() == [9168611, 68877121, 56154411, 15819086, 34597115]
+    _, rows = rows_at(np.arange(8), (Share(8),), seed=1, epoch=0)
+    assert rows.tolist() == [1, 7, 4, 2, 3, 0, 5, 6]

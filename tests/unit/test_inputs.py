@@ -2,6 +2,8 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_so
 
 from trainer.data.chat import ChatEncoder
 from trainer.errors import DataError
+from trainer.run import main
 from trainer.run.compose import load_config
 from trainer.run.inputs import Inputs, prepare_inputs
 
@@ -105,3 +108,17 @@ def test_bad_rows_are_told_with_their_source(files: Path) -> None:
         inputs_of(*words(files, chats(files), answers(files)), *skip)
     inputs = inputs_of(*words(files, chats(files), answers(files)), *skip[:1], "data.max_bad_fraction=0.2")
     assert inputs.train.total("num_bad_rows") == 1 and inputs.train.total("num_rows") == NUM_CHATS + 9
+
+
+@pytest.mark.parametrize(
+    ("words", "is_random", "rate"),
+    [
+        ([], False, 1e-5),
+        ([], True, 2e-3),
+        (["model.lora_rank=4", "model.partial_pretrain=org/name"], False, 1e-4),
+        (["optim.lr=3e-4"], False, 3e-4),
+    ],
+)
+def test_the_peak_rate_follows_what_is_trained(words: list[str], is_random: bool, rate: float) -> None:
+    inputs: Any = SimpleNamespace(source=SimpleNamespace(random_weights=is_random))
+    assert main._lr_schedule(load_config(words), inputs, 10).peak_lr == rate

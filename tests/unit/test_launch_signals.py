@@ -136,6 +136,18 @@ def test_a_signal_reaches_every_rank_once(name: str, start: Callable[..., subpro
     assert [(scratch / f"received_{rank}").read_text() for rank in range(2)] == [name, name]
 
 
+@pytest.mark.parametrize(("is_asked", "code"), [(True, 75), (False, 1)])
+def test_a_rank_lost_beside_an_orderly_stop_is_a_crash_unless_a_signal_asked_for_the_stop(
+    is_asked: bool, code: int, start: Callable[..., subprocess.Popen], tmp_path: Path
+) -> None:
+    (tmp_path / "rank.py").write_text(RANK + "sys.exit(1)\n")
+    launcher, scratch = start(AGENT), tmp_path / "scratch"
+    wait_for_ranks(scratch)
+    for pid in [launcher.pid] if is_asked else [read_pid(scratch / f"rank_{rank}.pid") for rank in range(2)]:
+        os.kill(pid, signal.SIGTERM)
+    assert launcher.wait(timeout=20) == code
+
+
 def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     launcher, scratch = start(AGENT), tmp_path / "scratch"
     (scratch / "stay").touch()

@@ -303,3 +303,10 @@ def test_a_worker_ends_with_the_process_that_is_killed() -> None:
         process.kill()
         gone, left = psutil.wait_procs([worker], timeout=30)
     assert gone and not left
+
+
+def test_a_checkpoint_of_another_position_is_not_taken_over() -> None:
+    saved = loader(start=Position(1, 0, 3)).state_dict()
+    with pytest.raises(RuntimeError, match="the data would go on from"):
+        loader().load_state_dict(saved)
+    loader(start=Position(1, 0, 3)).load_state_dict(saved)

@@ -1,5 +1,8 @@
 """The states of the generators: those of the run's own device, whatever else the machine has."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -23,3 +26,26 @@ def test_a_cuda_run_keeps_the_state_of_its_own_card(monkeypatch: pytest.MonkeyPa
     generators = seeding.GeneratorState(device)
     generators.load_state_dict(generators.state_dict())
     assert calls == [(("state of", device), device)]
+
+
+def drawn() -> list[float]:
+    return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+
+def test_a_loaded_state_draws_what_came_after_it_was_saved() -> None:
+    generators = seeding.GeneratorState(torch.device("cpu"))
+    seeding.seed_step(1, step=1, rank=0)
+    state = generators.state_dict()
+    expected = drawn()
+    seeding.seed_step(1, step=9, rank=0)
+    generators.load_state_dict(state)
+    assert drawn() == expected
+
+
+def test_each_step_and_rank_has_a_stream_of_its_own_that_no_version_changes() -> None:
+    """Runs that were begun by an earlier version draw on where they were."""
+    seeds = {}
+    for step, rank in ((1, 0), (2, 0), (1, 1)):
+        seeding.seed_step(1, step=step, rank=rank)
+        seeds[step, rank] = torch.initial_seed()
+    assert seeds == {(1, 0): 2264003803813060455, (2, 0): 4376239091071838756, (1, 1): 6231856892160147382}

@@ -1,0 +1,95 @@
+"""What a run does around its steps: random numbers, signs of life, validation, and the end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy_runs import StopsAfter
+
+from trainer.data.batch_plan import Limits
+from trainer.data.loader import RankPlan, ValidationBatches
+from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
+from trainer.loop.fit import fit, validate
+from trainer.runtime.heartbeat import Heartbeat
+
+DROPOUTS = {"dropout": 0.5, "plain": 0.0}
+
+
+class CountingHeartbeat(Heartbeat):
+    """Counts the signs of life within a step."""
+
+    def __init__(self) -> None:
+        self.num_beats = 0
+        super().__init__()
+
+    def enter(self, phase: str, *, limit_s: float | None) -> None:
+        """Begin another phase: what `beat` tells within one is counted alone."""
+
+    def beat(self) -> None:
+        self.num_beats += 1
+
+
+def seeds_in_steps(world: Any, source: Any) -> list[int]:
+    """Seed of the generator in the first forward pass of each of two steps."""
+    model = build_toy_model(world, source)
+    seeds = []
+    plain = model.forward
+
+    def forward(batch: Any) -> Any:
+        seeds.append(torch.initial_seed())
+        return plain(batch)
+
+    model.forward = forward
+    assert fit(toy_run(world, model, ToySamples(), total_steps=2)) == EXIT_DONE
+    return seeds
+
+
+def test_each_rank_draws_its_own_random_numbers_in_each_step(tmp_path: Path) -> None:
+    found = run_ranks(seeds_in_steps, 2, write_model_config(tmp_path))
+    assert len({seed for seeds in found for seed in seeds}) == 4
+
+
+def beats_of_a_step(world: Any, source: Any) -> tuple[int, int]:
+    heartbeat = CountingHeartbeat()
+    run = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=1, max_samples=1)
+    run.heartbeat = heartbeat
+    fit(run)
+    return heartbeat.num_beats, run.batches.schedule.batch_size
+
+
+def test_the_watchdog_hears_of_every_micro_batch(tmp_path: Path) -> None:
+    """A step of many micro-batches may take longer than the limit for silence."""
+    ((num_beats, num_micro_batches),) = run_ranks(beats_of_a_step, 1, write_model_config(tmp_path))
+    assert num_beats >= num_micro_batches == 8
+
+
+def validation_losses(world: Any, source: Any) -> list[float]:
+    samples = ToySamples()
+    batches = ValidationBatches(samples, RankPlan(0, 1, Limits(None, None), 0.0), batch_size=8)
+    run = toy_run(world, build_toy_model(world, source), samples, total_steps=1, validation_batches=batches)
+    for _ in range(2):
+        run.model.train()
+        validate(run, 0)
+    return run.tracking.column("val/loss")
+
+
+def test_a_validation_draws_no_dropout(tmp_path: Path) -> None:
+    rates = {name: {"attn_pdrop": rate, "embd_pdrop": rate, "resid_pdrop": rate} for name, rate in DROPOUTS.items()}
+    found = {
+        name: run_ranks(validation_losses, 1, write_model_config(tmp_path / name, "gpt2", **rate))[0]
+        for name, rate in rates.items()
+    }
+    assert found["dropout"] == found["plain"] and len(set(found["plain"])) == 1
+
+
+def exit_code(world: Any, source: Any, stop_in_step: int) -> int:
+    run = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=2, stop=StopsAfter(stop_in_step))
+    return fit(run)
+
+
+@pytest.mark.parametrize(("step", "code"), [(1, EXIT_RESUMABLE), (2, EXIT_DONE)])
+def test_a_run_that_is_stopped_in_its_last_step_is_done(tmp_path: Path, step: int, code: int) -> None:
+    assert run_ranks(exit_code, 1, write_model_config(tmp_path), step) == [code]

@@ -1,0 +1,47 @@
+"""What an export is written from a plan, without a model or a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainer.checkpoint.export import ExportSource, plan_export, write_companions, write_weights
+from trainer.checkpoint.model_files import ModelFiles
+
+WEIGHT = torch.tensor([1.0, 1 / 3])
+BUFFER = torch.tensor([2.0, 1 / 7])
+"""Values that bfloat16 would round."""
+
+
+class Reader:
+    def whole(self, name: str) -> Tensor:
+        return {"weight": WEIGHT, "buffer": BUFFER}[name]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> ExportSource:
+    config = {"dtype": "float32", "text_config": {"dtype": "float32", "torch_dtype": "float32"}}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return ExportSource(ModelFiles.read(directory), None, ())
+
+
+def test_parameters_are_cast_and_buffers_are_not(source: ExportSource, tmp_path: Path) -> None:
+    (target := tmp_path / "huggingface").mkdir()
+    plan = plan_export({"weight": WEIGHT}, {"buffer": BUFFER}, None, dtype="bfloat16")
+    write_weights(plan, target, Reader(), root=tmp_path)
+    found = load_file(target / "model.safetensors")
+    assert found["weight"].dtype == torch.bfloat16 and torch.equal(found["weight"], WEIGHT.bfloat16())
+    assert found["buffer"].dtype == torch.float32 and torch.equal(found["buffer"], BUFFER)
+
+
+def test_every_dtype_of_the_config_is_the_one_written(source: ExportSource, tmp_path: Path) -> None:
+    (target := tmp_path / "huggingface").mkdir()
+    write_companions(plan_export({"weight": WEIGHT}, {}, None, dtype="bfloat16"), target, source)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert config["text_config"] == {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
