@@ -80,12 +80,3 @@ def test_two_ranks_on_one_card_are_refused() -> None:
     shared, own = zip(*run_ranks(refused, 2, ["GPU-7", "GPU-7"], ["GPU-7", "GPU-8"]), strict=True)
     assert all("2 ranks use the same card of" in text and "GPU-7" in text for text in shared)
     assert own == ("met", "met")
-
-
-def test_machines_with_different_settings_do_not_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered(found: list[object], own: object) -> None:
-        found[:] = [own, ("other", None, "a=2")]
-
-    monkeypatch.setattr(distributed.dist, "all_gather_object", gathered)
-    with pytest.raises(ConfigError, match=r"(?s)(other: a=2|: a=1)\n.*: a=[12]\n.*the same command"):
-        distributed._require_all(torch.device("cpu"), 2, card=None, settings="a=1")

@@ -69,7 +69,7 @@ def test_every_file_and_directory_is_synced_before_the_commit(source: Any, tmp_p
 
 
 def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
-    """Another run, which is saving too, replaces the lock file while the manifest is written, as after a lease."""
+    """Another run, which is saving too, replaces the lock file while the manifest is written."""
     if world.is_main and operation.kind == "create" and operation.path.name == "manifest.json":
         (run_dir / "other").write_text("{}")
         os.replace(run_dir / "other", run_dir / LOCK)

@@ -19,6 +19,7 @@ from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime import heartbeat
+from trainer.runtime.files import NO_FLOCK
 
 
 def start_holder(run_dir: Path, *, with_worker: bool = False) -> tuple[int, int | None]:
@@ -50,20 +51,13 @@ def children() -> Iterator[list[int]]:
             pass
 
 
-def count_winners(
-    lock: RunLock, *, num_rounds: int, num_processes: int, timeout_s: float, dead: bytes = b""
-) -> list[int]:
-    """Per round, how many of the processes that start together acquire the lock; they hold it until all are done.
-
-    `dead`: the content of the lock file each round begins with.
-    """
+def count_winners(lock: RunLock, *, num_rounds: int, num_processes: int, timeout_s: float) -> list[int]:
+    """Per round, how many of the processes that start together acquire the lock; they hold it until all are done."""
     fork: Any = multiprocessing.get_context("fork")
     barrier, wins = fork.Barrier(num_processes), fork.Array("i", num_rounds)
 
-    def race(number: int) -> None:
+    def race() -> None:
         for index in range(num_rounds):
-            if dead and number == 0:
-                lock._path.write_bytes(dead)
             barrier.wait(timeout_s)
             try:
                 lock.acquire(timeout_s=0)
@@ -76,7 +70,7 @@ def count_winners(
             barrier.wait(timeout_s)
             lock.release()
 
-    racers = [fork.Process(target=race, args=(number,)) for number in range(num_processes)]
+    racers = [fork.Process(target=race) for _ in range(num_processes)]
     for racer in racers:
         racer.start()
     for racer in racers:
@@ -263,3 +257,26 @@ def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path: Path, monke
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(CannotWriteError, match=r"cannot lock the run directory.*missing"):
         RunLock(tmp_path / "missing").acquire(timeout_s=0)
+
+
+@pytest.mark.parametrize("error_number", NO_FLOCK, ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error_number: int
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(error_number, os.strerror(error_number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"without locks.*trainer\.checkpoint\.require_lock=false"):
+        RunLock(tmp_path).acquire(timeout_s=0)
+    first, second = RunLock(tmp_path, needs_flock=False), RunLock(tmp_path, needs_flock=False)
+    first.acquire(timeout_s=0)
+    assert first.is_held() and "no locks on this file system" in caplog.text
+    (tmp_path / LOCK).unlink()
+    assert first.keep(), "only the lock file was removed"
+    second.acquire(timeout_s=0)
+    assert second.is_held() and not first.keep() and f"taking over from the run pid {os.getpid()}" in caplog.text
+    first.release()
+    assert second.is_held()
+    second.release()
+    assert (tmp_path / LOCK).read_bytes() == b""

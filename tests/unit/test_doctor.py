@@ -163,7 +163,12 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "read-only cache": ("", lambda s: s.refuse("create", "tokens"), "!directories", "data.cache_dir=tokens"),
     "no rename": ("", lambda s: s.refuse("rename", "run"), "!directories", "choose a directory"),
     "no fsync": ("", lambda s: s.refuse("fsync", "run"), "!directories", "choose a directory"),
-    "no locks": ("", lambda s: s.patch.setattr(checks, "try_lock", lambda file: False), "?directories", "with locks"),
+    "no locks": (
+        "",
+        lambda s: s.patch.setattr(checks, "try_lock", lambda file: False),
+        "!directories",
+        "require_lock=false",
+    ),
     "trains now": ("", lambda s: s.write("run/.train.lock", LIVE), "!resume", "wait for it or stop it"),
     "pointer to nothing": ("", lambda s: s.write(POINTER, "x"), "!run directory", "Restore one of them"),
     "damaged pointer": ("", lambda s: s.checkpoint("x"), "?resume", "checkpoint ls"),

@@ -62,7 +62,7 @@ def test_equal_runs_have_no_difference(runs: tuple[Path, Path]) -> None:
 def test_what_readers_and_a_shortcut_leave_after_the_end_is_no_difference(runs: tuple[Path, Path]) -> None:
     """A run that was killed once it had ended has no record for the next start, which looks itself then."""
     (runs[0] / RECORD).write_text("{}")
-    (runs[1] / f".lease_{layout.step_dir_name(STEPS)}").touch()
+    (runs[1] / f".reading_{layout.step_dir_name(STEPS)}").touch()
     assert compare(runs).differences == []
     (runs[1] / ".staging_x").mkdir()
     (difference,) = compare(runs).differences

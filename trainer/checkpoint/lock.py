@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +24,10 @@ MAX_RECORD_BYTES = 2**16
 logger = logging.getLogger(__name__)
 
 
+class NoLocksError(ConfigError):
+    """The file system has no locks, so two runs could write to one directory at once."""
+
+
 class RunLock:
     """Exclusive use of a run directory, held by rank 0 as long as it may write checkpoints.
 
@@ -32,11 +35,8 @@ class RunLock:
     replaces the nonce, so a run that was stopped meanwhile sees in `is_held` that it may no longer publish. The file
     is never deleted, a clean release empties it: a run waiting on a deleted one would hold nothing.
 
-    Normally an exclusive `flock`: the kernel releases it when the process dies, however it dies, and a stopped process
-    keeps it. On a file system without one, a lease: a thread counts up in the record every `renew_s`; another run
-    takes over by a rename once the record has stood still for `observe_s`, and holds it if its nonce is still there
-    after `settle_s`. No clock or modification time is compared. Should a run be stopped for longer than `settle_s`
-    within its takeover, two may begin, but only the later one holds the lease.
+    It is an exclusive `flock`: the kernel releases it when the process dies, however it dies, and a stopped process
+    keeps it. Without `needs_flock` a file system that has none is accepted: the later run then holds the directory.
 
     Where only the lock file was removed, `keep` makes it again, unless another run came in between. The run directory
     is held open, so that a new directory of the same name is not taken for it.
@@ -44,22 +44,18 @@ class RunLock:
     Forked children let go at once, so that a loader worker which outlives a killed trainer does not keep it.
     """
 
-    def __init__(self, run_dir: Path, *, renew_s: float = 3.0, observe_s: float = 30.0, settle_s: float = 3.0) -> None:
-        if observe_s < 3 * renew_s + settle_s:
-            raise ValueError(f"a live lease looks dead: {observe_s=} must be at least 3 * {renew_s=} + {settle_s=}")
+    def __init__(self, run_dir: Path, *, needs_flock: bool = True) -> None:
         self._path = run_dir / LOCK
-        self._renew_s, self._observe_s, self._settle_s = renew_s, observe_s, settle_s
+        self._needs_flock = needs_flock
         self._record: dict[str, str | int | None] = {}
         self._descriptor: int | None = None
         self._directory: int | None = None
-        self._renewer: threading.Thread | None = None
-        self._stop_renewing = threading.Event()
 
     def acquire(self, *, timeout_s: float = 20.0) -> None:
         """Wait at most `timeout_s`: the ranks of a run just killed may live a moment longer.
 
-        Up to `observe_s` more where a lease must prove to be dead. Raises `ConfigError` naming the holder,
-        `CannotWriteError` if the directory cannot be written.
+        Raises `ConfigError` naming the holder, `NoLocksError`, and `CannotWriteError` if the directory cannot be
+        written.
         """
         deadline_s = time.monotonic() + timeout_s
         self._record = {
@@ -98,12 +94,11 @@ class RunLock:
         """
         if self.is_held():
             return True
-        is_flock = self._directory is not None and self._renewer is None
-        if not is_flock or os.path.lexists(self._path) or not self._is_same_directory():
+        if self._directory is None or os.path.lexists(self._path) or not self._is_same_directory():
             return False
         try:
             descriptor = self._open(self._path, os.O_CREAT | os.O_EXCL)
-            if not try_lock(descriptor):
+            if try_lock(descriptor) is None:
                 return False
             self._write_record()
         except FileExistsError:
@@ -127,9 +122,6 @@ class RunLock:
 
     def release(self) -> None:
         """Give it back and empty the file, so that the next run need not wait; one taken over is left as it is."""
-        if self._renewer is not None:
-            self._stop_renewing.set()
-            self._renewer.join()
         if self._descriptor is not None and self.is_held():
             try:
                 os.ftruncate(self._descriptor, 0)
@@ -155,70 +147,24 @@ class RunLock:
             time.sleep(min(POLL_S, remaining_s))
             return False
         if not is_locked:
-            logger.warning("%s: no locks on this file system: renewing that file instead", self._path)
-            return self._try_lease(deadline_s)
-        if b'"renewed"' in self._content():  # of a machine without flock: this one cannot tell whether it lives
-            return self._try_lease(deadline_s)
+            self._accept_no_locks()
+        elif not self._needs_flock:
+            logger.info("trainer.checkpoint.require_lock=false is not needed: %s has locks", self._path.parent)
         self._write_record()
         return self._is_ours()
 
-    def _try_lease(self, deadline_s: float) -> bool:
-        self._let_go()
-        seen = self._observe(deadline_s)
-        temporary = self._path.with_name(f"{LOCK}.{secrets.token_hex(4)}.tmp")
-        try:
-            self._open(temporary, os.O_CREAT | os.O_EXCL)
-            self._write_record(num_renewals=0)
-            if self._content() != seen:
-                return False
-            os.replace(temporary, self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        time.sleep(self._settle_s)
-        if not self._is_ours():
-            return False
-        self._stop_renewing = threading.Event()
-        self._renewer = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._renewer.start()
-        return True
-
-    def _observe(self, deadline_s: float) -> bytes:
-        """Wait until the record is gone or has stood still for `observe_s`; returns it.
-
-        Counts looks instead of reading a clock: what holds up this process or the file system gives the holder the
-        same time more. Raises `ConfigError` if the record changes after the deadline: then its holder is alive.
-        """
-        seen, num_still = self._content(), 0
-        if seen:
-            waiting = "%s: waiting up to %g s for a sign of life of its holder (%s)"
-            logger.info(waiting, self._path, self._observe_s, _holder(seen))
-        while seen and num_still * POLL_S < self._observe_s:
-            time.sleep(POLL_S)
-            num_still += 1
-            if (content := self._content()) != seen:
-                seen, num_still = content, 0
-                if seen and time.monotonic() >= deadline_s:
-                    raise self._in_use()
-        if seen:
-            taking_over = "%s: no sign of life for %g s, taking over from its holder (%s)"
-            logger.warning(taking_over, self._path, self._observe_s, _holder(seen))
-        return seen
-
-    def _renew(self) -> None:
-        num_renewals, is_failing = 0, False
-        while not self._stop_renewing.wait(self._renew_s):
-            try:
-                if not self._is_ours():
-                    logger.error("%s: another run has taken over, this one saves no more", self._path)
-                    return
-                num_renewals += 1
-                # Into the file this run created, whatever the path names by now: never over a successor's record.
-                self._write_record(num_renewals=num_renewals)
-                is_failing = False
-            except OSError as error:
-                if not is_failing:
-                    logger.warning("cannot renew %s, trying on: %s", self._path, error)
-                is_failing = True
+    def _accept_no_locks(self) -> None:
+        """Raises `NoLocksError` if the lock is needed."""
+        if self._needs_flock:
+            raise NoLocksError(
+                f"'{self._path.parent}' is on a file system without locks (flock): two runs could write there at once. "
+                "Fix: choose another directory (trainer.default_local_dir), mount it with locks (NFS: no `nolock`; "
+                "Lustre: `flock`), or accept it with trainer.checkpoint.require_lock=false"
+            )
+        text = "%s: no locks on this file system. Two runs in this directory would not notice each other at once"
+        logger.warning(text, self._path.parent)
+        if content := self._content():
+            logger.warning("taking over from the run %s: make sure that it has ended", _holder(content))
 
     def _open(self, path: Path, flags: int) -> int:
         self._let_go()
@@ -244,11 +190,9 @@ class RunLock:
         except OSError:
             return False
 
-    def _write_record(self, *, num_renewals: int | None = None) -> None:
-        """`num_renewals`: of a lease. Each has the same length: a reader sees the old or the new count, or a mix."""
+    def _write_record(self) -> None:
         assert self._descriptor is not None
-        renewed = {} if num_renewals is None else {"renewed": f"{num_renewals:012d}"}
-        data = json.dumps(self._record | renewed).encode()
+        data = json.dumps(self._record).encode()
         os.pwrite(self._descriptor, data, 0)
         os.ftruncate(self._descriptor, len(data))  # last: an empty file means that nobody holds it
         os.fsync(self._descriptor)  # NFS shows it to other machines from now on
@@ -274,10 +218,10 @@ class RunLock:
         return is_same_file and str(self._record["nonce"]).encode() in content
 
     def _let_go(self) -> None:
-        """Close the file as it is: a lock ends, a lease does not."""
+        """Close the file as it is, which ends the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
-        self._descriptor = self._renewer = None
+        self._descriptor = None
         _open_locks.discard(self)
 
     def _in_use(self) -> ConfigError:
@@ -307,7 +251,7 @@ _open_locks: set[RunLock] = set()
 
 
 def _let_go_in_child() -> None:
-    """Closing a descriptor inherited by `fork` leaves the parent's lock as it is; its renewing thread is not copied."""
+    """Closing a descriptor inherited by `fork` leaves the parent's lock as it is."""
     for lock in list(_open_locks):
         lock._let_go()
         lock._close_directory()

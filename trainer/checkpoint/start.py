@@ -66,7 +66,7 @@ def decide_start(config: TrainerConfig, shape: RunShape, world: World) -> Start:
     """
     if (complete := find_complete(config, shape, world)) is not None:
         return complete
-    lock = RunLock(Path(config.default_local_dir))
+    lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
     try:
         return _begin(lock, config, shape, world)
     except BaseException:

@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.layout import CORRUPT_PREFIX, READING_PREFIX, STAGING_PREFIX, TRASH_PREFIX, CheckpointInfo
-from trainer.checkpoint.lock import LOCK, RunLock
+from trainer.checkpoint.lock import LOCK, NoLocksError, RunLock
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest, verify_files
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
@@ -221,7 +221,13 @@ def plan_pruning(run_dir: Path, *, keep: int, is_corrupt_deleted: bool) -> Pruni
 def _locked(run_dir: Path) -> Iterator[None]:
     """Raises `ConfigError` naming the holder. Not held while hashing: a run that starts then need not wait."""
     lock = RunLock(run_dir)
-    lock.acquire(timeout_s=LOCK_TIMEOUT_S)
+    try:
+        lock.acquire(timeout_s=LOCK_TIMEOUT_S)
+    except NoLocksError as error:
+        raise ConfigError(
+            f"'{run_dir}' is on a file system without locks (flock): 'prune' cannot tell whether a run trains there. "
+            "Fix: once no run does, delete old global_step_* directories by hand"
+        ) from error
     try:
         yield
     finally:

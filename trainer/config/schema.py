@@ -245,6 +245,11 @@ class CheckpointConfig:
         "both (merged, and the adapter in lora_adapter/)",
         one_of("adapter", "merged", "both"),
     )
+    require_lock: bool = key(
+        True,
+        "refuse a run directory on a file system without locks (flock); false = accept it: never start a second run "
+        "there",
+    )
     async_save: bool = key(
         True, "write behind training from a copy in host memory; false = training waits for the disk"
     )

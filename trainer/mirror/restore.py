@@ -123,7 +123,7 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
     problems = [f"step {step}: {reason}" for step, reason in held.incomplete.items()]
     try:
         fsio.make_dirs(run_dir)
-        with RunLock(run_dir):
+        with RunLock(run_dir, needs_flock=trainer.checkpoint.require_lock):
             for manifest in held.candidates:
                 layout.clean_leftovers(run_dir)  # of the candidate before this one too, whose room it may need
                 name, started = layout.step_dir_name(manifest.step), time.monotonic()

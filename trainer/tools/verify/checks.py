@@ -62,11 +62,12 @@ def _cards(num_ranks: int) -> Iterator[Checked]:
 def directories(launch: Launch) -> Iterator[Checked]:
     """Every kind of operation that a save, a lock and a cache need, tried where they will happen."""
     config = launch.config
-    yield from _tried("trainer.default_local_dir", Path(config.trainer.default_local_dir))
+    needs_lock = config.trainer.checkpoint.require_lock
+    yield from _tried("trainer.default_local_dir", Path(config.trainer.default_local_dir), needs_lock=needs_lock)
     yield from _tried("data.cache_dir", Path(config.data.cache_dir), needs_links=bool(config.model.new_tokens))
 
 
-def _tried(key: str, directory: Path, *, needs_links: bool = False) -> Iterator[Checked]:
+def _tried(key: str, directory: Path, *, needs_links: bool = False, needs_lock: bool = False) -> Iterator[Checked]:
     try:
         with TemporaryDirectory(prefix=".sft-", dir=existing_parent(directory)) as name:
             made = Path(name)
@@ -82,8 +83,10 @@ def _tried(key: str, directory: Path, *, needs_links: bool = False) -> Iterator[
         yield Checked("fail", f"{key}={directory}: {error}", "choose a directory that can be written, on another disk")
         return
     if has_locks is False:
-        what = f"{key}={directory} is on a file system without locks: a killed run is waited for, work is done twice"
-        yield Checked("warn", what, "choose another, or mount it with locks (NFS: no `nolock`; Lustre: `flock`)")
+        what = f"{key}={directory} is on a file system without locks: two processes may do the same work there"
+        fix = "choose another, or mount it with locks (NFS: no `nolock`; Lustre: `flock`)"
+        accept = ", or accept it with trainer.checkpoint.require_lock=false" if needs_lock else ""
+        yield Checked("fail" if needs_lock else "warn", what, fix + accept)
 
 
 def resume(launch: Launch) -> Iterator[Checked]:
