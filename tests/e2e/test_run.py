@@ -18,7 +18,7 @@ from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.run.compose import load_config
-from trainer.tools.plan import disk
+from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
 
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
@@ -77,11 +77,11 @@ def test_finished_run_is_left_alone(straight: tuple[Path, str], cache: str) -> N
 
 def test_a_checkpoint_takes_the_disk_that_was_planned(straight: tuple[Path, str]) -> None:
     config = load_config([*SMALL, "trainer.device=cpu"])
-    planned_bytes = disk.checkpoint_bytes(config, plan_memory(config, 2))
+    disk = plan_disk(config, plan_memory(config, 2))
     files = [path.stat().st_size for path in (straight[0] / "global_step_12").rglob("*") if path.is_file()]
     few = 300_000  # bytes of names and the like that are not planned, whatever the model
-    assert planned_bytes == pytest.approx(sum(files), abs=few)
-    assert disk.num_checkpoints(config) == 12 // 3
+    assert disk.checkpoint_bytes == pytest.approx(sum(files), abs=few)
+    assert disk.num_checkpoints == 12 // 3
 
 
 def run_dir_of(cwd: Path) -> Path:
