@@ -16,6 +16,7 @@ from trainer.tracking import read_metrics
 
 NEEDS_CUDA = ("memory/", "system/gpu_", "throughput/train/mfu")
 NOT_ALWAYS = {
+    "train/objective",
     "checkpoint/failed_in_a_row",
     *(f"data/{total}_by/<source>" for total in ("rows", "tokens", "valid_token_frac", "repeat", "times")),
     "train/loss_by/<source>",

@@ -165,7 +165,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "no fsync": ("", lambda s: s.refuse("fsync", "run"), "!directories", "choose a directory"),
     "no locks": (
         "",
-        lambda s: s.patch.setattr(checks, "try_lock", lambda file: False),
+        lambda s: s.patch.setattr(checks, "try_lock", lambda _, found=iter((False, True)): next(found)),
         "!directories",
         "require_lock=false",
     ),
