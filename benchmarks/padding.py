@@ -92,7 +92,7 @@ def train(world: World, source: ModelSource, lengths: list[np.ndarray], dtype: s
     """Seconds, tokens and cost of every batch, in the order in which they were drawn."""
     keep_freed_memory()
     model = build_toy_model(world, source, param_dtype=dtype)
-    quadratic_cost = flops.quadratic_cost(model)
+    quadratic_cost = flops.length_costs(model)[0]
     batches = Turns(world, lengths, quadratic_cost)
     parts: Any = toy_run(world, model, RandomSamples(lengths[0]), total_steps=len(batches.order), batches=batches)
     fit(parts)

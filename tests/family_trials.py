@@ -133,11 +133,12 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
         differences = [(grad - plain_grads.get(name, nothing)).norm() / norm for name, grad in grads.items()]
         errors["gradient error"].append(float(max(differences)))
     export_model(world, model, export_dir, ExportSource(ModelFiles.read(path), None, ()), dtype="float32")
+    whole, windowed = flops.length_costs(model)
     return {
         "how": PACKED if model.is_packed else PER_DOCUMENT,
         "reason": said.partition(": ")[2],
         "forward": model.forward.__name__,
-        "quadratic cost": flops.quadratic_cost(model),
+        "quadratic cost": whole + sum(windowed.values()),
         "gradients missing": sorted(set(plain_grads) - set(grads)),
         **{key: max(values) for key, values in errors.items()},
     }

@@ -207,7 +207,7 @@ def toy_run(
     if not model.is_packed:
         max_samples = 1
     limits, share = Limits(max_tokens, max_samples), (world.sequence_rank, world.sequence_size)
-    plan = RankPlan(world.data_rank, world.num_data_ranks, limits, flops.quadratic_cost(model), share=share)
+    plan = RankPlan(world.data_rank, world.num_data_ranks, limits, *flops.length_costs(model), share=share)
     schedule = Schedule(samples.shares, batch_size, seed=3, start=start)
     settings: dict[str, Any] = {
         "world": world,

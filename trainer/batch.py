@@ -3,7 +3,7 @@
 Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervised positions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -163,8 +163,8 @@ class StepBatch:
     num_loss_tokens: int
     num_tokens: int
     num_samples: int
-    sum_squared_lengths: int = 0
-    """Over the samples of the global batch: what attention costs."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sample of the global batch: attention costs more than in proportion to them."""
     sample_ids: tuple[int, ...] = ()
     """Of the global batch, in the order of the epoch; a sample may come twice where its source is repeated."""
     loss_tokens_by: Mapping[str, int] = field(default_factory=dict)
@@ -184,13 +184,32 @@ class StepFlops:
     trained its input has none either: 2.
 
     Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two products forward, four
-    backward, no credit for causality or recomputation. Source: PaLM (2022), appendix B.
+    backward, no credit for causality or recomputation. Source: PaLM (2022), appendix B. Within a sliding window, n**2
+    becomes `squared_length`.
     """
 
     per_token: float
     per_loss_token: float
     per_squared_length: float
+    """Of the layers without a window."""
+    per_window: Mapping[int, float] = field(default_factory=dict)
+    """{sliding window: the same of the layers that have it}."""
 
     def of(self, batch: StepBatch) -> float:
         matrices = self.per_token * batch.num_tokens + self.per_loss_token * batch.num_loss_tokens
-        return matrices + self.per_squared_length * batch.sum_squared_lengths
+        return matrices + self.attention(batch.lengths)
+
+    def attention(self, lengths: Sequence[int]) -> float:
+        """Of documents of these lengths."""
+        lengths_D = np.asarray(lengths, dtype=np.float64)
+        windowed = sum(cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items())
+        return self.per_squared_length * float((lengths_D**2).sum()) + windowed
+
+
+def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
+    """Return twice the pairs of tokens that causal attention leaves where each token sees at most `window`, itself
+    included, but for the n or `window` terms of the diagonal: n**2 up to the window, about 2 * n * window far above it.
+    """
+    beyond: np.ndarray = np.maximum(lengths - window, 0.0)
+    squares: np.ndarray = lengths.astype(np.float64) ** 2 - beyond**2
+    return squares

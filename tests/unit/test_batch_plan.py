@@ -1,6 +1,7 @@
 """The plan: every sample exactly once, within the limits, evenly dealt; properties over random batches."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,3 +148,13 @@ def test_another_batch_size_leaves_no_sample_of_the_epoch_out() -> None:
 def test_a_place_before_the_start_is_an_error() -> None:
     with pytest.raises(ValueError, match="before the start"):
         Schedule((Share(24),), 8, seed=2, start=Position(4, 1, 8)).rows(4)
+
+
+def test_a_long_sample_costs_what_its_sliding_window_leaves() -> None:
+    """Of 300 tokens with a window of 100 as much as five of 100, not as nine."""
+    lengths = np.array([300, *[100] * 7])
+    settings: dict[str, Any] = {"num_data_ranks": 2, "limits": Limits(None, None)}
+    windowed = split_batch(lengths, quadratic_cost=0.0, window_costs={100: 1.0}, **settings)
+    whole = split_batch(lengths, quadratic_cost=1.0, **settings)
+    assert sorted(len(batch) for (batch,) in windowed) == [2, 6]
+    assert sorted(len(batch) for (batch,) in whole) == [1, 7]

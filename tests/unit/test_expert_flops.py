@@ -60,7 +60,7 @@ def test_a_token_costs_its_own_experts_and_the_shared_ones(name: str) -> None:
         model(input_ids=torch.arange(TOKENS)[None]).logits.sum().backward()
     cost = flops.step_flops(model)
     assert cost is not None
-    counts = {"num_loss_tokens": TOKENS, "num_tokens": TOKENS, "num_samples": 1, "sum_squared_lengths": TOKENS**2}
+    counts = {"num_loss_tokens": TOKENS, "num_tokens": TOKENS, "num_samples": 1, "lengths": (TOKENS,)}
     step = StepBatch(step=1, epoch=0, micro_batches=(), **counts)
     assert cost.of(step) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
@@ -69,4 +69,4 @@ def test_experts_chosen_by_an_unknown_number_are_not_guessed(monkeypatch: pytest
     model = small_model("qwen3_moe")
     monkeypatch.setattr(flops, "num_chosen", lambda config: None)
     assert flops.step_flops(model) is None
-    assert flops.quadratic_cost(model) > 0
+    assert flops.length_costs(model)[0] > 0

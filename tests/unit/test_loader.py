@@ -267,7 +267,7 @@ def test_validation_batches_of_a_gpu_are_page_locked_and_copied_without_waiting(
     model: Any = SimpleNamespace(is_packed=True)
     sizes = {"data_rank": 0, "num_data_ranks": 1, "sequence_rank": 0, "sequence_size": 1}
     world: Any = SimpleNamespace(device=torch.device(device), **sizes)
-    monkeypatch.setattr(main.flops, "quadratic_cost", lambda model: 0.0)
+    monkeypatch.setattr(main.flops, "length_costs", lambda model: (0.0, {}))
     plan = main._rank_plan(config, model, world)
     batches = ValidationBatches(ToySamples(5), plan, batch_size=2)
     tensors = [v for step in batches for b in step.micro_batches for v in vars(b).values() if isinstance(v, Tensor)]

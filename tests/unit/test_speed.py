@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy import build_toy_model, write_model_config
 
 from trainer.batch import StepBatch, StepFlops
-from trainer.model import flops
+from trainer.model import attention, flops
 from trainer.monitor.throughput import NUM_WARMUP_STEPS, PEAK_TFLOPS, Window, known_as
 from trainer.runtime.distributed import World
 from trainer.tools.plan.fake_step import full_batch
@@ -76,9 +77,51 @@ def counted_flops(world: World, source: Any) -> tuple[list[float], list[float], 
             model(documents).loss_sum.backward()
         found.append(float(counter.get_total_flops()))
         counts = {"num_loss_tokens": num_loss_tokens, "num_tokens": 64, "num_samples": 2}
-        step = StepBatch(step=1, epoch=0, micro_batches=(documents,), sum_squared_lengths=2 * 32**2, **counts)
+        step = StepBatch(step=1, epoch=0, micro_batches=(documents,), lengths=(32, 32), **counts)
         expected.append(cost.of(step))
-    return found, expected, flops.quadratic_cost(model)
+    return found, expected, flops.length_costs(model)[0]
+
+
+WINDOWED = {
+    "mistral": {"sliding_window": 9},
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"sliding_window": 12, "layer_types": ["full_attention", "sliding_attention"]},
+    "qwen2": {"sliding_window": 7, "use_sliding_window": False},
+}
+LENGTHS = (1, 4, 9, 30)
+
+
+def windows_seen(world: World, source: Any) -> tuple[list[int | None], float, dict[int, float]]:
+    """(window that attention is given in each layer, operations of `LENGTHS`, costs of windows for dealing samples)."""
+    seen: list[int | None] = []
+    attend = attention.packed_attention
+
+    def recorded(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+        seen.append(sliding_window)
+        return attend(*args, sliding_window=sliding_window, **kwargs)
+
+    with patch.object(attention, "packed_attention", recorded), torch.no_grad():
+        model = build_toy_model(world, source)
+        model(full_batch(LENGTHS))
+    cost = flops.step_flops(model)
+    assert cost is not None and len(seen) == 2
+    return seen, cost.attention(LENGTHS), flops.length_costs(model)[1]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path: Path, name: str) -> None:
+    """Counted one by one: twice those that causality leaves, but for the diagonal, as n**2 is for whole documents."""
+    source = write_model_config(tmp_path, name, **WINDOWED[name])
+    seen, attention_flops, window_costs = run_ranks(windows_seen, 1, source)[0]
+    assert (None in seen, any(seen)) == (name != "mistral", name != "qwen2")
+    assert window_costs.keys() == {window for window in seen if window}
+    expected = 0
+    for window in seen:
+        for n in LENGTHS:
+            reach = n if window is None else window
+            pairs = sum(0 <= i - j < reach for i in range(n) for j in range(n))
+            expected += 6 * 4 * (16 + 16) * (2 * pairs - min(n, reach))
+    assert attention_flops == expected
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

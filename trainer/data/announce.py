@@ -29,7 +29,11 @@ def announce(
     first = train.of_rows(rows)
     lengths, _ = train.counts(first)
     dealt = split_batch(
-        lengths, num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
+        lengths,
+        num_data_ranks=plan.num_data_ranks,
+        limits=plan.limits,
+        quadratic_cost=plan.quadratic_cost,
+        window_costs=plan.window_costs,
     )
     num_rows = train.total("num_rows")
     tokens = sum(source.num_tokens for source in train.sources)

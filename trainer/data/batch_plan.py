@@ -6,7 +6,9 @@ only decides who computes what.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -87,12 +89,18 @@ class Schedule:
 
 
 def split_batch(
-    lengths: np.ndarray, *, num_data_ranks: int, limits: Limits, quadratic_cost: float
+    lengths: np.ndarray,
+    *,
+    num_data_ranks: int,
+    limits: Limits,
+    quadratic_cost: float,
+    window_costs: Mapping[int, float] = MappingProxyType({}),
 ) -> list[list[list[int]]]:
     """Deal the samples of one global batch to data ranks as micro-batches within `limits`, balanced by cost.
 
     `lengths` [samples] are token counts. Returns, for each data rank, the same number of micro-batches, each a list of
-    indices into `lengths` (possibly empty). A sample of n tokens costs `n + quadratic_cost * n**2`.
+    indices into `lengths` (possibly empty). A sample of n tokens costs `n + quadratic_cost * n**2`, and for each window
+    w of `window_costs` that cost times `n**2 - max(n - w, 0)**2`, twice the pairs of tokens within the sliding window.
     Raises `ConfigError` when one sample exceeds `limits.max_tokens`.
     """
     if limits.max_tokens is not None and lengths.size and lengths.max() > limits.max_tokens:
@@ -100,7 +108,11 @@ def split_batch(
             f"a sample of {int(lengths.max())} tokens exceeds data.max_token_len_per_gpu={limits.max_tokens}; "
             f"raise it, or lower data.max_length"
         )
-    costs = lengths + quadratic_cost * lengths.astype(np.float64) ** 2
+    squares = lengths.astype(np.float64) ** 2
+    costs = lengths + quadratic_cost * squares
+    for window, cost in window_costs.items():
+        beyond = np.maximum(lengths - window, 0).astype(np.float64)
+        costs += cost * (squares - beyond**2)
     num_bins = _fewest_bins(lengths, limits)
     num_bins = math.ceil(num_bins / num_data_ranks) * num_data_ranks
     while (bins := _fill(lengths, costs, num_bins, limits)) is None:

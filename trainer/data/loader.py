@@ -6,7 +6,7 @@ The position of a run is one integer, the step; torchdata's own state is stored 
 import dataclasses
 import os
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import context, popen_fork
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -32,6 +32,8 @@ class RankPlan:
     num_data_ranks: int
     limits: Limits
     quadratic_cost: float
+    window_costs: Mapping[int, float] = field(default_factory=dict)
+    """{sliding window: the same of the layers that have it}."""
     pin_memory: bool = False
     share: tuple[int, int] = (0, 1)
     """(Which, of how many): the part of the tokens of each micro-batch that this rank of the data rank holds."""
@@ -64,7 +66,11 @@ def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, 
     """This rank's micro-batches of the global batch `ids` (int64 sample ids), with the global counts."""
     lengths, num_loss_tokens = samples.counts(ids)
     dealt = split_batch(
-        lengths, num_data_ranks=plan.num_data_ranks, limits=plan.limits, quadratic_cost=plan.quadratic_cost
+        lengths,
+        num_data_ranks=plan.num_data_ranks,
+        limits=plan.limits,
+        quadratic_cost=plan.quadratic_cost,
+        window_costs=plan.window_costs,
     )
     micro_batches = tuple(pack(samples, [int(ids[i]) for i in members]) for members in dealt[plan.data_rank])
     if plan.share != (0, 1):
@@ -76,7 +82,7 @@ def build_step(samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, 
         num_loss_tokens=int(num_loss_tokens.sum()),
         num_tokens=int(lengths.sum()),
         num_samples=len(ids),
-        sum_squared_lengths=int((lengths.astype(np.int64) ** 2).sum()),
+        lengths=tuple(int(length) for length in lengths),
         sample_ids=tuple(int(i) for i in ids),
         loss_tokens_by=_by_source(samples, ids, num_loss_tokens),
         length_facts=length_facts(lengths, num_loss_tokens),

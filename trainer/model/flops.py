@@ -1,5 +1,6 @@
 """What samples cost, from the shapes of a model."""
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -16,13 +17,15 @@ def step_flops(model: PreTrainedModel) -> StepFlops | None:
     return _flops(model) if all(p.ndim < 3 or p in shares for p in model.parameters()) else None
 
 
-def quadratic_cost(model: PreTrainedModel) -> float:
-    """c such that n tokens, all supervised, cost in proportion to n + c * n**2, when attention skips what is masked.
+def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
+    """(c, {window w: c_w}) such that n tokens, all supervised, cost in proportion to n + c * n**2 + the sum over the
+    sliding windows of c_w * `squared_length(n, w)`, when attention skips what is masked.
 
-    An architecture without attention heads has c = 0.
+    An architecture without attention heads has c = 0 and no windows.
     """
     cost = _flops(model)
-    return cost.per_squared_length / 2 / (cost.per_token + cost.per_loss_token)
+    doubled = 2 * (cost.per_token + cost.per_loss_token)
+    return cost.per_squared_length / doubled, {window: per / doubled for window, per in cost.per_window.items()}
 
 
 def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
@@ -44,10 +47,14 @@ def _flops(model: PreTrainedModel) -> StepFlops:
         if parameter.ndim >= 2 and parameter not in outside:
             per_token += _per_use(parameter, is_reached) * parameter.numel() * shares.get(parameter, 1.0)
     first = _first_reached_layer(model)
+    attention = Counter[int | None]()
+    for n, layer in enumerate(layers):
+        attention[_window(config, layer, n)] += (6 if n >= first else 2) * _width(layer)
     return StepFlops(
         per_token=per_token,
         per_loss_token=float(_per_use(head.weight, True) * head.weight.numel()),
-        per_squared_length=float(sum((6 if n >= first else 2) * _width(layer) for n, layer in enumerate(layers))),
+        per_squared_length=float(attention[None]),
+        per_window={window: float(cost) for window, cost in attention.items() if window is not None},
     )
 
 
@@ -62,6 +69,17 @@ def _first_reached_layer(model: PreTrainedModel) -> int:
     parts = [[lookup.weight], *(layer.parameters() for layer in decoder_layers(model))]
     trained = [n for n, part in enumerate(parts) if any(parameter.requires_grad for parameter in part)]
     return max(0, trained[0] - 1) if trained else len(parts)
+
+
+def _window(config: PretrainedConfig, layer: PretrainedConfig, number: int) -> int | None:
+    """How many tokens each token of a layer sees at most, itself included; None: all before it.
+
+    Where config.json has no types of layers, a window is that of all layers.
+    """
+    window = getattr(layer, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    is_windowed = types[number] == "sliding_attention" if types else getattr(layer, "use_sliding_window", True)
+    return window if window and is_windowed else None
 
 
 def _width(layer: PretrainedConfig) -> int:

@@ -193,7 +193,7 @@ def _rank_plan(config: Config, model: PreTrainedModel, world: World) -> RankPlan
         world.data_rank,
         world.num_data_ranks,
         limits,
-        flops.quadratic_cost(model),
+        *flops.length_costs(model),
         pin_memory=world.device.type == "cuda",
         share=(world.sequence_rank, world.sequence_size),
     )
