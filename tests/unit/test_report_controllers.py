@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from trainer.report.analyse import analyse
+from trainer.report.limits import read_thresholds
 from trainer.report.readers import read_run
 from trainer.report.result import Finding, Report
-from trainer.report.rule_table import read_thresholds
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_section
 

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from trainer.report.curves import Scale, axis_labels, decimate, gaps, scale_of, smooth
-from trainer.report.formatting import interval, number
-from trainer.report.page import NUM_COLUMNS, Curve, Figure
+from trainer.report.formatting import number
+from trainer.report.page import NUM_COLUMNS, Curve, Figure, templates
 from trainer.report.run_log import Series
-from trainer.report.sections import templates
-from trainer.report.statistics import within
 from trainer.runtime.text import clean
 
 SEED = 5
@@ -38,11 +36,6 @@ def test_a_million_points_become_few_and_every_spike_keeps_its_height() -> None:
     assert np.all(np.diff(small.steps) > 0) and (small.steps[0], small.steps[-1]) == (0, 999_999)
 
 
-def test_a_short_series_is_left_as_it_is() -> None:
-    short = series(1, 2, 3)
-    assert decimate(short, 400) is short
-
-
 @pytest.mark.covers("S1.27")
 def test_smoothing_starts_at_the_first_value_and_passes_over_what_is_not_finite() -> None:
     smoothed = smooth(series(4.0, math.nan, 2.0, math.inf, 2.0), 0.6)
@@ -51,10 +44,6 @@ def test_smoothing_starts_at_the_first_value_and_passes_over_what_is_not_finite(
     expected = (4.0 * weights[0] + 2.0 * weights[1] + 2.0 * weights[2]) / sum(weights)
     assert smoothed.values.tolist() == pytest.approx([4.0, (0.6 * 4 + 2) / 1.6, expected])
     assert len(smooth(series(), 0.9)) == 0
-
-
-def test_a_window_holds_both_its_ends() -> None:
-    assert within(series(1, 2, 3, 4), 2, 3).steps.tolist() == [2, 3]
 
 
 def test_a_line_is_interrupted_where_a_value_is_missing() -> None:
@@ -127,10 +116,6 @@ def test_a_log_axis_counts_in_powers_of_ten() -> None:
 )  # fmt: skip
 def test_a_number_has_four_digits_everywhere(value: float | None, words: str) -> None:
     assert number(value) == words
-
-
-def test_intervals_are_named_as_people_say_them() -> None:
-    assert (interval((2800, 2800)), interval((2855, 12870)), interval(None)) == ("step 2800", "steps 2855–12,870", "")
 
 
 def test_no_control_character_gets_through() -> None:

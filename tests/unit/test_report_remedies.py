@@ -11,10 +11,9 @@ from report_curves import OUR_CONFIG
 from report_faults import FAULTS, healthy
 
 from trainer.config import known_keys
+from trainer.report.advice import ADVICE, watch
 from trainer.report.analyse import analyse
 from trainer.report.analysed_run import AnalysedRun
-from trainer.report.rule_table import table
-from trainer.report.words import advised
 from trainer.run.compose import load_config
 
 KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
@@ -39,7 +38,7 @@ def every_remedy() -> Iterator[str]:
     for kind in ("sft", "grpo", "controller"):
         for config in ({}, OUR_CONFIG):
             run = AnalysedRun(replace(healthy(kind), source="fsdp-sft", config=config), kind, {"lr_jump": 3.0})
-            yield from (advised(name, run) for name in table()["advice"])
+            yield from (advice_of(run).text for advice_of in ADVICE)
 
 
 def test_every_key_and_value_advised_is_one_of_the_trainer() -> None:
@@ -66,7 +65,7 @@ def test_no_option_of_another_framework_is_advised() -> None:
 @pytest.mark.covers("S2.41")
 def test_the_burst_of_another_framework_is_answered_in_words_and_its_own_options() -> None:
     run: Any = AnalysedRun(healthy("grpo"), "grpo", {"lr_jump": 3.0})
-    assert advised("watch", run) == (
+    assert watch(run).text == (
         "Validate and save often (eval_steps=100 and save_steps=100); at kl > 10 or a clipped ratio > 0.3 keep a "
         "snapshot and return to a checkpoint, or stop."
     )
@@ -77,9 +76,9 @@ def test_each_piece_of_advice_comes_with_its_principle_and_its_cost() -> None:
     for _, kind, build in FAULTS:
         log = build()
         run = AnalysedRun(log, kind, {"lr_jump": 3.0})
-        sentences = {advised(name, run): entry["why"] for name, entry in table()["advice"].items()}
+        sentences = {one.text: one.why for one in (advice_of(run) for advice_of in ADVICE)}
         for finding in analyse(log, profile=kind).findings:
             expected = {why for sentence, why in sentences.items() if sentence in finding.remedy}
             assert expected == set(finding.reasons), finding
             told |= expected
-    assert len(told) >= 10 and all("; " in entry["why"] for entry in table()["advice"].values())
+    assert len(told) >= 10 and all("; " in why for why in told)

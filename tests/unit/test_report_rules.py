@@ -1,11 +1,8 @@
-"""Each of the 46 rules fires on a log made for it and stays silent on a healthy one."""
+"""Each of the 46 checks fires on a log made for it and stays silent on a healthy one."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -13,15 +10,12 @@ from report_curves import changed, controller_run, sft_run, swift_run
 from report_faults import FAULTS, SEED, healthy, put
 from sweeps import some
 
-import trainer.report
 from trainer.cli.report import EXIT_CODES
+from trainer.report import judge
 from trainer.report.analyse import analyse
-from trainer.report.analysed_run import PARTS, recognise_profile
-from trainer.report.measures import STATISTICS
+from trainer.report.analysed_run import recognise_profile
 from trainer.report.result import LEVELS, Finding, Report
-from trainer.report.rule_table import rules
 from trainer.report.run_log import RunLog
-from trainer.report.vocabulary import ROLES
 
 LEVEL_OF = {"V03": "warn", "V08": "warn", "V10": "note", "V25": "fail", "V31": "fail", "V32": "fail", "V44": "fail"}
 LEVEL_OF |= {"V01": "fail", "V02": "fail", "V05": "fail", "V27": "fail", "V22": "warn", "V09": "info", "V21": "info"}
@@ -38,10 +32,8 @@ def of_rule(report: Report, rule: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.rule == rule]
 
 
-def test_there_are_exactly_the_46_rules_of_the_table() -> None:
-    assert [rule.id for rule in rules()] == [f"V{number:02d}" for number in range(1, 47)]
-    assert len({rule.name for rule in rules()}) == 46
-    assert [rule for rule, _, _ in FAULTS] == [rule.id for rule in rules()]
+def test_there_is_a_fault_for_every_check() -> None:
+    assert sorted(check.id for check in judge.CHECKS.values()) == [rule for rule, _, _ in FAULTS]
 
 
 @pytest.mark.covers("S0.14", "S0.16", "S0.18", "S0.21", "S0.26", "S1.12", "S1.13", "S1.14", "S1.20", "S1.23", "S1.35")
@@ -145,27 +137,38 @@ def test_a_limit_that_is_overridden_counts_and_is_named() -> None:
     assert of_rule(report, "V24") and report.overridden == ("gpu_util",) and report.thresholds["gpu_util"] == 99.0
 
 
-def test_the_table_names_every_function_that_measures_and_no_unknown_role_or_statistic() -> None:
-    rooms = [
-        resolve_name(f"trainer.report.{path.stem}") for path in Path(trainer.report.__path__[0]).glob("checks_*.py")
-    ]
-    named = {resolve_name(f"trainer.report.checks_{rule.check}") for rule in rules() if rule.check}
-    public = {
-        function
-        for room in rooms
-        for name, function in vars(room).items()
-        if not name.startswith("_") and inspect.isgeneratorfunction(function) and function.__module__ == room.__name__
-    }
-    assert named == public
-    rows = [row for rule in rules() for row in rule.rows.values()]
-    roles = [row.role.partition(":") for row in rows if row.role is not None]
-    assert {name for name, _, _ in roles} <= {*ROLES} and {part for _, _, part in roles} <= {"", *PARTS}
-    assert {name for row in rows for name in (row.statistic, row.times)} <= {None, *STATISTICS}
-
-
 def test_a_policy_is_not_reproached_with_a_loss_that_does_not_fall() -> None:
     for kind in ("grpo", "controller"):
         log = healthy(kind)
         rising = changed(log, **{"train/loss": np.linspace(0, 0.1, len(log.series["train/loss"]))})
         line = next(item for item in analyse(rising).checklist if item.id == "loss_falls")
         assert (line.status, line.detail) == ("unknown", "applies to sft and generic runs"), kind
+
+
+@pytest.mark.covers("S0.18", "S2.17", "S4.19")
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "id_"),
+    [
+        ("grpo", "train/adv_mean", 0.42, "adv_shape:mean"),
+        ("grpo", "train/adv_std", 0.001, "adv_shape:std"),
+        ("grpo", "clip_ratio/region_mean", 0.69, "clip_ratio"),
+        ("grpo", "critic/reward_clip_frac", 0.5, "reward_clip"),
+        ("sft", "data/truncated_frac", 0.3, "truncation"),
+        ("sft", "system/gpu_util", 20.0, "gpu_util"),
+        ("sft", "memory/max_reserved_frac", 0.98, "memory:headroom"),
+        ("sft", "train/time(s)", 40.0, "time_high"),
+    ],
+)
+@pytest.mark.parametrize("begins", [0.6, 0.85])
+def test_what_begins_late_is_found_with_the_step_at_which_it_begins(
+    kind: str, key: str, value: float, id_: str, begins: float
+) -> None:
+    log = healthy(kind)
+    steps = log.series["train/loss"].steps
+    values = log.series[key].values.copy() if key in log.series else np.full(len(steps), 0.01)
+    at = int(begins * len(values))
+    values[at:] = value
+    report = analyse(changed(log, **{key: values}))
+    found = next(finding for finding in report.findings if finding.id == id_)
+    index = int(np.searchsorted(steps, found.steps[0])) if found.steps else -1
+    assert abs(index - at) <= 1, (found.title, int(steps[at]))

@@ -66,7 +66,7 @@ def _print(runs: list[Run]) -> None:
 def _analyse(path: Path, options: argparse.Namespace) -> Run:
     """Raises `UnreadableLogError` for the log, `ConfigError` for limits that cannot be read."""
     from trainer.report.analyse import analyse
-    from trainer.report.rule_table import read_thresholds
+    from trainer.report.limits import read_thresholds
 
     try:
         thresholds = read_thresholds(options.config) if options.config else None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.report.advice import how_common
 from trainer.report.analysed_run import AnalysedRun, recognise_profile
 from trainer.report.anomalies import find_anomalies, observe
 from trainer.report.checks_run import too_little
@@ -16,15 +17,20 @@ from trainer.report.formatting import counted, duration, listed
 from trainer.report.inventory import group_counts, inventory, trends
 from trainer.report.judge import checklist, judge
 from trainer.report.learning_rate import learning_rate
+from trainer.report.limits import merged
 from trainer.report.result import LEVELS, Finding, MetricSummary, Report
-from trainer.report.rule_table import merged, table
 from trainer.report.run_log import RunLog
 from trainer.report.statistics import Slope, slope
-from trainer.report.words import how_common, story
+from trainer.report.words import story
 from trainer.runtime.evaluations import deciding
 from trainer.runtime.text import readable
 
 NUM_TOP = 3
+FOREMOST = (
+    *("V01", "V46", "V44", "lr_schedule:raised", "V05", "V25", "V31", "V17"),
+    *("V02", "V32", "V13", "V15", "V16", "V11", "V07", "V34"),
+)
+"""Checks, or single findings, of which the one that comes first matters more than another of its level."""
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")
 IMPROVES = {"reward": Slope.is_rising, "accuracy": Slope.is_rising, "violation": Slope.is_falling}
 """Role of a controller's result -> its good trend."""
@@ -77,7 +83,7 @@ def analyse(
         checklist=checklist(run, judged),
         thresholds=limits,
         overridden=tuple(thresholds or ()),
-        insufficient=tuple((one.rule.name, one.not_judged) for one in judged if one.not_judged),
+        insufficient=tuple((one.check.name, one.not_judged) for one in judged if one.not_judged),
         closing=_closing(run, verdict, findings),
         evaluations=log.evaluations,
     )
@@ -110,7 +116,7 @@ def _verdict(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
 
 def _top(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The worst three that ask for something to be done."""
-    rank = {rule: place for place, rule in enumerate(table()["foremost"])}
+    rank = {rule: place for place, rule in enumerate(FOREMOST)}
     serious = [finding for finding in findings if finding.level != "info"]
     serious.sort(key=lambda f: (LEVELS.index(f.level), rank.get(f.id, rank.get(f.rule, len(rank))), f.rule))
     return tuple(serious[:NUM_TOP])

@@ -1,6 +1,6 @@
 """A log together with what was found out about it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from trainer.metrics.words import pattern
 from trainer.report.formatting import shown
+from trainer.report.names import ROLES
+from trainer.report.options import OPTIONS, SYNONYMS, TRANSFORMERS
 from trainer.report.result import Anomaly
-from trainer.report.rule_table import table
 from trainer.report.run_log import RunLog, Series
 from trainer.report.statistics import Slope, epoch_means, finite, slope, within
-from trainer.report.vocabulary import ROLES
 
 Ints = NDArray[np.int64]
 PROFILES = ("sft", "grpo", "controller", "generic")
 MIN_CADENCE = 5
 """Below it every other step is one that saves: nothing can be told apart."""
-_GENERATES = ("kl", "clipped_ratio", "adv_mean")
+_GENERATES = ("kl", "update_kl", "clipped_ratio", "adv_mean")
 
 
 NUM_COMPILE = 3
@@ -31,8 +31,8 @@ MIN_FIRST, MIN_ORDINARY = 8, 20
 """Points that the first steps, and a step time, are judged by."""
 
 
-class NotJudged(Exception):  # noqa: N818 - no error: a rule that has nothing to say
-    """A rule that lacks what it needs; the text says what."""
+class NotJudged(Exception):  # noqa: N818 - no error: a check that has nothing to say
+    """A check that lacks what it needs; the text says what."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AnalysedRun:
 
     def key(self, role: str) -> str | None:
         """The key under which this log has a role; of several devices that of the highest value."""
-        series, names = self.log.series, keys_of(role)
+        series, names = self.log.series, ROLES[role]
         if (found := next((key for key in names if key in series), None)) is not None:
             return found
         patterns = [pattern(key) for key in names if "<" in key]
@@ -57,25 +57,37 @@ class AnalysedRun:
         return max(several, key=lambda key: np.nanmax(series[key].values, initial=-np.inf), default=None)
 
     def find(self, role: str) -> Series | None:
-        """The finite points of a role, or of a part of it (`time:ordinary`); None where the log has none.
-
-        Raises `NotJudged` for a part that has too few.
-        """
-        key, part = self.key(role), role.partition(":")[2]
+        """The finite points of a role; None where the log has none."""
+        key = self.key(role)
         series = finite(self.log.series[key]) if key else None
-        if series is None or not len(series):
-            return None
-        return PARTS[part](self, series) if part else series
+        return series if series is not None and len(series) else None
 
     def get(self, role: str) -> Series:
-        """The same, for roles that a rule named as needed; raises `NotJudged` without them."""
+        """The same, for roles that a check named as needed; raises `NotJudged` without them."""
         series = self.find(role)
         if series is None:
-            raise NotJudged(f"the log has no {keys_of(role)[0]}")
+            raise NotJudged(f"the log has no {ROLES[role][0]}")
         return series
 
+    def first(self, series: Series) -> Series:
+        """The points of the first steps; raises `NotJudged` for too few."""
+        last = self.limits["first_steps"]
+        return _at_least(within(series, 0, last), MIN_FIRST, f"in the first {last:.0f} steps")
+
+    def late(self, series: Series) -> Series:
+        """The second half; raises `NotJudged` for too few."""
+        return _at_least(series, MIN_ORDINARY, "logged")[len(series) // 2 :]
+
+    def warm(self, series: Series) -> Series:
+        """Without the steps in which devices are not yet busy."""
+        return _at_least(series[series.steps > NUM_WARMING], 1, f"after step {NUM_WARMING}")
+
+    def ordinary_times(self) -> Series:
+        """Step times that a judgement can be based on; raises `NotJudged` for too few."""
+        return _at_least(self.ordinary(self.get("time")), MIN_ORDINARY, "of ordinary step time")
+
     def name(self, role: str) -> str:
-        return self.key(role) or keys_of(role)[0]
+        return self.key(role) or ROLES[role][0]
 
     def epochs(self, role: str) -> Series:
         """Epoch means of a role; a controller logs one point an epoch."""
@@ -96,11 +108,11 @@ class AnalysedRun:
     @cached_property
     def options(self) -> Mapping[str, str]:
         """Purpose -> name in the framework that wrote the log; transformers' for those without names of their own."""
-        return {**table()["options"]["others"], **table()["options"].get(self.log.source, {})}
+        return {**TRANSFORMERS, **OPTIONS.get(self.log.source, {})}
 
     def setting(self, purpose: str) -> Any:
         """What the run's configuration says of an option; None where it says nothing."""
-        return self.config(self.options[purpose], *table()["synonyms"].get(purpose, ()))
+        return self.config(self.options[purpose], *SYNONYMS.get(purpose, ()))
 
     @cached_property
     def is_configured(self) -> bool:
@@ -167,30 +179,10 @@ class AnalysedRun:
         return bool(np.any(losses.steps == step))
 
 
-def keys_of(role: str) -> tuple[str, ...]:
-    """Of a role, or of a part of it."""
-    return ROLES[role.partition(":")[0]]
-
-
 def _at_least(points: Series, least: int, what: str) -> Series:
     if len(points) < least:
         raise NotJudged(f"{len(points)} points {what}, {least} are needed")
     return points
-
-
-def _first(run: AnalysedRun, series: Series) -> Series:
-    last = run.limits["first_steps"]
-    return _at_least(within(series, 0, last), MIN_FIRST, f"in the first {last:.0f} steps")
-
-
-PARTS: Mapping[str, Callable[[AnalysedRun, Series], Series]] = {
-    "first": _first,
-    "compiling": lambda _, series: _at_least(series, MIN_ORDINARY // 2, "of step time")[:NUM_COMPILE],
-    "ordinary": lambda run, series: _at_least(run.ordinary(series), MIN_ORDINARY, "of ordinary step time"),
-    "late": lambda _, series: _at_least(series, MIN_ORDINARY, "logged")[len(series) // 2 :],
-    "warm": lambda _, series: _at_least(series[series.steps > NUM_WARMING], 1, f"after step {NUM_WARMING}"),
-}
-"""Of a series what some rules look at alone."""
 
 
 def recognise_profile(log: RunLog) -> str:

@@ -9,11 +9,14 @@ import numpy as np
 
 from trainer.detection.watches import judge_validations
 from trainer.detection.window import curve_noise
+from trainer.report.advice import lower_rate
 from trainer.report.analysed_run import AnalysedRun, NotJudged
-from trainer.report.formatting import number
-from trainer.report.measures import Measure
+from trainer.report.checks import Told, fail, finding, in_order, note, warn
+from trainer.report.checks_policy import collapse
+from trainer.report.formatting import number, share
 from trainer.report.result import Generalisation
 from trainer.report.run_log import Series
+from trainer.report.shapes import shift
 from trainer.report.statistics import Floats, longest_run, slope
 
 NUM_AROUND = 32
@@ -135,54 +138,98 @@ def _losses(run: AnalysedRun) -> Series:
     return val
 
 
-def validation_rises(run: AnalysedRun) -> Iterator[Measure]:
+@finding("val_rising", "V16", "val_loss")
+def validation_rises(run: AnalysedRun, _: Series) -> Iterator[Told]:
     """The longest rise in a row where it is more than noise, and the last loss."""
     val, limits = _losses(run), run.limits
     start, stop = longest_run(np.diff(val.values) > 0)
     rises, is_to_the_end = stop - start, stop == len(val) - 1
     before, after = float(val.values[start]), float(val.values[stop])
     least = max(limits["overfit_note"] * before, limits["overfit_note_sigma"] * curve_noise(val.values))
-    best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
-    words = {"rises": rises, "before": before, "after": after, "checkpoint": best}
-    words["end"] = ", up to the end" if is_to_the_end else ""
     is_lasting = is_to_the_end and rises >= limits["val_rises_fail"]
-    yield Measure(
-        "lasting" if is_lasting else "main",
-        float(rises),
-        val[start : stop + 1].ends,
-        words,
-        is_fault=rises >= limits["val_rises"] and after - before > least,
-    )
+    if rises >= limits["val_rises"] and after - before > least:
+        end = ", up to the end" if is_to_the_end else ""
+        best = run.checkpoint(int(val.steps[int(np.argmin(val.values))]))
+        yield (fail if is_lasting else warn)(
+            f"The validation loss rose {rises} times in a row, from {number(before)} to {number(after)}{end}.",
+            steps=val[start : stop + 1].ends,
+            value=rises,
+            limit=limits["val_rises_fail" if is_lasting else "val_rises"],
+            cause="The model learns its samples by heart, or training has become unstable.",
+            remedy=f"Stop training and take {best}.",
+            line="val_not_rising",
+        )
+    else:
+        yield in_order("val_not_rising", "no rise beyond noise")
     run.require_pretrained()
     last, low, high = float(val.values[-1]), limits["val_final_low"], limits["val_final_high"]
     if run.profile == "sft" and not low <= last <= high:
-        yield Measure("final", last, val[-1:].ends, limit=high if last > high else low)
+        yield note(
+            f"The validation loss ends at {number(last)}; {number(low)} to {number(high)} is usual.",
+            id="final",
+            steps=val[-1:].ends,
+            value=last,
+            limit=high if last > high else low,
+        )
 
 
-def overfitting(run: AnalysedRun) -> Iterator[Measure]:
+@finding("overfit", "V17", "val_loss", "loss")
+def overfitting(run: AnalysedRun, _: Series, losses: Series) -> Iterator[Told]:
     val, told = _losses(run), generalisation(run)
     if told is None or told.overfit_step is None:
         return
     at, loss = told.overfit_step, told.values[told.overfit_step]
-    trained = train_losses_at(val, run.get("loss"))[int(np.searchsorted(val.steps, at))]
+    trained = float(train_losses_at(val, losses)[int(np.searchsorted(val.steps, at))])
     kept = any(state.is_complete for state in run.log.checkpoints)
     is_lost = kept and told.recommended_step != told.best_step and not run.external
     good = run.checkpoint(told.recommended_step or told.best_step)
-    words = {"at": at, "loss": loss, "best": told.best_value, "best_step": told.best_step, "train": trained}
     verdicts = [f"step {step}: {verdict}" for step, verdict in told.verdicts.items() if verdict != "ok"][:10]
-    rise, steps = loss / told.best_value - 1, (told.best_step, int(val.steps[-1]))
-    evidence = (*verdicts, told.reason)
-    yield Measure("lost" if is_lost else "main", rise, steps, {**words, "checkpoint": good}, evidence)
+    lost = " The checkpoint of the best step no longer exists." if is_lost else ""
+    yield (fail if is_lost else warn)(
+        f"Overfitting from step {at}: validation {number(loss)} against {number(told.best_value)} at step "
+        f"{told.best_step}, while training fell to {number(trained)}.",
+        steps=(told.best_step, int(val.steps[-1])),
+        value=loss / told.best_value - 1,
+        limit=run.limits["overfit_sure"],
+        evidence=[*verdicts, told.reason],
+        cause=f"More passes over the samples than they can teach.{lost}",
+        remedy=f"Use {good}; next time stop there, with {run.options['epochs']} lower or more data.",
+    )
 
 
-def disagreement(run: AnalysedRun) -> Iterator[Measure]:
+@finding("val_train_disagree", "V18", "val_loss", "loss")
+def disagreement(run: AnalysedRun, _: Series, train: Series) -> Iterator[Told]:
     """How far validation and training loss are apart, and whether they part from the start."""
-    val, train = _losses(run), run.get("loss")
+    val, limit = _losses(run), run.limits["gap"]
     last, trained = float(val.values[-1]), float(train_losses_at(val, train)[-1])
     gap = last - trained
-    if np.isfinite(gap) and gap > run.limits["gap"] * abs(last) > 0:
-        words = {"val": last, "train": trained, "apart": gap}
-        yield Measure(value=gap / abs(last), steps=val[-1:].ends, words=words)
+    if np.isfinite(gap) and gap > limit * abs(last) > 0:
+        yield note(
+            f"Validation ({number(last)}) and training loss ({number(trained)}) are {number(gap)} apart, "
+            f"{share(gap / abs(last))} of the validation loss.",
+            steps=val[-1:].ends,
+            value=gap / abs(last),
+            limit=limit,
+            cause="Overfitting, or validation samples of another kind than the training samples.",
+            remedy="Trust the validation loss; compare samples of both sets.",
+        )
     p = run.limits["trend_p"]
     if slope(train).is_falling(p) and slope(val).is_rising(p) and int(np.argmin(val.values)) == 0:
-        yield Measure("opposite", steps=val.ends)
+        yield note(
+            "Validation gets worse from the first evaluation on, while the training loss falls.",
+            id="opposite",
+            steps=val.ends,
+            cause="The validation set is of another kind, or the learning rate destroys what the model knew.",
+            remedy=["Compare samples of both sets.", lower_rate(run)],
+        )
+
+
+@finding("val_results", "V45")
+def lost_results(run: AnalysedRun) -> Iterator[Told]:
+    """Held-out rewards and accuracies that had been reached and are lost."""
+    present = [role for role in RESULTS if run.key(role) is not None]
+    if not present:
+        raise NotJudged("the log has no val/reward_mean and no val/accuracy_mean")
+    for role in present:
+        if run.find(role) is not None and (move := shift(run, role, sign=-1)):
+            yield collapse(run, move)

@@ -6,14 +6,17 @@ width and height, 0 to 1, from the left and from above.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup, escape
 
+from trainer.report import formatting
 from trainer.report.curves import (
     NOTHING,
     SMOOTHINGS,
@@ -25,11 +28,12 @@ from trainer.report.curves import (
     scale_of,
     smooth,
 )
-from trainer.report.formatting import interval, number, percent, step
+from trainer.report.formatting import interval, number, percent, shown, step
 from trainer.report.result import Anomaly, Report
 from trainer.report.run_log import RunLog, Series
-from trainer.report.sections import sections, templates
+from trainer.report.sections import sections
 from trainer.report.statistics import bins, finite, within
+from trainer.runtime.text import clean_lines
 
 UNITS = 1000
 """Of a path, from the left and from above: the width and height of the template's viewBox."""
@@ -284,6 +288,30 @@ def _is_wide(series: Series) -> bool:
     """Peaks so high that only a log axis shows the usual level beside them."""
     values = finite(series).values
     return bool(len(values)) and bool(values.min() > 0) and bool(values.max() > LOG_RATIO * np.median(values))
+
+
+@cache
+def templates() -> Environment:
+    """All that a page shows is escaped; control characters that names may hold do not reach it."""
+
+    def finalize(value: object) -> object:
+        return value if isinstance(value, Markup) else clean_lines(shown(value))
+
+    environment = Environment(
+        loader=PackageLoader("trainer.report", ""),
+        autoescape=select_autoescape(("html.jinja", "svg.jinja"), default_for_string=False),
+        trim_blocks=True,
+        finalize=finalize,
+        undefined=StrictUndefined,
+    )
+    names = ("companions", "facts", "interval", "place", "share", "shown")
+    environment.filters |= {name: getattr(formatting, name) for name in names}
+    environment.filters |= {"breakable": _breakable, "counts": Counter, "pc": lambda place: f"{100 * place:.2f}%"}
+    return environment
+
+
+def _breakable(name: str) -> Markup:
+    return Markup(re.sub("([/_])", r"\1<wbr>", str(escape(clean_lines(name)))))
 
 
 COURSES = {"train/loss": "Training loss", "reward": "Reward"}

@@ -6,13 +6,12 @@ through `Tracking`; what it does stands in `trainer.metrics`.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from trainer import metrics
 from trainer.metrics.words import Better, Metric, pattern, read_table, split_reducer
-from trainer.report.rule_table import table
+from trainer.report.names import ROLES
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,6 @@ def _foreign(name: str) -> Foreign | None:
     return _EXACT.get(name) or next((metric for metric in _PATTERNS if pattern(metric.key).fullmatch(name)), None)
 
 
-ROLES: Mapping[str, tuple[str, ...]] = {role: tuple(keys) for role, keys in table()["roles"].items()}
-
 _ORDER = {key: place for place, key in enumerate(key for keys in ROLES.values() for key in keys)}
 
 
@@ -85,7 +82,7 @@ _WITNESSES = {
     "rate": ROLES["lr"],
     "loss": ROLES["loss"],
     "gradient": ROLES["grad"],
-    "kl": ROLES["kl"],
+    "kl": (*ROLES["kl"], *ROLES["update_kl"]),
     "policy": (*ROLES["clip_ratio"], *ROLES["entropy"]),
 }
 _OF_GENERATION = re.compile(

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from trainer.metrics.words import split_reducer
-from trainer.report.rule_table import table
+from trainer.report.names import ALIASES as NAMES_OF
 
 MAX_STEP = 2**53
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -56,7 +56,7 @@ def fraction_total(value: Any) -> int | None:
     return as_step(int(match[2])) if match else None
 
 
-ALIASES = {name: (key, 1.0) for key, names in table()["aliases"].items() for name in names} | {
+ALIASES = {name: (key, 1.0) for key, names in NAMES_OF.items() for name in names} | {
     "mfu(%)": ("throughput/train/mfu", 0.01),
     # The learning rate in thousandths, as verl and we print it, and as MLflow and TensorBoard clean the name.
     "train/lr(1e-3)": ("train/lr", 1e-3),
