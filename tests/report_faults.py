@@ -102,6 +102,13 @@ def _held_out_collapse() -> RunLog:
     return changed(healthy("controller"), **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))})
 
 
+def _value_network() -> RunLog:
+    log = healthy("grpo")
+    losses = 0.3 * np.exp(0.1 * np.sin(np.arange(log.num_rows)))
+    losses[800:] *= 150
+    return changed(log, **{"critic/loss": losses})
+
+
 STEPS = np.arange(1, 2001)
 EVALS = np.linspace(1.6, 1.0, 20)
 FLAT = 1.2 * np.exp(RNG.normal(0, 0.05, 2000))
@@ -154,4 +161,5 @@ FAULTS: tuple[tuple[str, str, Callable[[], RunLog]], ...] = (
     ("V44", "sft", _constant),
     ("V45", "controller", _held_out_collapse),
     ("V46", "sft", but(proofs=(ServingCheck(2000, "vllm 1", 1.1, 1.9, 0.01, False, ("config.json: rope_theta",)),))),
+    ("V47", "grpo", _value_network),
 )

@@ -1,18 +1,21 @@
 """Runs of a controller by their CSV histories (requirement text S1): good ones are left alone, faults are found."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from grpo_curves import HISTORY_COLUMNS, controller_histories
 from numpy.typing import NDArray
+from report_curves import changed, controller_run
 from rich.console import Console
 
 from trainer.report.analyse import analyse
 from trainer.report.limits import read_thresholds
 from trainer.report.readers import read_run
 from trainer.report.result import Finding, Report
+from trainer.report.run_log import RunLog, Series
 from trainer.report.side_by_side import side_by_side
 from trainer.report.terminal import print_section
 
@@ -133,3 +136,33 @@ def test_two_controllers_are_compared_by_their_results_and_not_by_their_losses(
     lines = capsys.readouterr().out.splitlines()
     places = [next(i for i, line in enumerate(lines) if words in line) for words in ("validation reward", "loss")]
     assert places == sorted(places)
+
+
+def by_batch(log: RunLog, *, batches: int = 20) -> RunLog:
+    """The same run, logged once a batch: every epoch's values stay for all of its batches."""
+    num_epochs = len(log.series["reward_mean"])
+    steps = np.arange(1, num_epochs * batches + 1)
+    series = {key: Series(steps, np.repeat(one.values, batches)) for key, one in log.series.items()}
+    series["progress/epoch"] = Series(steps, steps / batches)
+    return replace(log, series=series, num_rows=len(steps), total_steps=len(steps))
+
+
+def test_a_controller_that_logs_batches_is_judged_by_its_epochs() -> None:
+    log = controller_run(0)
+    right = log.series["accuracy_mean"].values.copy()
+    right[:3] = 0.0
+    report = analyse(by_batch(changed(log, accuracy_mean=right)))
+    assert report.profile == "controller"
+    assert "accuracy:zero" not in {finding.id for finding in report.findings}
+    right[:25] = 0.0
+    assert "for 25 epochs" in of(analyse(by_batch(changed(log, accuracy_mean=right))), "accuracy:zero").title
+
+
+@pytest.mark.parametrize("value", [1000.0, -1000.0])
+def test_an_extreme_loss_of_a_short_run_is_told_with_its_epoch(value: float) -> None:
+    log = controller_run(0)
+    key = next(key for key in ("train/loss", "loss") if key in log.series)
+    losses = log.series[key].values.copy()
+    losses[17] = value
+    found = of(analyse(changed(log, **{key: losses})), "loss_spike")
+    assert found.level == "warn" and found.steps == (18, 18), found

@@ -126,3 +126,29 @@ def test_a_rate_that_blows_a_run_up_in_its_first_steps_is_named_with_its_step(
         assert report.verdict == "FAIL" and finding.steps is not None and abs(finding.steps[0] - onset) <= 6, finding
         assert f"Lower learning_rate from {number(rate)} to {number(rate / 10)}" in finding.remedy
         assert not [other for other in report.findings if "higher" in other.remedy], seed
+
+
+@pytest.mark.parametrize("share", [0.2, 0.45, 0.6])
+def test_a_leak_is_told_from_the_step_at_which_memory_begins_to_grow(share: float) -> None:
+    log = healthy("sft")
+    sizes = log.series["memory/cpu/rss_gib"]
+    at = int(share * len(sizes))
+    grown = sizes.values * (1 + 0.4 * (np.arange(len(sizes)) - at).clip(0) / (len(sizes) - at))
+    series = {**log.series, "memory/cpu/rss_gib": Series(sizes.steps, grown)}
+    finding = of_rule(analyse(replace(log, series=series)), "V26")
+    assert finding.steps is not None and abs(finding.steps[0] - int(sizes.steps[at])) <= 20, finding.steps
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.7])
+def test_format_hacking_is_told_from_the_step_at_which_the_form_begins_to_rise(share: float) -> None:
+    log, rng = healthy("grpo"), np.random.default_rng(0)
+    steps = log.series["kl"].steps
+    at = int(share * len(steps))
+    forms = 0.3 + 0.6 * (np.arange(len(steps)) - at).clip(0) / (len(steps) - at)
+    series = {
+        **log.series,
+        "rewards/Format/mean": Series(steps, forms + rng.normal(0, 0.03, len(steps))),
+        "rewards/AnswerMatchCosine/mean": Series(steps, 0.4 + rng.normal(0, 0.05, len(steps))),
+    }
+    finding = of_rule(analyse(replace(log, series=series)), "V36")
+    assert finding.steps is not None and abs(finding.steps[0] - int(steps[at])) <= 0.02 * steps[-1], finding.steps

@@ -28,7 +28,7 @@ from trainer.runtime.text import readable
 NUM_TOP = 3
 FOREMOST = (
     *("V01", "V46", "V44", "lr_schedule:raised", "V05", "V25", "V31", "V17"),
-    *("V02", "V32", "V13", "V15", "V16", "V11", "V07", "V34"),
+    *("V02", "V32", "adv_shape:std", "V13", "V15", "V16", "V11", "V07", "V34"),
 )
 """Checks, or single findings, of which the one that comes first matters more than another of its level."""
 CHECKPOINT = re.compile(r"(checkpoint-|global_step_)\d+")

@@ -90,9 +90,17 @@ class AnalysedRun:
         return self.key(role) or ROLES[role][0]
 
     def epochs(self, role: str) -> Series:
-        """Epoch means of a role; a controller logs one point an epoch."""
+        """Epoch means of a role; a controller logs one point an epoch, unless it says that it logs batches."""
         series = self.get(role)
-        return series if self.profile == "controller" else epoch_means(series, self.find("epoch"))
+        if self.profile != "controller":
+            return epoch_means(series, self.find("epoch"))
+        return epoch_means(series, self.find("epoch"), least=1) if self.has_batches else series
+
+    @cached_property
+    def has_batches(self) -> bool:
+        """Whether a controller logs more often than once an epoch."""
+        epochs = self.find("epoch")
+        return epochs is not None and len(np.unique(np.ceil(epochs.values))) < len(epochs) / 2
 
     def slope(self, role: str) -> Slope:
         return slope(self.epochs(role))

@@ -25,7 +25,18 @@ from trainer.report.learning_rate import learning_rate, scheduled
 from trainer.report.result import LearningRate
 from trainer.report.run_log import Series
 from trainer.report.shapes import beyond, bursts, in_a_row, trend
-from trainer.report.statistics import NUM_BINS, Shift, bins, level_shift, noise, slope, within
+from trainer.report.statistics import (
+    NUM_BINS,
+    NUM_WINDOWS,
+    Floats,
+    Shift,
+    bins,
+    level_shift,
+    noise,
+    rolling_median,
+    slope,
+    within,
+)
 from trainer.report.vocabulary import ROLES
 from trainer.report.words import is_led_by_rate, moved_along
 
@@ -267,6 +278,7 @@ def _relative_noise(series: Series) -> float:
 def loss_spikes(run: AnalysedRun, losses: Series) -> Iterator[Told]:
     spikes = [a for a in run.anomalies if is_of(a, "loss")]
     if not spikes:
+        yield from _extremes(run, losses)
         return
     peak = max((m for a in spikes for m in a.movers if m.metric in ROLES["loss"]), key=lambda mover: mover.peak_value)
     level = abs(float(np.median(losses.values)))
@@ -288,6 +300,24 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Iterator[Told]:
         if is_led
         else "Updates or batches that throw the model off; see what moved along.",
         remedy=[watch(run)] if is_led else [clip(run), larger_batch(run), watch(run)],
+    )
+
+
+def _extremes(run: AnalysedRun, losses: Series) -> Iterator[Told]:
+    """Losses of a controller, however few, that lie far outside of what is usual, above or below."""
+    limit = max(run.limits["oscillation_range"], run.limits["loss_extreme"] * float(np.median(np.abs(losses.values))))
+    far = bursts(losses, low=-limit, high=limit)
+    if run.profile != "controller" or not len(far):
+        return
+    worst = int(np.argmax(np.abs(far.values)))
+    yield warn(
+        f"{counted(len(far), 'extreme loss')}, the furthest {number(far.values[worst])} at step {far.steps[worst]}.",
+        steps=far.ends,
+        value=far.values[worst],
+        limit=limit,
+        evidence=[f"steps {listed(map(str, far.steps.tolist()))}"],
+        cause="Updates or batches that throw the model off; see what moved along.",
+        remedy=[clip(run), larger_batch(run), watch(run)],
     )
 
 
@@ -418,9 +448,11 @@ def _highest_median(series: Series) -> float:
 def vanishing_gradients(run: AnalysedRun, norms: Series) -> Iterator[Told]:
     """Against the run's own level of calm steps, and absolutely."""
     limits = run.limits
-    for limit in (limits["grad_vanished_share"] * _highest_median(norms), limits["grad_vanished"]):
-        gone = in_a_row(norms, norms.values < limit)
+    before = _highest_so_far(norms)
+    for each in (limits["grad_vanished_share"] * before, np.full(len(norms), limits["grad_vanished"])):
+        gone = in_a_row(norms, norms.values < each)
         if len(gone) >= limits["grad_vanished_points"]:
+            limit = float(each[np.searchsorted(norms.steps, gone.steps[0])])
             yield warn(
                 f"The gradient vanishes: below {number(limit)} at {interval(gone.ends)}.",
                 steps=gone.ends,
@@ -430,6 +462,14 @@ def vanishing_gradients(run: AnalysedRun, norms: Series) -> Iterator[Told]:
                 remedy="Check the labels and which parameters are trained; stop if the loss no longer falls.",
             )
             return
+
+
+def _highest_so_far(norms: Series) -> Floats:
+    """Of each point the highest usual level that the norm had before it; at the start that of the first points."""
+    width = min(max(NUM_ENDS, len(norms) // NUM_WINDOWS), len(norms))
+    stride = max(1, width // 8)
+    levels = np.maximum.accumulate(rolling_median(norms.values, width, stride))
+    return np.asarray(levels[((np.arange(len(norms)) - width) // stride).clip(0)])
 
 
 @finding("grad_unclipped", "V13", "grad")
@@ -605,7 +645,7 @@ def learning(run: AnalysedRun) -> Iterator[Told]:
 
 def _never_got_better(run: AnalysedRun) -> bool:
     reward, accuracy, violation = (run.find(role) for role in ("reward", "accuracy", "violation"))
-    if reward is None or accuracy is None or violation is None or len(reward) < run.limits["min_epochs"]:
+    if reward is None or accuracy is None or violation is None or len(run.epochs("reward")) < run.limits["min_epochs"]:
         return False
     is_bad = reward.values.max() < 0 and accuracy.values.max() == 0
     return bool(is_bad and violation.values.min() > run.limits["violation"])

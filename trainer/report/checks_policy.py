@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from trainer.report.advice import (
+    clip,
     how_common,
     larger_batch,
     larger_group,
@@ -22,8 +23,8 @@ from trainer.report.checks import Told, fail, finding, info, note, warn
 from trainer.report.formatting import counted, interval, listed, number, share
 from trainer.report.result import Anomaly, Mover
 from trainer.report.run_log import Series
-from trainer.report.shapes import Move, beyond, bursts, in_a_row, shift, trend
-from trainer.report.statistics import bins, onset, rolling_median, slope
+from trainer.report.shapes import Move, began, beyond, bursts, in_a_row, shift, trend
+from trainer.report.statistics import bins, finite, onset, rolling_median, slope
 from trainer.report.vocabulary import meaning
 from trainer.report.words import moved_along, story
 
@@ -348,13 +349,14 @@ def format_hacking(run: AnalysedRun) -> Iterator[Told]:
         raise NotJudged("the log has no format reward beside one for being right")
     p, truth, limit = run.limits["trend_p"], slope(right), run.limits["reward_flat"]
     for key in forms:
-        form = slope(run.log.series[key])
+        values = finite(run.log.series[key])
+        form = slope(values)
         if not truth.is_rising(p) and form.is_rising(p) and form.relative_change > limit:
             yield warn(
                 f"{key} rises by {number(form.change)} while the share of right answers stays flat.",
                 id=key,
                 metric=key,
-                steps=run.log.series[key].ends,
+                steps=(began(values), values.ends[1]),
                 value=form.change,
                 limit=limit,
                 cause="The policy learns the form of an answer, not its content: format hacking.",
@@ -429,8 +431,8 @@ def entropy(run: AnalysedRun, _: Series) -> Iterator[Told]:
 
 
 @finding("accuracy", "V39", "accuracy", profile=["controller"])
-def accuracy(run: AnalysedRun, right: Series) -> Iterator[Told]:
-    limits = run.limits
+def accuracy(run: AnalysedRun, _: Series) -> Iterator[Told]:
+    limits, right = run.limits, run.epochs("accuracy")
     zero, collapsed = in_a_row(right, right.values == 0), shift(run, "accuracy", sign=-1)
     if len(zero) >= limits["accuracy_zero_epochs"]:
         yield warn(
@@ -466,9 +468,12 @@ def accuracy(run: AnalysedRun, right: Series) -> Iterator[Told]:
 def _below_the_bands(run: AnalysedRun) -> Iterator[str]:
     """What is lower than usual in epochs 1 to 30: worth a note, not more."""
     for role, levels in BANDS.items():
-        series = run.find(role)
+        if run.find(role) is None:
+            continue
+        means = run.epochs(role)
+        epochs = 1 + np.arange(len(means)) if run.has_batches else means.steps
         for (first, last), level in zip(pairwise((0, 10, 20, 30)), levels, strict=True):
-            part = series.values[(series.steps > first) & (series.steps <= last)] if series is not None else ()
+            part = means.values[(epochs > first) & (epochs <= last)]
             if len(part) >= 5 and (mean := float(np.mean(part))) < level - 0.25 * (role == "reward"):
                 yield f"{run.name(role)} {number(mean)} in epochs {first + 1} to {last}"
 
@@ -480,7 +485,7 @@ def budget(run: AnalysedRun) -> Iterator[Told]:
     if violations is None and latency is None:
         raise NotJudged("the log has neither latency nor budget violations")
     if violations is not None:
-        yield from _violations(run, violations)
+        yield from _violations(run, run.epochs("violation"))
     given = run.limits["latency_budget"] or run.config("latency_budget", "budget_ms", "latency_budget_ms", "budget")
     if latency is not None and isinstance(given, int | float):
         level = float(bins(latency).values[-10:].mean())
@@ -525,6 +530,26 @@ def _violations(run: AnalysedRun, violations: Series) -> Iterator[Told]:
         cause="Training is not finished, or the penalty is weak.",
         remedy="Train on while it falls; else raise the violation penalty.",
     )
+
+
+@finding("value_network", "V47")
+def value_network(run: AnalysedRun) -> Iterator[Told]:
+    """The loss and the error of the network that foretells rewards."""
+    present = [role for role in ("value_loss", "value_error") if run.find(role) is not None]
+    if not present:
+        raise NotJudged("the log has no critic/loss and no critic/error")
+    for role in present:
+        if move := shift(run, role, sign=1, ratio=run.limits["value_rise"]):
+            yield warn(
+                f"{move.metric} rose from {number(move.before)} to {number(move.after)} after step {move.at}.",
+                id=move.metric,
+                metric=move.metric,
+                steps=move.steps,
+                value=move.times,
+                limit=run.limits["value_rise"],
+                cause="The value network no longer foretells the rewards: advantages are noise.",
+                remedy=[f"Lower its learning rate, or go back to {run.checkpoint(move.at)}.", clip(run)],
+            )
 
 
 @finding("reward_clip", "V41", "reward_clip")

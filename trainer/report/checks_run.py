@@ -238,7 +238,7 @@ def _width(shares: Series) -> int:
 def too_little(run: AnalysedRun) -> str:
     """Why the whole run cannot be called healthy; empty where it can."""
     if run.profile == "controller":
-        longest = max((len(s) for role in ("reward", "loss") if (s := run.find(role)) is not None), default=0)
+        longest = max((len(run.epochs(role)) for role in ("reward", "loss") if run.find(role) is not None), default=0)
         limit = int(run.limits["min_epochs"])
         return f"{longest} epochs, at least {limit} (better 30) are needed to see a trend" if longest < limit else ""
     longest = max((len(series) for series in run.log.series.values()), default=0)

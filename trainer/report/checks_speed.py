@@ -12,7 +12,7 @@ from trainer.report.checks import Told, fail, finding, in_order, info, note, war
 from trainer.report.formatting import counted, listed, number, share
 from trainer.report.result import Throughput
 from trainer.report.run_log import Series
-from trainer.report.shapes import beyond, bursts, shift
+from trainer.report.shapes import began, beyond, bursts, shift
 from trainer.report.statistics import MIN_PERIODS, NUM_WINDOWS, Slope, finite, period, slope, within
 
 NAMES = ("time/train/{}_s", "time/{}", "timing_s/{}")
@@ -336,10 +336,11 @@ def memory_use(run: AnalysedRun) -> Iterator[Told]:
             remedy=[memory(run)],
         )
     for role, series in long.items() if run.last_step >= MIN_LEAK_STEPS else ():
-        yield from _leak(run, role, series[len(series) // 2 :])
+        yield from _leak(run, role, series)
 
 
-def _leak(run: AnalysedRun, role: str, late: Series) -> Iterator[Told]:
+def _leak(run: AnalysedRun, role: str, series: Series) -> Iterator[Told]:
+    late = series[len(series) // 2 :]
     course, quarter, least = slope(late), len(late) // 4, run.limits["leak"]
     growth = 1000 * course.per_step / course.level if course.level else 0.0
     first, last = np.median(late.values[:quarter]), np.median(late.values[-quarter:])
@@ -349,7 +350,7 @@ def _leak(run: AnalysedRun, role: str, late: Series) -> Iterator[Told]:
             f"{'Host' if role == 'rss' else 'Device'} memory grows by {share(growth)} per 1000 steps.",
             id=f"leak-{role}",
             metric=run.name(role),
-            steps=late.ends,
+            steps=(began(series), series.ends[1]),
             value=growth,
             limit=least,
             evidence=[f"from {number(float(late.values[0]))} to {number(float(late.values[-1]))} GiB"],

@@ -113,6 +113,8 @@ _OWN: Mapping[str, float] = {
     "violation_final_note": 0.05,
     # reward_clip
     "reward_clip": 0.2,
+    # value_network
+    "value_rise": 10,  # times its level, to the end
     # restarts
     "lost_steps": 0.05,
     "goodput": 0.9,

@@ -68,6 +68,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
         "actor/ppo_ratio_clipfrac",
         "actor/clipfrac",
     ),
+    "value_loss": ("critic/loss", "critic/vf_loss"),
+    "value_error": ("critic/error",),
     "entropy": ("train/entropy", "entropy", "critic/entropy/mean", "actor/entropy"),
     "adv_mean": ("train/adv_mean", "critic/advantages/mean"),
     "adv_std": ("train/adv_std",),

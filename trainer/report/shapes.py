@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from trainer.report.analysed_run import AnalysedRun
 from trainer.report.run_log import Series
 from trainer.report.statistics import (
-    MAX_WINDOWS,
     NUM_WINDOWS,
     Floats,
     level_shift,
     logarithm,
     longest_run,
     noise,
+    onset,
     runs,
     slope,
 )
@@ -24,6 +24,8 @@ from trainer.report.statistics import (
 Ints = NDArray[np.int64]
 LEAST_WIDTH = 5
 """Points whose median or mean is a level, of a short log."""
+PLACES_PER_WIDTH = 8
+"""Windows overlap by all but so large a part of their width."""
 CLEAR_SIGMA = 3
 """A fall is at least so many times the noise from epoch to epoch: of many good runs some end lower by chance."""
 
@@ -52,17 +54,21 @@ def beyond(
     width = min(width or max(LEAST_WIDTH, len(series) // NUM_WINDOWS), len(series))
     if not width:
         return None
-    stride = max(1, len(series) // MAX_WINDOWS)
-    levels = of(np.lib.stride_tricks.sliding_window_view(series.values, width)[::stride], axis=1)
+    stride = max(1, width // PLACES_PER_WIDTH)
+    offset = (len(series) - width) % stride  # the last window ends with the series
+    levels = of(np.lib.stride_tricks.sliding_window_view(series.values[offset:], width)[::stride], axis=1)
     begins, ends = runs((levels < low) | (levels > high))
     if not len(begins):
         return None
-    first, stop = int(begins[0]) * stride, (int(ends[0]) - 1) * stride + width
+    first = offset + int(begins[0]) * stride if begins[0] else 0
+    stop = offset + (int(ends[0]) - 1) * stride + width
     is_high = bool(levels[begins[0]] > high)
     values = series.values[first:stop]
     is_beyond = values > high if is_high else values < low
-    few = np.convolve(is_beyond, np.ones(LEAST_WIDTH), "full")[LEAST_WIDTH - 1 :]  # of this point and the next ones
-    onset = int(np.argmax(is_beyond & (few > LEAST_WIDTH / 2))) if np.any(is_beyond & (few > LEAST_WIDTH / 2)) else 0
+    few = max(LEAST_WIDTH, width // PLACES_PER_WIDTH)
+    # of each point and the next ones, how many lie beyond
+    counts = np.convolve(is_beyond, np.ones(few), "full")[few - 1 :]
+    onset = int(np.argmax(is_beyond & (counts > few / 2)))  # 0 where there is none
     part = series[first + onset : stop]
     return Stretch(part.ends, float(of(part.values, axis=0)), is_high)
 
@@ -130,9 +136,9 @@ def shift(
 @dataclass(frozen=True)
 class WrongWay:
     steps: tuple[int, int]
+    """From the best epoch on."""
     change: float
     best: int
-    """The step of the best epoch."""
 
 
 def trend(run: AnalysedRun, role: str, *, good: int) -> WrongWay | None:
@@ -143,4 +149,10 @@ def trend(run: AnalysedRun, role: str, *, good: int) -> WrongWay | None:
     is_clear = -good * course.change > CLEAR_SIGMA * noise(means) and course.p_value < run.limits["rising_p"]
     if len(last) < needed or not is_clear:
         return None
-    return WrongWay(last.ends, course.change, int(means.steps[int(np.argmax(good * means.values))]))
+    best = int(means.steps[int(np.argmax(good * means.values))])
+    return WrongWay((best, last.ends[1]), course.change, best)
+
+
+def began(series: Series) -> int:
+    """The step at which a rise over much of a run set in: where its level ends."""
+    return int(series.steps[onset(series.values, 0, len(series), is_level=True)])

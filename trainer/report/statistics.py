@@ -42,8 +42,8 @@ def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
     return Series(steps, np.add.reduceat(series.values, edges[:-1]) / counts)
 
 
-def epoch_means(series: Series, epochs: Series | None) -> Series:
-    """Means over epochs, at the last step of each; bins where `epochs` (step -> epoch so far) has fewer than three.
+def epoch_means(series: Series, epochs: Series | None, *, least: int = 3) -> Series:
+    """Means over epochs, at the last step of each; bins where `epochs` (step -> epoch so far) has fewer than `least`.
 
     `epochs` counts up from 0 with fractions, as trackers log it; a whole number belongs to the epoch that it ends.
     """
@@ -51,7 +51,7 @@ def epoch_means(series: Series, epochs: Series | None) -> Series:
         return bins(series)
     numbers = np.ceil(np.interp(series.steps, epochs.steps, epochs.values) - 1e-9)
     firsts = np.flatnonzero(np.diff(numbers, prepend=-1.0))
-    if len(firsts) < 3:
+    if len(firsts) < least:
         return bins(series)
     counts = np.diff(np.append(firsts, len(series)))
     return Series(series.steps[firsts + counts - 1], np.add.reduceat(series.values, firsts) / counts)
