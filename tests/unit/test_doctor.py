@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -165,7 +166,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     "no fsync": ("", lambda s: s.refuse("fsync", "run"), "!directories", "choose a directory"),
     "no locks": (
         "",
-        lambda s: s.patch.setattr(checks, "try_lock", lambda _, found=iter((False, True)): next(found)),
+        lambda s: s.patch.setattr(checks, "try_lock", Mock(side_effect=[False, True])),
         "!directories",
         "require_lock=false",
     ),
