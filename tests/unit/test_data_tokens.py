@@ -1,10 +1,9 @@
-"""The short ways to tokens give what the tokenizer gives: the same ids, and the same tokens inside the marks."""
+"""Batches of marked texts: the ids that the tokenizer gives for each text alone, and the tokens inside the marks."""
 
 import inspect
 import json
 import random
 import unicodedata
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,12 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN3_5
 
-from trainer.data import tokens
-from trainer.data.tokens import WORD_PATTERNS, MarkedText, TokenFinder, _byte_level
+from trainer.data.tokens import MarkedText, TokenFinder
 
 SEEDS = range(20)
 WHITESPACE = [*" \n\t\r\x0b\x1c\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000", "  ", "   ", "\n\n", " \n", "\r\n"]
 ASCII = "a The answer don't 's 'S ' x's 12 3 1234567 . , ... !?\n / _ # <<5*4=20>>20 <|end|> <|end|>\n <think> \x7f"
 OTHER = "٣ Ⅻ é e\u0301 \u0301 ñ привет ДА 你好 世界 。 ア กำ 한국 🙂 👩\u200d🚀 € † Ⱥ ǅ \u200b \ufeff \u180e"
-LONG = "x" * 33
 WORDS = [*ASCII.split(" "), *OTHER.split(" ")]
 
 
@@ -67,10 +64,15 @@ def with_token(content: str, **flags: bool) -> dict[str, Any]:
     return {"pre_tokenizer": LLAMA3, "added_tokens": [*added, {**plain, "id": 3100, "content": content, **flags}]}
 
 
+WORD_PATTERNS = {
+    "qwen 2 and 3": QWEN2,
+    "qwen 3.5": QWEN3_5,
+    "llama 3": inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default,
+}
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTES = {**GPT2, "use_regex": False}
 LLAMA3 = cut_by(split(WORD_PATTERNS["llama 3"]), BYTES)
-BYTE_LEVEL = {
+KINDS = {
     **{name: {"pre_tokenizer": cut_by(split(pattern), BYTES)} for name, pattern in WORD_PATTERNS.items()},
     "gpt 2": {"pre_tokenizer": GPT2},
     "normalizer": {"pre_tokenizer": LLAMA3, "normalizer": {"type": "NFC"}},
@@ -81,8 +83,6 @@ BYTE_LEVEL = {
     "token of two words": with_token("answer The"),
     "tokens that overlap": with_token("e<|end"),
     "tokens looked for one after the other": with_token("e<|end", normalized=True),
-}
-OTHERS = {
     "prefix space": {"pre_tokenizer": {**GPT2, "add_prefix_space": True}},
     "another normalizer": {"pre_tokenizer": LLAMA3, "normalizer": {"type": "NFKC"}},
     "token that takes spaces after it in": with_token("<|end|>", rstrip=True),
@@ -121,83 +121,17 @@ def marked_texts(seed: int) -> list[MarkedText]:
     return batch
 
 
-def is_normalized(item: MarkedText) -> bool:
-    return unicodedata.is_normalized("NFC", item.text)
-
-
-def check(
-    tokenizer: PreTrainedTokenizerFast, batch: list[MarkedText], seed: int, finder: TokenFinder | None = None
-) -> None:
-    for item, found in zip(batch, find(finder or TokenFinder(tokenizer), batch), strict=True):
-        assert found == expected(tokenizer, item), f"seed {seed}: {item}"
-
-
-@pytest.mark.parametrize("name", BYTE_LEVEL)
-def test_tokens_found_without_offsets_are_the_tokenizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(TokenFinder, "_encode_with_offsets")
-    tokenizer = changed(**BYTE_LEVEL[name])
-    finder = TokenFinder(tokenizer)  # which knows words of earlier batches
-    for seed in SEEDS:
-        check(tokenizer, [item for item in marked_texts(seed) if is_normalized(item)], seed, finder)
-    check(tokenizer, [MarkedText(" ", [(0, 1)])], -1)
-    for texts in ("The<|end|> a",), ("The<|e", "nd|> a"):  # what looks like a token in one text, and in two
-        check(tokenizer, [MarkedText(text, []) for text in texts], -2)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_tokens_found_by_offsets_are_the_tokenizers(name: str) -> None:
-    tokenizer = changed(**OTHERS[name])
-    assert _byte_level(tokenizer.backend_tokenizer) is None
-    for seed in SEEDS:
-        check(tokenizer, marked_texts(seed), seed)
-
-
-def test_texts_that_normalization_changes_are_left_to_offsets() -> None:
-    tokenizer = changed(normalizer={"type": "NFC"}, pre_tokenizer=LLAMA3)
-    changing = [seed for seed in SEEDS if not all(map(is_normalized, marked_texts(seed)))]
-    assert len(changing) > 10
-    for seed in changing:
-        check(tokenizer, marked_texts(seed), seed)
-
-
-def test_tokens_that_do_not_add_up_to_the_text_are_left_to_offsets() -> None:
-    tokenizer = changed(pre_tokenizer=cut_by(split(r"\s+", "Removed"), BYTES))
-    assert _byte_level(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())) is not None
-    check(tokenizer, [MarkedText("The answer <s>", [(4, 10)]), MarkedText("no_space", [(0, 2)])], -1)
-
-
-def test_a_word_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Listed:
-        """The tokenizer's texts are kept."""
-
-        def encode_batch_fast(self, batch: list[str], **more: Any) -> Any:
-            texts.append(batch)
-            return real.encode_batch_fast(batch, **more)
-
-    monkeypatch.setattr(tokens, "NUM_KNOWN", 8)
-    tokenizer, texts = changed(pre_tokenizer=LLAMA3), []
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_of_a_batch_are_the_tokenizers(name: str) -> None:
+    tokenizer = changed(**KINDS[name])
     finder = TokenFinder(tokenizer)
-    assert finder._byte_level is not None
-    real = finder._byte_level.backend
-    finder._byte_level = replace(finder._byte_level, backend=Listed())  # type: ignore[arg-type]
-    batches = [["the one<s>the other", "the one  and<s>the <s><|end|> third", "the one <s>the other"]]
-    batches += [["an other<s>the " + LONG], ["the one an " + LONG], ["the one"]]
-    for batch in batches:
-        check(tokenizer, [MarkedText(text, [(0, 1)]) for text in batch], -1, finder)
-    assert texts[0] == ["the one", "<s> other  and ", "<|end|> third"]
-    assert texts[1:] == [["an " + LONG], [" an " + LONG], ["the one"]]  # too long to be kept; then too many were
-
-
-@pytest.mark.parametrize("name", ["whole texts", "another pattern", "other pieces", "token of two words"])
-def test_texts_are_cut_only_where_the_tokenizer_is_known_to(name: str) -> None:
-    byte_level = _byte_level(changed(**BYTE_LEVEL[name]).backend_tokenizer)
-    assert byte_level is not None and not byte_level.has_words
-
-
-def test_the_patterns_are_those_of_the_models() -> None:
-    llama3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
-    assert list(WORD_PATTERNS.values()) == [QWEN2, QWEN3_5, llama3]
+    for seed in SEEDS:
+        batch = marked_texts(seed)
+        normalized = [item for item in batch if unicodedata.is_normalized("NFC", item.text)]
+        for items in (batch, normalized):
+            for item, found in zip(items, find(finder, items), strict=True):
+                assert found == expected(tokenizer, item), f"seed {seed}: {item}"
 
 
 def test_nothing_is_found_in_nothing() -> None:
-    assert all(find(TokenFinder(changed(**kind)), []) == [] for kind in (BYTE_LEVEL["gpt 2"], OTHERS["metaspace"]))
+    assert all(find(TokenFinder(changed(**KINDS[name])), []) == [] for name in ("gpt 2", "metaspace"))

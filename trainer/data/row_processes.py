@@ -14,7 +14,7 @@ from trainer.data.row_encoder import PreparedRows, RowEncoder
 from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
 
-ROWS_HERE = 2000  # before it is worth to start processes
+ROWS_HERE = 500  # before it is worth to start processes
 NUM_BLOCKS_AHEAD = 2  # for each process
 LOOK_EVERY_S = 1.0
 

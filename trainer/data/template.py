@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import jinja2
@@ -12,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.conversation import Message
-from trainer.data.outline import Outline, blind_template, outline
 from trainer.data.rows import UnusableError
 from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
@@ -21,13 +19,6 @@ SEQUENCE_BOUNDS = ("<s>", "</s>")
 """A beginning and an end, whatever the tokenizer's own are; unlike <think> and </think> no pair around a part."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tools = list[dict[Any, Any]] | None
-NUM_OUTLINES = 1000
-SHOWN_CHARS = 500
-OUTLINE_IS_WRONG = (
-    "the chat template writes a conversation otherwise than its outline, which is a fault of this trainer: please "
-    "report it with the template. A copy of the template with `{% macro unused() %}{% endmacro %}` as "
-    "data.chat_template is run for every conversation"
-)
 ARGUMENTS = {"city": "Paris"}
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 PLAIN = [
@@ -60,47 +51,19 @@ class ChatTemplate:
         self._added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._ends = {str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
         self._end = str(tokenizer.eos_token or "")
-        self._outline_of = lru_cache(NUM_OUTLINES)(self._make_outline)
-        self._num_filled: Counter[tuple[bool | str, ...]] = Counter()
 
     def render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> tuple[str, list[Span]]:
-        """The text, and the characters that generation tags enclose. Raises `UnusableError`, and `DataError` for a
-        template that is none.
+        """The text, and the characters that generation tags enclose; none of a `prompt`, which ends where the assistant
+        begins. Raises `UnusableError`, and `DataError` for a template that is none.
         """
-        found = None
-        plain = [(m["role"], m["content"]) for m in messages if len(m) == 2 and m["content"].strip()]
-        if tools is None and len(plain) == len(messages) > 0:
-            roles, texts = zip(*plain, strict=True)
-            outline = self._outline_of(prompt, *roles)
-            found = outline and outline.filled(texts)
-        text, spans = found or self._rendered(messages, tools, prompt=prompt)
-        is_to_check = found and self._is_to_check(prompt, *roles)
-        if is_to_check and found != self._rendered(messages, tools, prompt=prompt):
-            raise DataError(f"{OUTLINE_IS_WRONG}; the conversation: {json.dumps(messages)[:SHOWN_CHARS]}")
-        require_unicode(text)
-        return text, spans
-
-    def _is_to_check(self, *outline: bool | str) -> bool:
-        """Whether it is the 1st, 2nd, 4th, 8th, ... conversation that an outline is filled with."""
-        self._num_filled[outline] += 1
-        return self._num_filled[outline].bit_count() == 1
-
-    def _make_outline(self, prompt: bool, *roles: str) -> Outline | None:
-        template = self._blind_template
-        return outline(template, roles, add_generation_prompt=prompt, **self._variables) if template else None
-
-    @cached_property
-    def _blind_template(self) -> jinja2.Template | None:
-        return blind_template(self.source)
-
-    def _rendered(self, messages: list[Message], tools: Tools, *, prompt: bool) -> tuple[str, list[Span]]:
+        has_spans = self.has_generation_tags and not prompt
         try:
             rendered: Any = render_jinja_template(  # annotated as str, returns two lists
                 conversations=[messages],
                 tools=tools,  # type: ignore[arg-type]  # list is invariant
                 chat_template=self.source,
                 add_generation_prompt=prompt,
-                return_assistant_tokens_mask=self.has_generation_tags,
+                return_assistant_tokens_mask=has_spans,
                 **self._variables,
             )
         except jinja2.TemplateSyntaxError as error:
@@ -110,7 +73,8 @@ class ChatTemplate:
         except Exception as error:  # templates run arbitrary expressions on the row
             raise UnusableError(f"chat template: refuses the conversation: {type(error).__name__}: {error}") from error
         (text, *_), spans = rendered
-        return text, spans[0] if self.has_generation_tags else []
+        require_unicode(text)
+        return text, spans[0] if has_spans else []
 
     def _try(self, messages: list[Message]) -> str | None:
         try:

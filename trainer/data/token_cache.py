@@ -34,7 +34,6 @@ TOKEN_MODULES = (
     "chat",
     "content",
     "conversation",
-    "outline",
     "plain_text",
     "readers",
     "row_encoder",
