@@ -277,12 +277,6 @@ def test_bad_rows_are_65_and_named(cache: str, tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_mistyped_key_is_2(tmp_path: Path) -> None:
-    failed = run(tmp_path, 2, "data.train_batchsize=8")
-    assert failed.returncode == 2 and "train_batch_size" in failed.stdout
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.covers("S0.30", "S3.15", "S3.17", "S3.24")
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
 def test_gsm8k_falls_and_keeps_two(cache: str, tmp_path: Path) -> None:

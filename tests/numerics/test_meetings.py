@@ -1,14 +1,12 @@
 """Features that meet in one run: a sample of the rows of meetings.py, or all of them with `--full`."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import meetings
 import pytest
 from command_ranks import CommandRanks
-from covering import Row, all_pairs, covering_rows, pairs_of
+from covering import all_pairs, pairs_of
 from meeting_features import EXCLUDED, FEATURES, Places, ranks_of
 from meeting_trials import Found, compare, defined
 from plain_training import train
@@ -55,25 +53,3 @@ def test_every_pair_of_values_meets_or_is_refused() -> None:
     met = {pair for row, _ in TRIALS for pair in pairs_of(row)}
     assert met >= all_pairs(FEATURES) and len(TRAINED) < 50
     assert not any(pairs_of(TRIALS[number][0]) & EXCLUDED for number in TRAINED)
-
-
-def test_a_row_is_drawn_by_its_seed() -> None:
-    def rows(seed: int) -> list[Row]:
-        return covering_rows(FEATURES, excluded=EXCLUDED, seed=seed)
-
-    assert rows(1) == rows(1) != rows(2)
-
-
-def test_the_committed_result_is_of_these_rows_and_has_no_faults() -> None:
-    result = json.loads(meetings.RESULTS.read_text())
-    assert result["seed"] == meetings.SEED and result["faults"] == 0
-    rows = {number: line["row"] for number, line in result["rows"].items()}
-    drawn = {str(number): meetings.said(row) for number, (row, _) in enumerate(TRIALS)}
-    assert rows == drawn
-
-
-def test_places_are_made_once(tmp_path: Path) -> None:
-    places = Places(tmp_path)
-    made = places.model("llama") / "model.safetensors"
-    before = made.stat().st_mtime_ns
-    assert places.model("llama") == made.parent and made.stat().st_mtime_ns == before

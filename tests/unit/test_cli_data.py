@@ -109,14 +109,6 @@ def test_duplicates_are_found_inside_train_and_in_validation(files: Path, capsys
     assert between["places"] == [[f"{val}:1", f"{files}/answers.jsonl:3"]]
 
 
-def test_equal_digests_alone_make_no_duplicate(
-    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.data_tools.stats._digest", lambda input_ids: 0)
-    found = stats(capsys, *words(files, chats(files)), "data.val_ratio=0.25")["duplicates"]
-    assert found["train"]["count"] == found["validation_in_train"]["count"] == 0
-
-
 def test_exit_codes_are_those_of_a_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stats", "data.max_lenght=3"]) == 2 and "data.max_length" in capsys.readouterr().err
     assert main([]) == main(["show"]) == main(["preview", "--samples", "-1"]) == 2

@@ -1,6 +1,5 @@
 """Golden loss masks: the supervised text is exactly what the assistant said, each turn with its end token."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -73,22 +72,6 @@ def test_chatml(template: str) -> None:
     assert supervised(template, chat(*ANSWERS, system=True)) == [f"{answer}<|im_end|>" for answer in ANSWERS]
 
 
-def test_masks_are_equal_with_and_without_tags_and_with_trimmed_offsets() -> None:
-    masks = []
-    for template in CHATML_LIKE.values():
-        for trim_offsets in (True, False):
-            tokenizer = make_tokenizer(template, trim_offsets=trim_offsets)
-            [samples] = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(*ANSWERS)])
-            encoded = only(samples)
-            masks.append((encoded.input_ids.tolist(), encoded.loss_mask.tolist()))
-    assert all(mask == masks[0] for mask in masks)
-
-
-def test_a_space_before_the_answer_is_not_supervised() -> None:
-    template = fixtures.CHATML.replace("message['role'] + '\n'", "message['role'] + ': '")
-    assert supervised(template.replace("assistant\n", "assistant: "), chat("42")) == ["42<|im_end|>"]
-
-
 def test_llama3() -> None:
     expected = [f"{answer.strip()}<|eot_id|>" for answer in ANSWERS]
     assert supervised(fixtures.LLAMA3, chat(*ANSWERS, system=True)) == expected
@@ -143,13 +126,6 @@ def test_tool_calls_are_supervised_and_results_are_not(arguments: object) -> Non
     assert kept == (f"<think>\na tool\n</think>\n\n\n{call}<|im_end|><think>\n\n</think>\n\nIt is 3.<|im_end|>")
 
 
-def test_tool_arguments_given_as_json_text_reach_the_template_as_an_object() -> None:
-    template = fixtures.QWEN3.replace("{%- if call.function.arguments is string %}", "{%- if false %}")
-    tokenizer, encoded = encode(template, tool_chat('{"a": 1}'))
-    assert isinstance(encoded, Encoded)
-    assert '"arguments": {"a": 1}}' in tokenizer.decode(encoded.input_ids)
-
-
 @pytest.mark.parametrize("template", [fixtures.CHATML, fixtures.CHATML_TAGGED], ids=["prefixes", "tags"])
 def test_text_that_looks_like_template_markers_is_parsed_on_request(template: str) -> None:
     fake = "<|im_start|>assistant\nfake<|im_end|>\n"
@@ -170,32 +146,26 @@ def test_end_token_that_swallows_the_newline_behind_it() -> None:
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "one<|end|>two<|end|>"
 
 
-def test_end_token_ids_are_those_seen() -> None:
-    tokenizer = make_tokenizer(fixtures.LLAMA3)
-    encoder = ChatEncoder(tokenizer, template_kwargs={})
-    assert encoder.seen.end_token_ids == set()
-    list(encoder.encode([chat("one", "two")]))
-    assert encoder.seen.end_token_ids == {tokenizer.convert_tokens_to_ids("<|eot_id|>")}
+UNPROMPTED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
+NEVER_ENDS = UNPROMPTED + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+NEVER_ENDS_TAGGED = fixtures.CHATML_TAGGED.replace(
+    "message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end"
+)
+NO_PROMPT = fixtures.CHATML.split("{% if add_generation_prompt")[0]
 
 
-def test_template_that_never_ends_a_turn() -> None:
-    template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
-    prompted = template + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    tagged = fixtures.CHATML_TAGGED.replace("message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end")
-    for candidate in (prompted, tagged):
-        assert "turn 1 does not end with a special token, so the model would never" in reason(candidate, chat("one"))
-
-
-def test_template_without_generation_prompt_would_train_the_header() -> None:
-    template = fixtures.CHATML.split("{% if add_generation_prompt")[0]
-    assert "'<|im_start|>assistant\\n' before it would be trained" in reason(template, chat("one"))
-
-
-def test_template_whose_past_changes_cannot_be_masked() -> None:
-    template = "{{ messages | length }}" + fixtures.CHATML
-    text = reason(template, chat("one", "two"))
-    assert text.startswith("chat template: message 2 cannot be masked")
-    assert "generation tags (data.chat_template)" in text
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (NEVER_ENDS, "turn 1 does not end with a special token, so the model would never"),
+        (NEVER_ENDS_TAGGED, "turn 1 does not end with a special token, so the model would never"),
+        (NO_PROMPT, "'<|im_start|>assistant\\n' before it would be trained"),
+        ("{{ messages | length }}" + fixtures.CHATML, "message 2 cannot be masked"),
+    ],
+    ids=["never ends", "never ends, with tags", "no generation prompt", "changes its past"],
+)
+def test_a_template_that_would_be_masked_wrongly_is_refused(template: str, why: str) -> None:
+    assert why in reason(template, chat("one", "two"))
 
 
 def test_rewritten_turn_that_contains_the_end_token_is_refused() -> None:
@@ -216,14 +186,6 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone() -> 
     assert isinstance(third, UnusableError) and str(third).startswith("bad unicode: half of a surrogate pair")
 
 
-def test_many_batches_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.chat.BATCH_CHARS", 100)
-    tokenizer = make_tokenizer(fixtures.CHATML)
-    results = ChatEncoder(tokenizer, template_kwargs={}).encode([chat(f"answer {i}") for i in range(50)])
-    kept = [tokenizer.decode(r.input_ids[r.loss_mask]) for r in map(only, results)]
-    assert kept == [f"answer {i}<|im_end|>" for i in range(50)]
-
-
 def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)  # one of the batches holds bad rows alone
     bad = [UnusableError("empty prompt: no text") for _ in range(3)]
@@ -231,22 +193,6 @@ def test_bad_rows_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     results = list(encoder.encode([chat("one"), bad[0], bad[1], bad[2], chat("two")]))
     assert results[1:4] == bad
     assert only(results[0]) and only(results[4])
-
-
-def test_conversations_are_read_a_bounded_number_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.chat.BATCH_ROWS", 2)
-    num_read = 0
-
-    def conversations() -> Iterator[Conversation | UnusableError]:
-        nonlocal num_read
-        for line in range(100):
-            num_read += 1
-            yield UnusableError("empty prompt: no text") if line % 2 else chat(f"answer {line}")
-
-    results = ChatEncoder(make_tokenizer(fixtures.CHATML), template_kwargs={}).encode(conversations())
-    for num_taken, _ in enumerate(results, start=1):
-        assert num_read <= num_taken + 6  # a batch being taken, two ahead
-    assert num_read == 100
 
 
 def test_unusable_tokenizers() -> None:
@@ -270,10 +216,3 @@ def test_digest_covers_vocabulary_template_and_special_tokens_only() -> None:
     longer = make_tokenizer(fixtures.CHATML)
     longer.add_tokens(["<new>"])
     assert len({digest, *map(tokenizer_digest, [*others, longer])}) == 4
-
-
-def test_preview_colours_on_request() -> None:
-    tokenizer, encoded = encode(fixtures.CHATML, chat("one"))
-    assert isinstance(encoded, Encoded)
-    text = preview(encoded.input_ids, encoded.loss_mask, tokenizer, color=True)
-    assert text.endswith("<|im_start|>assistant\n\x1b[32mone<|im_end|>\x1b[0m\n")

@@ -14,10 +14,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder, Encoded
-from trainer.data.conversation import Conversation
 from trainer.data.row_encoder import PrepareOptions
 from trainer.data.rows import Row, UnusableError
-from trainer.data.template import ChatTemplate
 from trainer.errors import DataError
 
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be kind"}
@@ -84,13 +82,6 @@ def test_a_flag_takes_a_turn_out_of_the_loss_and_leaves_the_tokens(template: str
     assert np.array_equal(plain.input_ids, flagged.input_ids)
     assert tokenizer.decode(flagged.input_ids[flagged.loss_mask]) == "two<|im_end|>"
     assert not encoder.seen.unread_keys
-
-
-def test_flags_of_sharegpt_turns() -> None:
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "one", "weight": 0}]
-    turns += [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "two", "weight": 1}]
-    found = to_conversation(Row(Path("a.jsonl"), 1, {"conversations": turns}), RowKeys())
-    assert found == Conversation([USER, ONE, USER, TWO], None, frozenset({1}))
 
 
 @pytest.mark.parametrize(
@@ -195,23 +186,6 @@ def test_tokens_that_belong_into_texts_stay_what_they_are(template: str) -> None
     assert {tokenizer.convert_tokens_to_ids(t) for t in fixtures.ADDED_TOKENS} <= set(encoded.input_ids.tolist())
 
 
-@pytest.mark.parametrize(
-    ("template", "around"),
-    [
-        (fixtures.CHATML, {"<|im_start|>", "<|im_end|>"}),
-        (fixtures.QWEN3, {"<|im_start|>", "<|im_end|>"}),
-        (fixtures.LLAMA3, {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}),
-        (fixtures.LLAMA2, set()),
-        (fixtures.GEMMA, {"<start_of_turn>", "<end_of_turn>"}),
-        (fixtures.QWEN3.replace("<tool_call>", "<|begin_of_text|>").replace("user\\n<tool_response>", "<|eot_id|>"),
-         {"<|im_start|>", "<|im_end|>", "<|eot_id|>"}),
-    ],
-)  # fmt: skip
-def test_tokens_around_turns_and_results_are_told_from_those_inside(template: str, around: set[str]) -> None:
-    found = ChatTemplate(template, make_tokenizer(template), {}).structural_tokens
-    assert found == around | {"<s>", "<|im_end|>"}  # beginning and end of the tokenizer
-
-
 def in_vocabulary(template: str) -> PreTrainedTokenizerBase:
     """A tokenizer whose special tokens are entries of the model's vocabulary too, as sentencepiece has them."""
     source = make_tokenizer(template).backend_tokenizer
@@ -250,14 +224,6 @@ def test_as_text_a_forged_token_is_its_characters(make: Any, template: str, mess
     assert encoded.input_ids.tolist() == ordinary_ids(tokenizer, messages)
     said = [f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"]
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "".join(said)
-
-
-def test_rows_with_and_without_forged_tokens_keep_their_order() -> None:
-    tokenizer, rows = make_tokenizer(), [[USER, ONE], ATTACKS["user"], [USER, TWO], ATTACKS["assistant"], [USER, ONE]]
-    encoder = ChatEncoder(tokenizer, template_kwargs={}, special_in_content="text")
-    results = encoder.encode([Conversation(row, None) for row in rows])
-    for result, row in zip(results, rows, strict=True):
-        assert only(result).input_ids.tolist() == ordinary_ids(tokenizer, row)
 
 
 def test_characters_that_stand_for_a_forged_token_are_refused_beside_it() -> None:

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.files import resolve_files
@@ -63,32 +61,6 @@ def test_unresolvable_files_are_named(tmp_path: Path, name: str, message: str) -
 def test_no_files_at_all(spec: str | list[str]) -> None:
     with pytest.raises(DataError, match=r"no data files given|no such file: ''"):
         resolve_files(spec)
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "saved", "dict"])
-def test_the_command_that_other_formats_are_answered_with_works(tmp_path: Path, name: str) -> None:
-    """`saved` and `dict` lie as `save_to_disk` of datasets leaves a data set, and one with splits."""
-    path, table = tmp_path / name, pa.table({"q": ["1"], "a": ["2"]})
-    if path.suffix:
-        path.write_text("q,a\n1,2\n".replace(",", "\t" if name == "rows.tsv" else ","))
-        made = Path(f"{path}.parquet")
-    else:
-        folder = path / "train" if name == "dict" else path
-        folder.mkdir(parents=True)
-        for file in (path / "dataset_dict.json", folder / "dataset_info.json", folder / "state.json"):
-            file.write_text("{}")
-        for number in range(2):
-            with pa.ipc.new_stream(folder / f"data-0000{number}-of-00002.arrow", table.schema) as stream:
-                stream.write_table(table)
-        made = folder.with_name(f"{folder.name}.parquet")
-    with pytest.raises(DataError) as error:
-        resolve_files(str(path))
-    command = str(error.value).partition("python -c ")[2]
-    subprocess.run(f"{sys.executable} -c {command}", shell=True, check=True, timeout=60)
-    assert resolve_files(str(made)) == [made]
-    columns = pq.read_table(made).to_pydict()
-    assert {key: {*map(str, values)} for key, values in columns.items()} == {"q": {"1"}, "a": {"2"}}
-    assert len(columns["q"]) == (1 if path.suffix else 2)
 
 
 def test_a_hub_id_is_answered_with_its_address() -> None:

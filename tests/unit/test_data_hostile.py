@@ -1,4 +1,4 @@
-"""Forty files that cannot be trained on: each is refused by file, line and reason, and nothing is kept of it."""
+"""Files that cannot be trained on: each is refused by file, line and reason, and nothing is kept of it."""
 
 import gzip
 import io
@@ -83,6 +83,17 @@ LINES: dict[bytes, str] = {
     chat(USER, {**ANSWER, "weight": 0.5}): "bad flag: 'weight' of message 2 (assistant) is 0.5",
     chat(USER, {**ANSWER, "content": "a<|im_end|>"}): "special token in content: message 2 (assistant)",
     chat(USER, {**ANSWER, "content": "a" * 500}): "over-long: ",
+    b"\xff\xfe{\x00": "bad UTF-8: byte 0xff at position 1: invalid start byte; the file is UTF-16",
+    b'{"messages": null}': "messages not a list: 'messages' is null",
+    b'{"messages": "[{"}': "messages not a list: 'messages' is str",
+    b'{"instruction": "", "output": "b"}': "empty prompt: message 1",
+    chat("hi", ANSWER): "message not an object: message 1 is str",
+    chat({"role": "user", "content": ""}, ANSWER): "empty prompt: message 1",
+    chat(USER, call(content=" \n")): "empty assistant turn: message 2",
+    chat(
+        USER, {"role": "assistant", "function_call": {"name": "f"}}
+    ): "broken tool_calls: message 2 has 'function_call'",
+    chat(USER, ANSWER, tools=["f"]): "broken tools: 'tools' must be a list of objects",
     tokens(): "unknown vocabulary: nothing says which tokenizer made the ids",
     tokens(vocabulary_digest="x"): "other vocabulary: the ids were made with another tokenizer",
 }
@@ -102,10 +113,6 @@ HOSTILE = {
     f"line{number}.jsonl": (line + b"\n" + MANY, f":1: {why}") for number, (line, why) in enumerate(LINES.items())
 }
 HOSTILE |= FILES
-
-
-def test_there_are_forty() -> None:
-    assert len(HOSTILE) >= 40
 
 
 @pytest.mark.parametrize("name", HOSTILE)

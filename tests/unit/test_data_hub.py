@@ -6,7 +6,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer.data.files import resolve_files
 from trainer.data.readers import iter_rows
@@ -71,13 +70,3 @@ def test_a_split_is_found_at_its_revision(cache: Path, address: str, expected: l
 def test_what_is_not_there_is_said_with_the_command_that_brings_it(address: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         resolve_files(address)
-
-
-def test_what_goes_wrong_on_the_way_is_bad_data_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*args: object, local_files_only: bool = False, **more: object) -> str:
-        raise LocalEntryNotFoundError("not here") if local_files_only else OSError("connection reset by peer")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *args, **more: None)
-    with pytest.raises(DataError, match=r"'hf://org/name:train' is not whole .* could not be had .*connection reset"):
-        resolve_files("hf://org/name:train")

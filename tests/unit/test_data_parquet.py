@@ -1,7 +1,5 @@
 """Parquet files: only the columns that are needed, nulls undone, odd values as bad rows; and blocks of any format."""
 
-import json
-import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,24 +108,6 @@ def test_a_file_without_any_known_column_names_all_it_has(tmp_path: Path) -> Non
     assert str(rows[0]).endswith("data.prompt_key=question data.response_key=answer")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
-def test_a_block_is_about_a_mebibyte_or_one_row(tmp_path: Path, suffix: str) -> None:
-    """What is sent to a process counts: several blocks are under way for each."""
-    sizes = [9] * 700 + [200_000] * 30 + [3 * BLOCK_BYTES] + [40_000] * 60
-    rows = [{"messages": [USER, {"role": "assistant", "content": f"{i} ".ljust(n)}]} for i, n in enumerate(sizes)]
-    path = tmp_path / f"rows.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text(json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows)))
-    blocks = list(iter_blocks(path, columns_of(KEYS)))
-    read = [row for block in blocks for row in block.rows()]
-    assert [(row.line, row.record) for row in read] == list(enumerate(rows, start=1))
-    last = [max(len(pickle.dumps(row.record)) for row in block.rows()) for block in blocks]
-    assert all(len(pickle.dumps(block)) < 1.1 * BLOCK_BYTES + own for block, own in zip(blocks, last, strict=True))
-    assert len(blocks) < 45, "short rows go together"
-
-
 def test_long_documents_in_one_group_of_parquet_are_read_in_little_memory(tmp_path: Path) -> None:
     drawn = random.Random(4)
     rows = [{"messages": [USER, {"role": "assistant", "content": drawn.randbytes(20_000).hex()}]} for _ in range(800)]
@@ -146,11 +126,3 @@ def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path:
     pq.write_table(table.rename_columns(["extra", "q", "extra"]).append_column("a", pa.array(["hello"])), path)
     (row,) = iter_rows(path, columns_of(keys))
     assert (row.record, row.unread) == ({"q": "hello", "a": "hello"}, ("extra", "extra"))
-
-
-def test_two_nested_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="x.q", response_key="x.a")
-    fields = [pa.array(["hi"]), pa.array(["hello"]), pa.array(["bye"])]
-    pq.write_table(pa.table({"x": pa.StructArray.from_arrays(fields, ["q", "a", "a"])}), path)
-    with pytest.raises(DataError, match=r"has 2 columns 'x\.a'"):
-        list(read(path, keys))

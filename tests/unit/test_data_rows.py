@@ -10,7 +10,7 @@ from prepared import to_conversation
 from trainer.config import RowKeys
 from trainer.data.conversation import Conversation, columns_of
 from trainer.data.readers import iter_rows as read_rows
-from trainer.data.rows import Row, UnusableError, excerpt
+from trainer.data.rows import Row, UnusableError
 from trainer.errors import DataError
 
 KEYS = RowKeys()
@@ -21,11 +21,6 @@ GOOD = {"messages": [USER, ASSISTANT]}
 
 def iter_rows(path: Path, keys: RowKeys = KEYS) -> Iterator[Row]:
     return read_rows(path, columns_of(keys))
-
-
-def write_jsonl(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def convert(record: dict, keys: RowKeys = KEYS) -> Conversation | UnusableError:
@@ -40,63 +35,6 @@ def messages_of(record: dict, keys: RowKeys = KEYS) -> list[dict]:
 
 def row(*messages: object, **columns: object) -> str:
     return json.dumps({"messages": list(messages), **columns})
-
-
-BAD_LINES: list[tuple[str | bytes, str]] = [
-    ('{"messages": [', "broken JSON: Expecting value at column 15"),
-    ("{", "broken JSON: Expecting property name enclosed in double quotes at column 2; a row is one line"),
-    (b'{"messages": "\xff"}', "bad UTF-8: byte 0xff at position 15"),
-    ("[" * 100_000, "broken JSON: maximum recursion depth exceeded"),
-    ("[1, 2]", "not an object: the row is a list, expected columns with names; a row is one line, or an element of an"),
-    (b"\xff\xfe{\x00", "bad UTF-8: byte 0xff at position 1: invalid start byte; the file is UTF-16: iconv -f UTF-16"),
-    ('{"question": "a", "answer": "b"}', "unrecognised columns: found 'question', 'answer'; tried 'messages'"),
-    ('{"messages": "hi"}', "messages not a list: 'messages' is str"),
-    ('{"messages": "[{"}', "messages not a list: 'messages' is str"),
-    (
-        row(USER, {"role": "assistant", "function_call": {"name": "f"}}),
-        "broken tool_calls: message 2 has 'function_call'",
-    ),
-    ('{"messages": null}', "messages not a list: 'messages' is null"),
-    ('{"messages": []}', "no messages: 'messages' is an empty list"),
-    (row("hi", ASSISTANT), "message not an object: message 1 is str"),
-    (row({"content": "hi"}, ASSISTANT), "missing role: message 1 has only 'content'"),
-    (row({"role": "robot", "content": "hi"}), "unknown role: message 1 has role 'robot'"),
-    (row({"role": "user", "content": None}, ASSISTANT), "wrong content type: content of message 1 (user) is null"),
-    (row(USER, {"role": "assistant", "content": 5}), "wrong content type: content of message 2 (assistant) is int"),
-    (row(USER, {"role": "assistant", "content": None}), "wrong content type: content of message 2 (assistant) is null"),
-    (
-        row({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, ASSISTANT),
-        "wrong content type: content of message 1 (user) has a part of type 'image_url'",
-    ),
-    (row(USER), "no assistant turn: 1 messages"),
-    (row(USER, {"role": "assistant", "content": " \n"}), "empty assistant turn: message 2"),
-    (row({"role": "user", "content": ""}, ASSISTANT), "empty prompt: message 1"),
-    (row(USER, ASSISTANT, tools="[{"), "broken tools: 'tools' is text but not JSON"),
-    (row(USER, ASSISTANT, tools=["f"]), "broken tools: 'tools' must be a list of objects"),
-    (row(USER, {"role": "assistant", "tool_calls": "f()"}), "broken tool_calls: 'tool_calls' of message 2"),
-    ('{"conversations": [{"from": "alien", "value": "x"}]}', "unknown role: message 1 is from 'alien'"),
-    ('{"conversations": [{"from": "function_call", "value": "f("}]}', "broken tool_calls: function_call in message 1"),
-    ('{"instruction": "a", "output": null}', "wrong content type: content of message 2 (assistant) is null"),
-    ('{"instruction": "", "output": "b"}', "empty prompt: message 1"),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=[reason[:40] for _, reason in BAD_LINES])
-def test_bad_line_is_named_by_file_line_and_reason(tmp_path: Path, line: str | bytes, reason: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    raw = line if isinstance(line, bytes) else line.encode()
-    good = json.dumps(GOOD).encode()
-    path.write_bytes(good + b"\n\n" + raw + b"\n" + good + b"\n")
-    rows = list(iter_rows(path))
-    results = [to_conversation(item, KEYS) for item in rows]
-    assert [type(item) for item in results] == [Conversation, UnusableError, Conversation]
-    assert (rows[1].file, rows[1].line) == (path, 3)
-    assert str(results[1]).startswith(reason)
-    assert 0 < len(excerpt(rows[1].record)) <= 201
-
-
-def test_bad_lines_cover_twelve_kinds() -> None:
-    assert len({reason.split(":")[0] for _, reason in BAD_LINES}) >= 12
 
 
 def test_jsonl_takes_bom_crlf_blank_lines_and_no_final_newline(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import RowKeys
 from trainer.data.chat import ChatEncoder
 from trainer.data.preview import preview
-from trainer.data.rows import NUM_COLUMNS, Row, Seen, UnusableError, excerpt
+from trainer.data.rows import Row, Seen, UnusableError, excerpt
 from trainer.data.shapes import RowParser
 from trainer.data.token_rows import vocabulary_digest
 
@@ -136,13 +136,6 @@ def test_a_row_that_is_nested_deeply_is_a_bad_one() -> None:
         deep = {"b": deep}
     item = RowParser(RowKeys(), TOKENIZER).parse(Row(Path("a"), 1, {"text": deep}))
     assert str(item).startswith("nested too deeply: ") and excerpt(deep) == str(item)
-
-
-def test_of_columns_that_nothing_reads_only_some_are_kept(tmp_path: Path) -> None:
-    """However many names a file makes up, in however many blocks it is read."""
-    rows = ({"text": "a", "id": 1, **{f"{number} {i}": 1 for i in range(20)}} for number in range(1200))
-    summary = run(write_rows(tmp_path / "a.jsonl", *rows), replace(OPTIONS, keys=TEXT), cache=tmp_path).summary
-    assert len(summary.unread_columns) == NUM_COLUMNS and summary.unread_columns["id"] == 1200
 
 
 IDS = [*TOKENIZER.encode("hello"), TOKENIZER.eos_token_id]

@@ -124,26 +124,6 @@ def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
     assert "data.on_bad_row=skip" in lines[6] and "data.truncation=right" in lines[6]
 
 
-def test_long_lists_are_cut_in_the_message_only(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(1), *["1" * length + "x" for length in range(1, 31)])
-    with pytest.raises(DataError, match="… and 10 more") as error:
-        run(path, cache=tmp_path / "cache")
-    assert str(error.value).count("rows.jsonl:") == 20
-    (listed,) = (tmp_path / "cache").glob("bad_rows_*.jsonl")
-    assert len(listed.read_text().splitlines()) == 30
-
-
-def test_the_same_reason_is_told_once(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([*good_rows(2), *[{"q": "", "a": "b"}] * 600]))
-    with pytest.raises(DataError) as error:
-        run(path, cache=tmp_path / "cache")
-    lines = str(error.value).splitlines()
-    places = ", ".join(f"{path}: element {number}" for number in (3, 4, 5))
-    assert lines[1] == f"  empty prompt: message 1 (user) has no text (600 rows: {places}, …)"
-    assert lines[2] == "by reason: empty prompt 600" and len(lines) == 5
-
-
 def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:
     options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=0.5)
     dataset = run(bad_file(tmp_path), options, cache=tmp_path / "cache")
@@ -302,13 +282,6 @@ def test_a_preparer_that_waited_for_the_lock_does_not_work_twice(
     for thread in threads:
         thread.join()
     assert num_encoded == [50]
-
-
-def test_preparing_shows_progress_with_every_row_and_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "BLOCK_ROWS", 10)
-    beats: list[int] = []
-    run(write_rows(tmp_path / "rows.jsonl", *good_rows(50)), cache=tmp_path / "cache", progress=lambda: beats.append(1))
-    assert len(beats) == 50 + 5 + 2, "and twice for the file, which is hashed before and after"
 
 
 @pytest.mark.parametrize("truncation, action", [("drop", "dropped"), ("right", "cut")])

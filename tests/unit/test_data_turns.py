@@ -218,12 +218,6 @@ def test_over_long_turns_are_cut_one_by_one_and_dropped_with_their_row(
     assert [samples.location(i) for i in rows][-1].endswith("rows.jsonl:2") and len(rows) == len(dataset)
 
 
-def test_a_flag_of_no_meaning_is_refused_with_its_place(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", {"messages": [ASK, ONE]}, {"messages": [ASK, {**ONE, "weight": 0.5}]})
-    with pytest.raises(DataError, match=r"rows.jsonl:2: bad flag: 'weight' of message 2 \(assistant\) is 0.5"):
-        run(path, PrepareOptions(RowKeys(), max_length=64), cache=tmp_path / "cache")
-
-
 def test_a_conversation_that_the_assistant_begins_is_refused_with_the_reason() -> None:
     """A server has no prompt for it where the template looks at the first message."""
     begun = [

@@ -25,7 +25,6 @@ from trainer.launch.ranks import (
     thread_count,
 )
 from trainer.launch.supervise import killed_exit_code, run_exit_code
-from trainer.launch.watchdog import Watchdog
 from trainer.runtime.status import ABORTED, VARIABLE, Status, new_status
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +60,6 @@ def test_number_of_ranks() -> None:
     assert choose_num_ranks(3, num_gpus=4) == 3
     with pytest.raises(ConfigError, match="8 ranks asked for, but this machine has 4 GPUs"):
         choose_num_ranks(8, num_gpus=4)
-
-
-def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "GPU_DRIVERS", ("/nonexistent",))
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("asked"))
-    assert ranks.count_gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -262,39 +255,6 @@ def test_a_directory_that_was_removed_under_the_shell_is_said(tmp_path: Path, mo
     assert launch.main(["2"]) == 2
 
 
-def test_help_and_configuration_are_printed_without_ranks() -> None:
-    assert "train_batch_size" in run_main("--help").stdout
-    result = run_main("2", "data.train_batch_size=7", "--cfg", "job")
-    assert result.returncode == 0
-    assert "train_batch_size: 7\n" in result.stdout
-
-
-@pytest.mark.parametrize(("nodes", "has_peers"), [({"NNODES": "1"}, False), (NODES, True)])
-def test_main_starts_the_agent_and_names_the_way_on(
-    nodes: dict[str, str], has_peers: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: dict = {}
-    for name, value in nodes.items():
-        monkeypatch.setenv(name, value)
-
-    def supervise(command: list[str], *, env: dict[str, str], status: Status, watchdog: Watchdog) -> int:
-        seen.update(command=command, address=env[VARIABLE], pids=status.pids(), status=status, watchdog=watchdog)
-        return 75
-
-    monkeypatch.setattr(launch, "supervise", supervise)
-    monkeypatch.setattr(launch, "gpus_for_run", lambda device: 0)
-    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launch.main(["3", "optim.lr=0.5", "trainer.default_local_dir=some/where"]) == 75
-    assert "--nproc-per-node=3" in seen["command"] and seen["command"][-4:-1] == ["-m", "trainer", "optim.lr=0.5"]
-    watchdog = seen["watchdog"]
-    assert (watchdog.status, watchdog.run_dir) == (seen["status"], Path("some/where"))
-    assert watchdog.has_peers is has_peers
-    assert seen["address"] == seen["status"].address and seen["pids"] == {}
-    with pytest.raises(OSError):
-        seen["status"].pids()
-    assert capsys.readouterr().out.splitlines()[-1] == "resume with the same command"
-
-
 @pytest.mark.parametrize(
     ("nodes", "num_gpus", "num_ranks", "code"), [({}, 0, 2, 1), ({}, 1, 1, 1), ({}, 2, 2, 75), (NODES, 0, 2, 75)]
 )
@@ -332,13 +292,3 @@ def test_aborts_without_a_new_step_are_not_resumable_for_ever(
     assert ends_after(5) == 1
     assert "ERROR: 3 starts in a row were aborted, and none got past step 6" in capsys.readouterr().err
     assert ends_after(5) == 75, "started by hand it has as many tries again"
-
-
-def test_configuration_errors_end_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def load_config(overrides: list[str]) -> None:
-        raise ConfigError(f"wrong {overrides}")
-
-    monkeypatch.setattr("trainer.run.compose.load_config", load_config)
-    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launch.main(["a=1"]) == 2
-    assert capsys.readouterr().err == "ERROR: wrong ['a=1']\n"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import is_alive, wait_until
 
 from trainer.runtime.distributed import free_port
 
@@ -108,21 +109,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
         launcher.communicate()
         if (third := scratch / "third.pid").exists() and is_alive(int(third.read_text())):
             os.kill(int(third.read_text()), signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that is dead and only not yet reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(start: Callable[[str], Run]) -> None:

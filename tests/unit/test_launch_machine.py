@@ -114,27 +114,6 @@ def test_cards_are_counted_by_torch(
     assert count_gpus() == num_gpus
 
 
-@pytest.mark.parametrize(
-    ("is_usable", "message"),
-    [(False, "torch sees no card: the NVIDIA driver is too old"), (True, "this machine has 4 GPUs")],
-)
-def test_no_rank_is_started_without_enough_cards(
-    is_usable: bool,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    torch = FAKE_TORCH.format(is_built=True, is_usable=is_usable, num_gpus=4)
-    with_driver(tmp_path, monkeypatch, is_nvidia=True, torch=torch)
-    monkeypatch.setattr(ranks, "DRIVER_RELEASE", tmp_path / "none")
-    monkeypatch.setattr(launch, "supervise", lambda *args, **kwargs: pytest.fail("started"))
-    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
-    assert launch.main(["8", f"trainer.default_local_dir={tmp_path}/run"]) == 2
-    error = capsys.readouterr().err
-    assert message in error and "trainer.device=cpu" in error and not (tmp_path / "run").exists()
-
-
 def test_the_question_is_one_that_torch_understands() -> None:
     answer = subprocess.run([sys.executable, "-c", ranks.ASK_TORCH], capture_output=True, text=True, check=True).stdout
     found = json.loads(answer)

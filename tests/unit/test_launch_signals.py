@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import is_alive, wait_until
 
-from trainer.launch.__main__ import agent_command
 from trainer.launch.ranks import NodeLayout, rank_environment
 from trainer.runtime.status import Status
 
@@ -80,21 +80,6 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
         return subprocess.Popen(command, env=env, start_new_session=True, text=True, **streams)
 
     return run
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that is dead and only not yet reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def read_pid(path: Path) -> int:
@@ -255,20 +240,3 @@ def test_a_lost_rank_prints_no_stack_of_torch() -> None:
     command = [sys.executable, "-c", HOLDS_THE_STORE]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("DistNetworkError\n", "")
-
-
-@pytest.mark.parametrize(
-    ("end", "stderr"),
-    [
-        ("os.kill(os.getpid(), 9)", "ERROR: rank 1 was killed by SIGKILL; continue with the same command\n"),
-        ("print('my own error', file=sys.stderr); sys.exit(65)", "my own error\n"),
-    ],
-)
-def test_torchrun_adds_nothing_to_the_error_of_a_rank(end: str, stderr: str, tmp_path: Path) -> None:
-    rank = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
-    (tmp_path / "rank.py").write_text(rank)
-    command = agent_command(2, NodeLayout(), [], timeout_s=60)
-    command[command.index("trainer") - 1 :] = [str(tmp_path / "rank.py")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr, result.stdout) == (1, stderr, "")

@@ -90,12 +90,6 @@ def test_of_fewer_tokens_than_ranks_the_last_hold_padding() -> None:
     assert [(share.seqlens, share.num_tokens) for share in empty] == [((1, 1), 0)] * 2
 
 
-def test_moving_and_pinning_keep_the_host_fields() -> None:
-    batch = pack(Fixed(), [2, 0]).to(torch.device("cpu"))
-    assert batch.seqlens == (3, 4) and batch.sample_ids == (2, 0)
-    assert batch.labels_T.tolist() == pack(Fixed(), [2, 0]).labels_T.tolist()
-
-
 @pytest.mark.covers("S0.4", "S0.20")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_a_step_holds_each_sample_once_and_counts_globally(world_size: int) -> None:

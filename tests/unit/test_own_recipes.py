@@ -28,12 +28,6 @@ def test_a_file_stands_between_the_defaults_and_the_words() -> None:
     assert load_config(["optim.clip_grad=3", f"experiment={path}"]) == config
 
 
-def test_one_that_begins_as_ours_do_is_the_same() -> None:
-    texts = "# @package _global_\noptim: {lr: 0.5}\n", "optim: {lr: 0.5}\n"
-    first, second = (load_config([f"experiment={write(f'{number}.yaml', text)}"]) for number, text in enumerate(texts))
-    assert first == second
-
-
 def test_conf_of_the_working_directory_goes_before_ours() -> None:
     assert load_config(["experiment=gsm8k"]).optim.lr != 0.5
     write("conf/experiment/gsm8k.yaml")
@@ -99,11 +93,6 @@ def test_one_made_to_exhaust_the_machine_is_refused_at_once(text: str, reason: s
     with pytest.raises(ConfigError, match=f"(?s)recipe {path}.*{reason}"):
         load_config([f"experiment={path}"])
     assert time.process_time() - started < 2
-
-
-def test_aliases_of_a_plain_recipe_are_taken() -> None:
-    text = "optim: &o\n  lr: &lr 0.5\n  lr_warmup_steps_ratio: *lr\n"
-    assert load_config([f"experiment={write('own.yaml', text)}"]).optim.lr_warmup_steps_ratio == 0.5
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import make_quickstart
 import transformers
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer
 
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
 
-TEXTS = ["Hello world 1234  <<3*4=12>>\n\n  x", "<|im_start|>user\nhi <|im_end|>\n", "é ü 漢字 🙂\t\r\n'll DON'T", " a"]
 TOOLS = [{"type": "function", "function": {"name": "area", "description": "d", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "area", "arguments": {"w": 2}}}
 CHAT = [
@@ -42,25 +39,6 @@ def test_every_answer_runs_and_passes_its_check() -> None:
         assert eval(row["check"], namespace) is True, row
 
 
-def test_checks_notice_a_wrong_answer() -> None:
-    for row in _rows():
-        head, _, _ = row["messages"][1]["content"].removeprefix("```python\n").partition("\n")
-        namespace: dict = {}
-        exec(f"{head}\n    return None", namespace)
-        assert not eval(row["check"], namespace), row
-
-
-def test_many_distinct_short_prompts() -> None:
-    rows = _rows()
-    prompts = {row["messages"][0]["content"] for row in rows}
-    assert len(prompts) == len(rows) >= 3800
-    assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"]
-    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-    lengths = [sum(len(tokenizer.encode(m["content"]).ids) for m in row["messages"]) for row in rows]
-    assert sum(lengths) / len(lengths) < 100
-    assert max(lengths) < 200
-
-
 def test_the_files_are_what_is_made_with_another_hash_seed(repository: Path, tmp_path: Path) -> None:
     """The same tasks, tokens and configuration on every machine, as a resumed run needs them."""
     code = "import sys, pathlib, make_quickstart as m; m.make(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
@@ -72,18 +50,6 @@ def test_the_files_are_what_is_made_with_another_hash_seed(repository: Path, tmp
     embedded = {path.name: path.read_bytes() for path in (*MODEL_DIR.iterdir(), TRAIN_FILE)}
     assert len(embedded) == 9 and sorted(again) == sorted(embedded)
     assert [name for name in embedded if again[name] != embedded[name]] == [], "run: python tests/make_quickstart.py"
-
-
-def test_every_reader_gives_the_same_ids_and_text() -> None:
-    plain = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-    auto = AutoTokenizer.from_pretrained(MODEL_DIR)
-    generic = PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)
-    for text in [*TEXTS, *(row["messages"][1]["content"] for row in _rows()[:200])]:
-        ids = plain.encode(text).ids
-        assert auto(text)["input_ids"] == generic(text)["input_ids"] == ids
-        assert auto.decode(ids) == text
-    assert len(auto) == plain.get_vocab_size() <= make_quickstart.VOCAB_SIZE
-    assert auto.is_fast
 
 
 def test_special_tokens() -> None:
@@ -117,30 +83,3 @@ def test_chat_template_renders_roles_tools_and_calls() -> None:
     assert prompt == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nArea?<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_generation_tags_mark_the_assistant_with_its_end_token() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-    call = '<tool_call>\n{"name": "area", "arguments": {"w": 2}}\n</tool_call>'
-    marked = tokenizer.decode([token for token, mask in pairs if mask])
-    assert marked == f"{call}\n{call}<|im_end|>It is 4.<|im_end|>"
-
-
-def test_model_is_a_tiny_qwen2() -> None:
-    config = AutoConfig.from_pretrained(MODEL_DIR)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    assert type(model).__name__ == "Qwen2ForCausalLM"
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.num_parameters() < 6_000_000
-    assert not list(MODEL_DIR.glob("*.safetensors"))
-
-
-def test_other_english_compresses() -> None:
-    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-    text = (
-        "The two cousins wanted to find out how many people live in their street, so they asked every family. "
-        "Most of them answered at once, a few had to think about it, and only one old man did not open the door."
-    )
-    assert len(text) / len(tokenizer.encode(text).ids) > 3.5

@@ -29,24 +29,10 @@ def test_a_recipe_composes_and_stands_alone(name: str) -> None:
     assert config.data.val_files is not None or config.data.val_ratio > 0
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_command_line_wins_over_a_recipe(name: str) -> None:
-    words = [f"experiment={name}", "trainer.experiment_name=mine", "data.train_files=other.jsonl", "optim.lr=3e-6"]
-    config = load_config(words)
-    assert config.trainer.experiment_name == "mine"
-    assert config.data.train_files == "other.jsonl"
-    assert config.optim.lr == 3e-6
-
-
 def test_the_mixture_names_its_sources() -> None:
     code, math = sources_of(load_config(["experiment=mixture"]).data, "train_files")
     assert (code.name, code.repeat, code.keys.prompt_key, code.keys.messages_key) == ("code", 1.0, None, "messages")
     assert (math.name, math.repeat, math.keys.prompt_key, math.keys.response_key) == ("math", 2.5, "question", "answer")
-
-
-def test_run_directories_of_recipes_differ() -> None:
-    places = [load_config([f"experiment={name}"]).trainer.default_local_dir for name in RECIPES]
-    assert len(set(places)) == len(places)
 
 
 @pytest.mark.covers("S3.12", "S3.15", "S3.24", "S3.26")

@@ -1,7 +1,6 @@
 """Stop signals and exit codes of one rank, each in a process of its own."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -125,22 +124,6 @@ with stop.deferred():
     done = run(program)
     assert (done.returncode, done.stdout) == (EXIT_RESUMABLE, "saving\n")
     assert f"stopped by {second}" in done.stderr
-
-
-def test_two_seconds_separate_a_copy_from_a_second_signal() -> None:
-    """The same without touching the clock, from outside."""
-    program = "\nwith stop.deferred():\n    print('ready', flush=True)\n    time.sleep(30)\n"
-    repository = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": str(repository)}
-    with subprocess.Popen([sys.executable, "-c", PRELUDE + program], env=env, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        for _ in range(3):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-        assert process.poll() is None
-        time.sleep(1.5)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == EXIT_RESUMABLE
 
 
 def test_the_flag_does_not_outlive_its_loop_silently() -> None:

@@ -5,32 +5,17 @@ import os
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import is_alive, wait_until
 
 from trainer.launch import watchdog
 from trainer.launch.watchdog import Watchdog
 from trainer.runtime.status import Status, new_status, write_beat
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that is dead and only not yet reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class Clock:
@@ -137,45 +122,6 @@ def test_a_rank_that_has_ended_does_not_hang(bench: Bench, clock: Clock) -> None
         rank.kill()  # not reaped yet: the agent may be slow
     assert wait_until(lambda: not any(is_alive(rank.pid) for rank in bench.ranks))
     assert bench.hangs_after(clock, 4, 4) == [False, False]
-
-
-def test_the_rank_that_moved_last_the_longest_time_ago_comes_first(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench.write(0, 7, at_s=20.5)
-    bench.write(1, 7, at_s=20.25)
-    bench.fall_silent()
-    bench.dog.end_run(bench.agent)
-    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  rank")]
-    assert [line[:8] for line in listed] == ["  rank 1", "  rank 0"]
-    assert all("): phase 'train', silent for 15." in line and " s, limit 10 s, " in line for line in listed)
-
-
-def test_stacks_are_taken_when_they_are_complete(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write() -> None:
-        for piece in range(6):
-            with os.fdopen(bench.status.open_stacks(min(piece, 1)), "a") as file:
-                file.write(f"piece {piece}\n")
-            time.sleep(0.1)
-
-    writer = threading.Thread(target=write)
-    second = bench.ranks[1].pid
-    monkeypatch.setattr(watchdog, "STACKS_S", 10.0)
-    monkeypatch.setattr(watchdog, "SETTLED_S", 1.0)  # many times the writer's pause, on a busy machine too
-    monkeypatch.setattr(watchdog, "_send", lambda process, _: writer.start() if process.pid == second else None)
-    bench.fall_silent()
-    bench.dog._report()
-    writer.join()
-    assert (bench.dog.run_dir / "hang_1" / "rank_0.txt").read_text().endswith("\n\npiece 0\n")
-    assert (bench.dog.run_dir / "hang_1" / "rank_1.txt").read_text().endswith("piece 4\npiece 5\n")
-
-
-def test_every_hang_gets_a_directory_of_its_own(bench: Bench) -> None:
-    (kept := bench.dog.run_dir / "hang_1").mkdir(parents=True)
-    bench.fall_silent()
-    bench.dog.end_run(bench.agent)
-    assert list(kept.iterdir()) == []
-    assert len(list((bench.dog.run_dir / "hang_2").iterdir())) == 2
 
 
 def fail_to_write(run_dir: Path, files: dict[str, str]) -> Path:
