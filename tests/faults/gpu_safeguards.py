@@ -61,7 +61,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 6: a driver without a usable card means a run on CPUs",
         RANKS,
-        '    if number == "0" and Path(GPU_DRIVERS[0]).exists():\n',
+        '    if answer["number"] == 0 and Path(GPU_DRIVERS[0]).exists():\n',
         "    if False:\n",
         (f"{MACHINE}::test_a_driver_without_a_card_that_torch_can_use_is_refused_with_the_reason",),
     ),
