@@ -18,7 +18,7 @@ from trainer.loop.run import Cadence, Run
 from trainer.losses import LOSSES
 from trainer.model import adapters, flops, load, packed_lm, parallelize
 from trainer.model.experts import Routers
-from trainer.monitor.memory import Memory, RollDetail
+from trainer.monitor.memory import Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
@@ -179,7 +179,6 @@ def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
     return {
         "guard": Guard(guard_config()),
         "meter": Meter(world, plan=plan, cost=flops.step_flops(model), memory=memory, observe=None),
-        "detail": RollDetail(memory, level="off"),
         "evidence": EvidenceKeeper(Path("nowhere"), world=world, location=str, seed=3),
     }
 

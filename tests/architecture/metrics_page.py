@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from trainer.metrics import METRICS
-from trainer.metrics.table import ALIASES
 from trainer.metrics.words import BETTER, EVERY, GROUPS, OVER_RANKS, PLACEHOLDERS, Metric
 from trainer.report.vocabulary import FOREIGN
 
@@ -13,12 +12,6 @@ INTRODUCTION = """\
 
 Every metric that this trainer logs. Any other key can be logged as well. A suffix such as
 `@sum` on a logged key says how ranks were reduced and is taken off.
-"""
-OTHER_NAMES = """\
-## Other names
-
-The same values under names that other systems use, only where asked for: `trainer.roll_detail` = checkpoint or step.
-ROLL is Alibaba's trainer for reinforcement learning.
 """
 FOREIGN_NAMES = """\
 ## Metrics of other trainers
@@ -36,9 +29,7 @@ def page() -> str:
         lines += ["| key | unit | over ranks | when | good | meaning |", "|---|---|---|---|---|---|"]
         lines += [_row(metric) for metric in metrics]
         lines.append("")
-    lines += [OTHER_NAMES, "| key | unit | the same as |", "|---|---|---|"]
-    lines += [f"| `{name}` | {alias.unit} | `{alias.of}` {alias.note} |" for name, alias in ALIASES.items()]
-    lines += ["", FOREIGN_NAMES, "| key | unit | good | meaning |", "|---|---|---|---|"]
+    lines += [FOREIGN_NAMES, "| key | unit | good | meaning |", "|---|---|---|---|"]
     lines += [f"| `{m.key}` | {m.unit} | {m.better} | {_escaped(m.meaning)} |" for m in FOREIGN]
     lines += ["", "## Words", "", "| word | meaning |", "|---|---|"]
     placeholders = {f"`{name}`": meaning for name, (_, meaning) in PLACEHOLDERS.items()}

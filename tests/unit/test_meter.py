@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,9 @@ from trainer.data.batch_plan import Limits, deal_facts, length_facts
 from trainer.data.loader import RankPlan, build_step
 from trainer.metrics import METRICS, is_signal
 from trainer.metrics import find as lookup
-from trainer.metrics.table import ALIASES, PHASES
+from trainer.metrics.table import PHASES
 from trainer.monitor import memory
-from trainer.monitor.memory import GpuSampler, Memory, RollDetail
+from trainer.monitor.memory import GpuSampler, Memory
 from trainer.monitor.meter import Meter, Plan
 from trainer.monitor.packet import Totals
 from trainer.runtime.distributed import World
@@ -124,18 +123,6 @@ def test_a_rank_that_did_not_measure_is_left_out_and_a_nan_is_shown() -> None:
     assert "system/gpu_util" not in row_of(later, step=2, by_rank=by_rank), "logged now and then"
 
 
-@pytest.mark.covers("S4.21", "S4.23:C", "S4.24", "S4.25")
-def test_other_systems_names_are_asked_for() -> None:
-    plain = row_of(new_meter())
-    assert not plain.keys() & (ALIASES.keys() | {"actor/total_samples"})
-    row = row_of(new_meter(has_aliases=True))
-    assert ALIASES.keys() <= row.keys() and row["actor/sft_loss"] == row["train/loss"]
-    assert row["system/tps"] == row["throughput/train/tokens_per_s"] and row["system/samples"] == 6
-    assert row["train/lr"] == pytest.approx(2e-3) and row["time/train/h2d_s"] == row["time/train/shard_s"]
-    assert (row["actor/valid_samples"], row["actor/total_samples"], row["actor/valid_sample_ratio"]) == (6, 6, 1.0)
-    assert [key for key in row if lookup(key) is None] == []
-
-
 def test_the_guard_may_see_exactly_what_ranks_agree_on() -> None:
     times = dict.fromkeys((slot for slot in metrics.travelling() if slot.startswith("time/")), (1.0, 2.0))
     routers = dict.fromkeys((key for key in METRICS if key.startswith("moe/")), 1.0)
@@ -235,45 +222,6 @@ class FakeCuda:
 
     def reset(self, device: Any) -> None:
         self.peak = self.now
-
-
-@pytest.mark.covers("S4.27:C", "S4.28", "S4.29", "S4.30", "S4.31", "S4.38", "S4.39")
-def test_roll_detail_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    detail = RollDetail(Memory(CPU), level="checkpoint")
-    with detail.phase("sft/train_step"):
-        pass
-    assert metrics.take_numbers() == {}, "this level shows saves and validations only"
-    with detail.phase("sft/do_checkpoint"):
-        time.sleep(0.02)
-    found = metrics.take_numbers()
-    assert found["time/sft/do_checkpoint/total"] >= 0.02
-    assert found["time/sft/do_checkpoint/execute"] == found["time/sft/do_checkpoint/total"]
-    assert found["time/sft/do_checkpoint/onload"] == found["time/sft/do_checkpoint/offload"] == 0.0
-    assert (
-        found["memory/cpu/sft/do_checkpoint/start/rss"] > 0.01 and found["memory/cpu/sft/do_checkpoint/end/vms"] > 0.01
-    )
-    assert metrics.take_numbers() == {} and [key for key in found if lookup(key) is None] == []
-
-
-@pytest.mark.covers("S4.32", "S4.33", "S4.34", "S4.35", "S4.36", "S4.37")
-def test_roll_detail_of_a_device_counts_peaks_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    memory = Memory(torch.device("cuda"))
-    detail = RollDetail(memory, level="step")
-    cuda.use(60)
-    cuda.use(10)
-    with detail.phase("sft/train_step"):
-        cuda.use(40)
-        cuda.use(12)
-        assert memory.sample()["max_allocated_gib"] == 40, "the step's own measurement"
-        cuda.use(20)
-    found = metrics.take_numbers()
-    prefix = "memory/sft/train_step"
-    assert found[f"{prefix}/start/onload/allocated/0"] == found[f"{prefix}/start/offload/allocated/0"] == 10
-    assert found[f"{prefix}/end/onload/max_allocated/0"] == 40, "a measurement in between must not hide the peak"
-    assert found[f"{prefix}/end/onload/max_reserved_frac/0"] == 0.5
-    assert found[f"{prefix}/end/offload/allocated/0"] == 20
-    assert [key for key in found if lookup(key) is None] == []
 
 
 @pytest.mark.covers("S3.49")

@@ -13,7 +13,6 @@ from acceptance.table import all_lines
 from trainer import metrics
 from trainer.config import known_keys
 from trainer.metrics import METRICS
-from trainer.metrics.table import ALIASES
 from trainer.metrics.words import COMBINED, GROUPS, OVER_RANKS, PLACEHOLDERS, Metric, pattern, split_reducer
 from trainer.report.vocabulary import FOREIGN, Foreign, lookup
 from trainer.tracking import Tracking, read_metrics
@@ -24,8 +23,6 @@ EXAMPLES = {
     "<block>": "model.layers.3",
     "<name>": "Format",
     "<infix>": "sft/do_checkpoint",
-    "<edge>": "start",
-    "<place>": "onload",
     "<device>": "7",
 }
 LOGGED = re.compile(
@@ -102,8 +99,6 @@ RL_KEYS = {
     "S4.27": ["time/actor_train/generate/total", "time/actor_train/compute_log_probs/execute"],
 }
 """Lines marked F -> their keys as others log them."""
-OURS_TOO = ("S4.27",)
-"""Their keys this trainer logs as well, with phases of its own in the infix."""
 KNOWN: tuple[Metric | Foreign, ...] = (*METRICS.values(), *FOREIGN)
 
 
@@ -128,8 +123,7 @@ def test_keys_of_reinforcement_learning_are_declared_and_can_be_logged(line_id: 
     for key in data:
         metric = found(key)
         assert metric.unit and metric.meaning, key
-        if line_id not in OURS_TOO:
-            assert isinstance(metric, Foreign), f"{key}: this trainer computes it"
+        assert isinstance(metric, Foreign), f"{key}: this trainer computes it"
     tracking = Tracking("project", "experiment", [], {}, run_dir=tmp_path, total_steps=1)
     tracking.log(data, step=1)
     tracking.finish(0)
@@ -138,7 +132,7 @@ def test_keys_of_reinforcement_learning_are_declared_and_can_be_logged(line_id: 
 
 
 def test_keys_are_unique_and_every_group_has_some() -> None:
-    assert len({metric.key for metric in KNOWN} | set(ALIASES)) == len(KNOWN) + len(ALIASES) > 250
+    assert len({metric.key for metric in KNOWN}) == len(KNOWN) > 200
     assert {metric.group for metric in METRICS.values()} == set(GROUPS)
 
 
@@ -146,8 +140,7 @@ def test_configuration_keys_that_it_names_exist() -> None:
     assert [(m.key, key) for m in METRICS.values() for key in m.config if key not in known_keys()] == []
 
 
-def test_other_names_and_other_ways_to_combine_are_of_metrics_that_exist() -> None:
-    assert [name for name, alias in ALIASES.items() if alias.of not in METRICS] == []
+def test_other_ways_to_combine_are_of_metrics_that_exist() -> None:
     assert [metric.key for metric in METRICS.values() if metric.source not in METRICS] == []
 
 

@@ -328,12 +328,6 @@ class TrainerConfig:
     )
     early_stop_min_delta: float = key(0.002, "what counts as better, in nats", not_negative)
     best_metric: str = key("val/loss", "or eval/NAME of evaluate: its best checkpoint too is spared", metric_of_best)
-    roll_detail: str = key(
-        "off",
-        "metrics under other systems' names too (docs/metrics.md), and time/ and memory/ of phases as ROLL, Alibaba's "
-        "trainer for reinforcement learning, names them: off | checkpoint (each save and validation) | step",
-        one_of("off", "checkpoint", "step"),
-    )
     trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")
     guard: GuardConfig = group(GuardConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)

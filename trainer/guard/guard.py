@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from trainer.config import TrainerConfig
 from trainer.detection import Detector, Level, StepAnomaly, StepLimits, skip_limits
 from trainer.detection.watches import OverfitJudge
-from trainer.metrics import with_aliases
 from trainer.progress import History, Remembered, Rollbacks
 
 NUM_EARLY_STEPS = 100
@@ -85,7 +84,7 @@ class Guard(Remembered):
         """What to do after a step whose update was made, or left out on the device."""
         self.num_skipped += is_skipped
         self._count_nonfinite(step, signals)
-        decisions = [self._decide(anomaly) for anomaly in self._detector.observe(step, with_aliases(signals))]
+        decisions = [self._decide(anomaly) for anomaly in self._detector.observe(step, signals)]
         if is_skipped and all(isfinite(signals[key]) for key in SKIPPABLE):
             self._tell("skip", step, "update left out: loss or gradient norm beyond its limit", "warn")
         decision = _all_of(decisions)

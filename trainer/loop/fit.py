@@ -36,8 +36,7 @@ def _train(run: Run) -> int | None:
     with closing(iter(run.batches)) as batches:
         for batch in batches:
             run.heartbeat.step = batch.step
-            with run.detail.phase("sft/train_step"):
-                row, decision = training_step(run, batch)
+            row, decision = training_step(run, batch)
             row |= metrics.take_numbers()
             run.evidence.note(row)
             run.log(row, batch.step)
@@ -92,14 +91,13 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
     """Save the state as it is after the step of `row`; with `is_required` before the run ends here."""
     # a save in flight, and all tries of one the run ends with
     run.heartbeat.enter("save", limit_s=4 * run.save_timeout_s + run.hang_timeout_s)
-    with run.detail.phase("sft/do_checkpoint"):
-        run.checkpoints.save(
-            run.batches.position,
-            loss=row["train/loss"],
-            grad_norm=row["train/grad_norm"],
-            history=run.guard.history,
-            is_required=is_required,
-        )
+    run.checkpoints.save(
+        run.batches.position,
+        loss=row["train/loss"],
+        grad_norm=row["train/grad_norm"],
+        history=run.guard.history,
+        is_required=is_required,
+    )
     run.meter.note_duration("save", run.meter.clock.exclude())
 
 
@@ -142,8 +140,7 @@ def validate(run: Run, step: int) -> Decision:
     run.loop.owes_validation = run.validation_batches is not None
     if run.validation_batches is None or run.is_stopping:
         return Decision()
-    with run.detail.phase("sft/eval"):
-        metrics = _measure(run, run.validation_batches)
+    metrics = _measure(run, run.validation_batches)
     if metrics is None:
         return Decision()
     run.loop.owes_validation = False

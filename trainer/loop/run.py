@@ -19,7 +19,6 @@ from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.guard.evidence import EvidenceKeeper
 from trainer.guard.guard import Guard
 from trainer.model.experts import Routers
-from trainer.monitor.memory import RollDetail
 from trainer.monitor.meter import Meter
 from trainer.optim.clip import Optimizer
 from trainer.optim.schedule import LrSchedule
@@ -68,7 +67,6 @@ class Run:
     loop: LoopState
     meter: Meter
     evidence: EvidenceKeeper
-    detail: RollDetail
     tracking: Tracking | None
     """On the main rank only."""
     cadence: Cadence

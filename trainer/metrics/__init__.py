@@ -6,12 +6,11 @@ the value travels to the other ranks, and its row, the guard's rules, console, h
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from math import isnan, nan
 from statistics import fmean, median
 from typing import SupportsFloat
 
-from trainer.metrics.table import ALIASES, TABLE
+from trainer.metrics.table import TABLE
 from trainer.metrics.words import COMBINED, GROUPS, OVER_RANKS, Metric, pattern
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in TABLE}
@@ -56,12 +55,9 @@ def _way(key: str) -> str | None:
 
 
 def find(key: str) -> Metric | None:
-    """The metric of that key, else the one whose placeholders fit, else what it is another name of, else None."""
+    """The metric of that key, else the one whose placeholders fit, else None."""
     if (metric := METRICS.get(key)) is not None:
         return metric
-    if (alias := ALIASES.get(key)) is not None:
-        meaning = f"{alias.of} {alias.note}."
-        return replace(METRICS[alias.of], key=key, unit=alias.unit, every="asked", meaning=meaning)
     return next((metric for name, metric in METRICS.items() if "<" in name and pattern(name).fullmatch(key)), None)
 
 
@@ -81,15 +77,9 @@ def charts() -> dict[str, dict[str, list[str]]]:
     return sections
 
 
-def with_aliases(row: Mapping[str, float]) -> dict[str, float]:
-    """The row, and its values under their other names."""
-    return {**row, **{name: row[alias.of] * alias.factor for name, alias in ALIASES.items() if alias.of in row}}
-
-
 def is_signal(key: str) -> bool:
     """Whether the guard may act on it: of every step, equal on all ranks bit by bit, and not the guard's own word."""
-    alias = ALIASES.get(key)
-    metric = find(key if alias is None else alias.of)
+    metric = find(key)
     return metric is not None and metric.every == "step" and metric.over_ranks != "main" and metric.group != "guard"
 
 

@@ -57,16 +57,13 @@ EVERY = {
     "rare": "every 50 steps",
     "timer": "measured every 10 s, logged every 50 steps",
     "event": "when it happens",
-    "asked": "only where asked for by `trainer.roll_detail`",
 }
 PLACEHOLDERS = {
     "<source>": (".+", "name of a data source"),
     "<group>": (".+", "name of a parameter group"),
     "<block>": (".+", "name of a layer block"),
     "<name>": (".+", "name of a reward function"),
-    "<infix>": (r"[^/]+/[^/]+", "cluster and operation: sft/train_step, sft/do_checkpoint, sft/eval"),
-    "<edge>": ("start|end", "start or end of the operation"),
-    "<place>": ("offload|onload", "offload or onload: before or after states come to the device, or leave it"),
+    "<infix>": (r"[^/]+/[^/]+", "cluster and operation in ROLL's names: actor_train/compute_log_probs"),
     "<device>": (r"\d+", "number of the device"),
 }
 """Part of a key that differs from run to run -> what it matches, and what it means."""
@@ -86,7 +83,7 @@ def pattern(key: str) -> re.Pattern[str]:
 
 
 Better = Literal["down", "up", "middle", "none"]
-Every = Literal["step", "eval", "checkpoint", "rare", "timer", "event", "asked"]
+Every = Literal["step", "eval", "checkpoint", "rare", "timer", "event"]
 
 
 def read_table(path: str) -> list[dict[str, Any]]:
@@ -123,13 +120,3 @@ class Metric:
     @property
     def source(self) -> str:
         return self.of or self.key
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Another name of a metric, with the factor to its unit."""
-
-    of: str
-    note: str
-    unit: str
-    factor: float = 1.0

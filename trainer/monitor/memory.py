@@ -1,30 +1,24 @@
-"""Memory of this process and its device, in GiB (2**30 bytes), what the GPU itself reports, and ROLL's view of both."""
+"""Memory of this process and its device, in GiB (2**30 bytes), and what the GPU itself reports."""
 
 import contextlib
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import psutil
 import torch
 
-from trainer import metrics
-from trainer.runtime.environment import local_rank
-
 GIB = 2**30
-PEAKS = ("max_allocated_gib", "max_reserved_gib")
 DEVICE_FIELDS = ("allocated", "reserved", "max_allocated", "max_reserved")
 """Of a sample, each with `_gib` behind its name."""
 
 
 class Memory:
-    """The only one that resets the allocator's peaks: whoever wants a peak of its own opens a span."""
+    """The only one that resets the allocator's peaks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, psutil.Process()
-        self._spans: list[dict[str, float]] = []
 
     def sample(self) -> dict[str, float]:
         """Resident and virtual memory of the process; on CUDA the allocator's, with its peaks since the last call."""
@@ -42,22 +36,7 @@ class Memory:
             "alloc_retries": stats["num_alloc_retries"],
             "ooms": stats["num_ooms"],
         }
-        for span in self._spans:
-            for name in PEAKS:
-                span[name] = max(span.get(name, 0.0), found[name])
         return found
-
-    @contextmanager
-    def span(self) -> Iterator[Mapping[str, float]]:
-        """The peaks from entry to exit, filled in by the samples taken meanwhile and one at the end."""
-        self.sample()
-        peaks: dict[str, float] = {}
-        self._spans.append(peaks)
-        try:
-            yield peaks
-            self.sample()
-        finally:
-            self._spans.remove(peaks)
 
     @property
     def device_total_gib(self) -> float | None:
@@ -113,40 +92,3 @@ def sample(device: torch.device) -> dict[str, float]:
         answer = subprocess.run(words, check=True, capture_output=True, text=True, timeout=PERIOD_S).stdout
         found = tuple(map(float, answer.split(",")))
     return dict(zip(QUERIES, found, strict=True))
-
-
-LEVELS = {"off": (), "checkpoint": ("sft/do_checkpoint", "sft/eval"), "step": None}
-"""Which phases each setting of `trainer.roll_detail` shows; None: all."""
-
-
-class RollDetail:
-    """Measures phases of this rank, for the row that is logged next."""
-
-    def __init__(self, memory: Memory, *, level: str) -> None:
-        self._memory, self._phases = memory, LEVELS[level]
-
-    @contextmanager
-    def phase(self, infix: str) -> Iterator[None]:
-        """`infix` is `sft/train_step`, `sft/do_checkpoint` or `sft/eval`."""
-        if self._phases is not None and infix not in self._phases:
-            yield
-            return
-        started = time.perf_counter()
-        with self._memory.span() as peaks:
-            before = self._memory.sample()
-            yield
-        took_s, after = time.perf_counter() - started, {**self._memory.sample(), **peaks}
-        for name, seconds in (("total", took_s), ("execute", took_s), ("onload", 0.0), ("offload", 0.0)):
-            metrics.put(f"time/{infix}/{name}", seconds)
-        self._put(infix, "start", before)
-        self._put(infix, "end", after)
-        if (total := self._memory.device_total_gib) is not None:
-            for name in ("max_allocated", "max_reserved"):
-                metrics.put(f"memory/{infix}/end/onload/{name}_frac/{local_rank()}", after[f"{name}_gib"] / total)
-
-    def _put(self, infix: str, edge: str, sample: dict[str, float]) -> None:
-        for name in ("rss", "vms"):
-            metrics.put(f"memory/cpu/{infix}/{edge}/{name}", sample[f"{name}_gib"])
-        for place in ("offload", "onload") if "allocated_gib" in sample else ():
-            for name in DEVICE_FIELDS:
-                metrics.put(f"memory/{infix}/{edge}/{place}/{name}/{local_rank()}", sample[f"{name}_gib"])

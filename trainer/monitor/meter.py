@@ -50,8 +50,6 @@ class Plan:
     run_dir: Path = Path()
     data_facts: Mapping[str, float] = field(default_factory=dict)
     """What was done to the rows of the training data, as metrics."""
-    has_aliases: bool = False
-    """Repeat values under the names that other systems use for them."""
     tracker_health: Callable[[], Mapping[str, float]] = dict
 
 
@@ -153,8 +151,6 @@ class Meter(Remembered):
         }
         if self._is_rare_row(batch.step):
             row |= self._rare(totals) | {"data/epoch_repeat": batch.epoch + 1}
-        if self._plan.has_aliases:
-            row = metrics.with_aliases(row) | _sample_counts(batch, signals)
         self._is_first = False
         return row
 
@@ -261,15 +257,6 @@ class Meter(Remembered):
             if name.startswith(BLOCK_SQUARES):
                 found[f"optim/grad_norm/{name.removeprefix(BLOCK_SQUARES)}"] = math.sqrt(square)
         return found
-
-
-def _sample_counts(batch: StepBatch, signals: Mapping[str, float]) -> dict[str, float]:
-    num_valid = batch.num_samples - signals["data/empty_label"]
-    return {
-        "actor/valid_samples": num_valid,
-        "actor/total_samples": batch.num_samples,
-        "actor/valid_sample_ratio": num_valid / batch.num_samples,
-    }
 
 
 def perplexity(loss: float) -> float:

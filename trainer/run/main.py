@@ -32,7 +32,7 @@ from trainer.loop.run import Cadence, Run
 from trainer.model import adapters, flops
 from trainer.model.assemble import build_model
 from trainer.model.experts import Routers
-from trainer.monitor.memory import Memory, RollDetail
+from trainer.monitor.memory import Memory
 from trainer.optim import OPTIMIZERS
 from trainer.optim.schedule import LrSchedule
 from trainer.progress import LoopState, Position
@@ -163,7 +163,6 @@ def make_run(
         evidence=EvidenceKeeper(
             Path(trainer.default_local_dir), world=world, location=inputs.train.location, seed=trainer.seed
         ),
-        detail=RollDetail(memory, level=trainer.roll_detail),
         tracking=tracking,
         cadence=Cadence(total_steps, trainer.save_freq, trainer.test_freq, trainer.stop_at_step),
         seed=trainer.seed,

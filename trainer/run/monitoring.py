@@ -54,7 +54,6 @@ def make_meter(
         max_norm=config.optim.clip_grad,
         run_dir=run_dir,
         data_facts=_data_facts(inputs) | source_facts(inputs.train, schedule, total_steps=total_steps),
-        has_aliases=trainer.roll_detail != "off",
     )
     if tracking is not None:
         past = tracking.past
