@@ -65,11 +65,6 @@ def test_damage_is_found_told_and_mended(
     assert [entry.name for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [directory.name]
 
 
-def test_whole_tokens_are_not_prepared_again(prepared: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_cache, "_make", None)
-    assert len(run(prepared[0], cache=prepared[1])) == 300
-
-
 def test_whole_tokens_are_read_where_nothing_can_be_written(
     prepared: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,17 +97,6 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path: Path) -
     assert str(bad) == expected
 
 
-def test_a_file_without_any_known_column_names_all_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    pq.write_table(
-        pa.table({"question": ["a"] * 3, "answer": ["b"] * 3, "when": pa.array([1] * 3, pa.timestamp("ns"))}), path
-    )
-    rows = list(read(path))
-    assert len(rows) == 3 and all(isinstance(row, UnusableError) for row in rows)
-    assert str(rows[0]).startswith("unrecognised columns: found 'question', 'answer', 'when'; tried 'messages'")
-    assert str(rows[0]).endswith("data.prompt_key=question data.response_key=answer")
-
-
 def test_long_documents_in_one_group_of_parquet_are_read_in_little_memory(tmp_path: Path) -> None:
     drawn = random.Random(4)
     rows = [{"messages": [USER, {"role": "assistant", "content": drawn.randbytes(20_000).hex()}]} for _ in range(800)]
