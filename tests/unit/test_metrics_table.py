@@ -3,6 +3,7 @@
 import ast
 import math
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,13 +220,15 @@ def test_a_value_under_an_unknown_name_is_warned_of_and_logged_as_rank_0_has_it(
     assert metrics.take_numbers() == {"train/los": 1.5, "rewards/Format/mean": 1.5}
 
 
-def test_a_pattern_has_no_slot_to_travel_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_ranks_combine_is_refused_until_the_key_has_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.take()
     by_source = replace(METRICS["train/loss_max_rank"], key="test/loss_by/<source>", over_ranks="sum")
     monkeypatch.setitem(METRICS, by_source.key, by_source)
-    with pytest.warns(metrics.UnknownMetricWarning, match="on every rank"):
-        metrics.put("test/loss_by/web", 1.0)
-    assert metrics.take_numbers() == {"test/loss_by/web": 1.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in a run, where it is an error too
+        with pytest.raises(ValueError, match=r"'test/loss_by/web' .* 'test/loss_by/<source>' .*\nFix: "):
+            metrics.put("test/loss_by/web", 1.0)
+    assert metrics.take() == {}, "rank 0's value was logged as that of all"
     monkeypatch.setitem(METRICS, "test/loss_by/web", replace(by_source, key="test/loss_by/web"))
     assert "test/loss_by/web" in metrics.travelling() and by_source.key not in metrics.travelling()
     metrics.put("test/loss_by/web", 2.0)

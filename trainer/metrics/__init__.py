@@ -31,8 +31,17 @@ def put(key: str, value: SupportsFloat) -> None:
 
     What is combined over ranks may be a tensor of a device and travels with the next step's packet; the rest is a
     number of the host and only needs a row. A name that is not in the table is logged as rank 0 has it, with a warning.
+    Raises `ValueError` for a key that ranks combine and that only an entry with placeholders fits: ranks may not know
+    each other's keys, so it has no slot in the packet.
     """
-    if _way(key) is None:
+    metric = find(key)
+    if metric is not None and metric.over_ranks in COMBINED and key not in METRICS:
+        raise ValueError(
+            f"metric '{key}' cannot be combined over ranks ({metric.over_ranks}): only the entry '{metric.key}' fits "
+            f"it, and ranks would not know which names of it the others have.\n"
+            f"Fix: before the run is built, add an entry for '{key}' itself to trainer.metrics.METRICS on every rank"
+        )
+    if metric is None:
         cause = f"metric '{key}' is not in the table: add its entry (trainer/metrics/table.tsv) on every rank"
         warnings.warn(cause, UnknownMetricWarning, stacklevel=2)
     _values[key] = value
@@ -49,9 +58,9 @@ def take_numbers(over_ranks: Collection[str] = ("global", "main")) -> dict[str, 
 
 
 def _way(key: str) -> str | None:
-    """How its values are combined; None for what has no entry, or none of its own with which it could travel."""
+    """How its values are combined; None for what has no entry."""
     metric = find(key)
-    return None if metric is None or (metric.over_ranks in COMBINED and key not in METRICS) else metric.over_ranks
+    return None if metric is None else metric.over_ranks
 
 
 def find(key: str) -> Metric | None:
