@@ -7,7 +7,6 @@ stays NaN. Keys that a trainer never logs are written under our name.
 import csv
 import json
 import math
-import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ HF_NAMES = {
     "train/token_accuracy": "mean_token_accuracy",
 }
 SWIFT_NAMES = HF_NAMES | {"train/token_accuracy": "token_acc", "memory/max_reserved_gib": "memory(GiB)"}
-LLAMA_FACTORY_NAMES = HF_NAMES | {"train/lr": "lr"}
 STEP_S = 3
 """Seconds a step in formats that log the time since the start."""
 
@@ -99,18 +97,6 @@ def write_transformers(directory: Path, curves: Curves) -> Path:
     return path
 
 
-def write_llama_factory(directory: Path, curves: Curves) -> Path:
-    total = int(max(series.steps[-1] for series in curves.values()))
-    lines = []
-    for step, metrics in rows_of(curves, LLAMA_FACTORY_NAMES):
-        minutes, seconds = divmod(step * STEP_S, 60)
-        hours, minutes = divmod(minutes, 60)
-        place = {"current_steps": step, "total_steps": total, "percentage": round(100 * step / total, 2)}
-        clock = {"elapsed_time": f"{hours}:{minutes:02}:{seconds:02}", "remaining_time": "1 day, 0:00:01"}
-        lines.append(place | metrics | clock)
-    return write_lines(directory / "trainer_log.jsonl", lines)
-
-
 def write_verl(directory: Path, curves: Curves) -> Path:
     return write_lines(directory / "run.jsonl", [{"step": s, "data": m} for s, m in rows_of(scaled_lr(curves))])
 
@@ -158,34 +144,6 @@ def write_tensorboard(directory: Path, curves: Curves) -> Path:
     return directory / "tensorboard"
 
 
-def write_mlflow_files(directory: Path, curves: Curves) -> Path:
-    run_dir = directory / "mlruns" / "1" / "abc"
-    for name in ("params", "tags/metric_name/train"):
-        (run_dir / name).mkdir(parents=True)
-    (run_dir / "meta.yaml").write_text("run_id: abc\nstart_time: 1700000000000\nstatus: 3\n")
-    (run_dir / "params" / "optim.lr").write_text("0.0001")
-    (run_dir / "tags" / "metric_name" / "train" / "lr_1e-3").write_text("train/lr(1e-3)")
-    for key, series in scaled_lr(curves).items():
-        path = run_dir / "metrics" / key.replace("(1e-3)", "_1e-3")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        points = zip(series.steps.tolist(), series.values.tolist(), strict=True)
-        path.write_text("".join(f"{1700000000000 + 1000 * step} {value!r} {step}\n" for step, value in points))
-    return directory / "mlruns"
-
-
-def write_trackio(directory: Path, curves: Curves) -> Path:
-    path = directory / "project.db"
-    with sqlite3.connect(path) as connection:
-        connection.execute(
-            "CREATE TABLE metrics (id INTEGER PRIMARY KEY, timestamp TEXT, run_name TEXT, step INTEGER, metrics TEXT)"
-        )
-        for count, (step, metrics) in enumerate(rows_of(curves, {"train/lr": "train/learning_rate"})):
-            row = ("2026-01-01T00:00:00", "run", count, json.dumps(metrics | {"train/global_step": step}))
-            connection.execute("INSERT INTO metrics (timestamp, run_name, step, metrics) VALUES (?, ?, ?, ?)", row)
-    connection.close()
-    return path
-
-
 def write_jsonl(directory: Path, curves: Curves) -> Path:
     """Some trainer of one's own."""
     names = {"train/loss": "loss", "train/lr": "lr", "val/loss": "val_loss"}
@@ -209,14 +167,11 @@ WRITERS: dict[str, Callable[[Path, Curves], Path]] = {
     "fsdp-sft": write_own,
     "ms-swift": write_swift,
     "transformers": write_transformers,
-    "llama-factory": write_llama_factory,
     "verl": write_verl,
     "verl-console": write_verl_console,
     "roll": write_roll,
     "csv": write_csv,
     "tensorboard": write_tensorboard,
-    "mlflow": write_mlflow_files,
-    "trackio": write_trackio,
     "jsonl": write_jsonl,
 }
-"""Each returns the file or directory to read; its parent may be read too, except that of a Trackio database."""
+"""Each returns the file or directory to read; its parent may be read too."""

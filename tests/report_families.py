@@ -237,7 +237,6 @@ TUNED = (
     Family("fsdp-sft small", "sft", OWN, formats.write_own, noise=(0.04, 0.12)),
     Family("verl sft large", "sft", OURS, formats.write_verl, noise=(0.01, 0.04)),
     Family("transformers", "sft", TRAINERS, formats.write_transformers, log_every=10),
-    Family("llama-factory", "sft", TRAINERS, formats.write_llama_factory, log_every=5),
     Family("ms-swift grpo", "grpo", SWIFT, formats.write_swift, log_every=5, config={"max_completion_length": 1024}),
     Family("roll ppo", "grpo", ROLL, formats.write_roll),
     Family("verl grpo console", "grpo", VERL_RL, formats.write_verl_console),

@@ -1,4 +1,4 @@
-"""Readers of training logs: the same curves in a dozen formats, and names, units and facts of each."""
+"""Readers of training logs: the same curves in several formats, and names, units and facts of each."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainer.report.readers import UnreadableLogError, read_run
 from trainer.report.readers.parsing import canonical, parse_number
 from trainer.report.run_log import RunLog, Series
 
-CONFIG_SOURCES = {"ms-swift", "transformers", "mlflow"}
+CONFIG_SOURCES = {"ms-swift", "transformers"}
 
 
 def assert_same_curves(log: RunLog, curves: Curves, *, rtol: float = 0.0) -> None:
@@ -174,15 +174,6 @@ def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_goes_
     assert any("logging_nan_inf_filter" in note for note in log.notes)
     assert [(state.step, state.is_complete) for state in log.checkpoints] == [(9, False), (10, True)]
     assert log.checkpoints[0].faults == ("no weights",)
-
-
-def test_llama_factory_takes_the_gradient_norm_from_the_state_beside_its_log(tmp_path: Path) -> None:
-    write_lines(tmp_path / "trainer_log.jsonl", [{"current_steps": 1, "total_steps": 3, "loss": 0.5, "lr": 1e-4}])
-    history = [{"step": 1, "loss": 0.7, "grad_norm": 2.5}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    log = read_run(tmp_path)
-    assert (log.source, log.total_steps) == ("llama-factory", 3)
-    assert [log.series[f"train/{key}"].values.tolist() for key in ("loss", "grad_norm")] == [[0.5], [2.5]]
 
 
 def test_rows_out_of_order_are_sorted_and_counted_and_the_later_row_of_a_step_wins(tmp_path: Path) -> None:

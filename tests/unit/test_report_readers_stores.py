@@ -1,4 +1,4 @@
-"""TensorBoard and MLflow as their own libraries write them: purged steps, several files, tensors, changed names."""
+"""TensorBoard's event files as its own library writes them: purged steps, several files, tensors."""
 
 import struct
 from pathlib import Path
@@ -13,9 +13,9 @@ from trainer.report.run_log import RunLog
 from trainer.tracking import Tracking
 
 
-def logged(run_dir: Path, backend: str, *, steps: range, exit_code: int = 0) -> None:
+def logged(run_dir: Path, *, steps: range, exit_code: int = 0) -> None:
     """One attempt of a run through our facade."""
-    tracking = Tracking("project", "exp", backend, {"optim": {"lr": 1e-4}}, run_dir=run_dir, total_steps=8)
+    tracking = Tracking("project", "exp", "tensorboard", {"optim": {"lr": 1e-4}}, run_dir=run_dir, total_steps=8)
     for step in steps:
         share = step / 4 if step != 3 else float("nan")
         tracking.log({"train/loss": step / 128, "train/lr(1e-3)": 0.125, "data/share(%)": share}, step=step)
@@ -29,22 +29,16 @@ def values(log: RunLog, key: str) -> dict[int, float]:
     return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("backend", ["tensorboard", "mlflow"])
-def test_our_backends_read_like_the_file_that_is_the_source_of_truth(
-    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("sqlalchemy" if backend == "mlflow" else "tensorboard")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    logged(tmp_path, backend, steps=range(1, 7), exit_code=1)
-    logged(tmp_path, backend, steps=range(5, 9))
-    truth, log = read_run(tmp_path), read_run(tmp_path / backend)
-    assert (truth.source, log.source) == ("fsdp-sft", backend)
+def test_our_event_files_read_like_the_file_that_is_the_source_of_truth(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logged(tmp_path, steps=range(1, 7), exit_code=1)
+    logged(tmp_path, steps=range(5, 9))
+    truth, log = read_run(tmp_path), read_run(tmp_path / "tensorboard")
+    assert (truth.source, log.source) == ("fsdp-sft", "tensorboard")
     for key in ("train/loss", "train/lr", "val/loss"):
         assert values(log, key) == values(truth, key), key
     np.testing.assert_array_equal(log.series["data/share(%)"].values, [0.25, 0.5, np.nan, 1, 1.25, 1.5, 1.75, 2])
-    assert log.num_attempts == (2 if backend == "tensorboard" else 1)
-    if backend == "mlflow":
-        assert (log.config["optim.lr"], log.exit_code) == ("0.0001", 0)
+    assert log.num_attempts == 2
 
 
 def test_purged_steps_of_earlier_files_do_not_come_back(tmp_path: Path) -> None:
@@ -99,7 +93,7 @@ def test_tensor_scalars_of_every_kind(tensor: bytes, scalar: float | None) -> No
 
 def test_event_files_without_tensorboard_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
-    logged(tmp_path, "tensorboard", steps=range(1, 3))
+    logged(tmp_path, steps=range(1, 3))
     monkeypatch.setattr(reader, "find_spec", lambda name: None)
     with pytest.raises(UnreadableLogError, match=r"event files need tensorboard: pip install 'tensorboard>=2\.18'"):
         read_run(tmp_path / "tensorboard")

@@ -45,7 +45,7 @@ NUM_RECENT, NUM_BEST = 32, 64
 NUM_EARLY, NUM_LEVEL = 96, 5
 """Points in which a rise is one of the first steps, and of the level before it."""
 SIGMA = 4
-HIDING = ("transformers", "llama-factory", "ms-swift")
+HIDING = ("transformers", "ms-swift")
 """Trainers that by default log the running mean in place of a NaN loss."""
 NUM_STRETCHES = 20
 """Parts the first steps are divided into when their trend is tested; points that a rate is judged by."""

@@ -86,7 +86,7 @@ class RunLog:
 
     path: Path
     source: str
-    """fsdp-sft, ms-swift, transformers, llama-factory, verl, roll, csv, tensorboard, mlflow, trackio or jsonl."""
+    """fsdp-sft, ms-swift, transformers, verl, roll, csv, tensorboard or jsonl."""
     series: Mapping[str, Series]
     num_rows: int
     num_unparsed: int = 0

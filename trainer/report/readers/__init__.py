@@ -1,6 +1,5 @@
 """Readers of training logs: one `RunLog` from whatever a trainer wrote, told by its content."""
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,25 +9,21 @@ from trainer.runtime.files import open_regular
 from trainer.runtime.json_lines import MAX_FILE_BYTES
 
 FIX = (
-    "give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_log.jsonl, trainer_state.json, "
-    "training_history.csv, a CSV with a step column, TensorBoard event files, mlruns, mlflow.db, a Trackio database, "
-    "JSON lines with a step, or the captured console of verl or ROLL"
+    "give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_state.json, training_history.csv, "
+    "a CSV with a step column, TensorBoard event files, JSON lines with a step, or the captured console of verl or ROLL"
 )
 MAX_TRIED = 40
 """Files of a directory; one with more is no run directory."""
-KNOWN_NAMES = ("metrics.jsonl", "logging.jsonl", "trainer_log.jsonl")
-DATABASES = ("mlflow/mlflow.db", "mlflow.db", "mlruns.db")
-OTHERS = (*json_logs.SUFFIXES, *tables.SUFFIXES, ".db", ".sqlite", ".sqlite3", ".json", ".log", ".txt", ".out")
-FORMATS: tuple[tuple[Callable[[Path, bytes], object], Callable[[Path], RunLog]], ...] = (
-    (lambda path, head: path.is_dir() and tables.is_file_store(path), tables.read_file_store),
-    (lambda path, head: path.is_dir() or "tfevents" in path.name, tensorboard.read_tensorboard),
-    (lambda path, head: head.startswith(tables.SQLITE_MAGIC), tables.read_database),
-    (lambda path, head: path.suffix in tables.SUFFIXES, tables.read_csv),
-    (lambda path, head: path.suffix == ".json", json_logs.read_transformers),
-    (lambda path, head: json_logs.json_source(path), json_logs.read_json_lines),
-    (lambda path, head: True, json_logs.read_console),
+KNOWN_NAMES = ("metrics.jsonl", "logging.jsonl")
+OTHERS = (*json_logs.SUFFIXES, *tables.SUFFIXES, ".json", ".log", ".txt", ".out")
+FORMATS: tuple[tuple[Callable[[Path], object], Callable[[Path], RunLog]], ...] = (
+    (lambda path: path.is_dir() or "tfevents" in path.name, tensorboard.read_tensorboard),
+    (lambda path: path.suffix in tables.SUFFIXES, tables.read_csv),
+    (lambda path: path.suffix == ".json", json_logs.read_transformers),
+    (lambda path: json_logs.json_source(path), json_logs.read_json_lines),
+    (lambda path: True, json_logs.read_console),
 )
-"""What tells a format, given the path and the first bytes of a file, and its reader; the first that fits reads."""
+"""What tells a format by its path, and its reader; the first that fits reads."""
 
 
 def read_run(path: Path) -> RunLog:
@@ -41,7 +36,7 @@ def read_run(path: Path) -> RunLog:
         for candidate in _candidates(path):
             try:
                 log = _read(candidate)
-            except (UnreadableLogError, OSError, sqlite3.Error) as error:
+            except (UnreadableLogError, OSError) as error:
                 tried.append(f"{candidate.name}: {error}")
                 continue
             if log.series:
@@ -54,11 +49,10 @@ def read_run(path: Path) -> RunLog:
 
 
 def _read(path: Path) -> RunLog:
-    head = b""
     if not path.is_dir():
-        with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
-            head = file.read(len(tables.SQLITE_MAGIC))
-    return next(read for fits, read in FORMATS if fits(path, head))(path)
+        with open_regular(path, limit_bytes=MAX_FILE_BYTES):
+            pass  # refuses what is no regular file
+    return next(read for fits, read in FORMATS if fits(path))(path)
 
 
 def _candidates(path: Path) -> Iterator[Path]:
@@ -73,8 +67,6 @@ def _candidates(path: Path) -> Iterator[Path]:
     yield from sorted(versions, key=lambda log: int(log.parent.name[1:].partition("-")[0]), reverse=True)
     yield from json_logs.state_files(path)
     yield from [path / name for name in tables.PAIR if (path / name).is_file()][:1]
-    yield from (path / name for name in DATABASES if (path / name).is_file())
-    yield from (store for store in (path, path / "mlruns") if store.is_dir() and tables.is_file_store(store))
     if tensorboard.event_dir(path):
         yield path
     others = [file for file in path.iterdir() if file.suffix in OTHERS and file.name not in KNOWN_NAMES]

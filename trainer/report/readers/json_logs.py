@@ -204,7 +204,6 @@ def step_key(names: Any) -> str | None:
 KINDS: Mapping[str, Callable[[Row], bool]] = {
     "fsdp-sft": lambda row: row.keys() >= {"step", "attempt", "kind"},
     "ms-swift": lambda row: any(fraction_total(row.get(key)) for key in ("global_step/max_steps", "iteration")),
-    "llama-factory": lambda row: row.keys() >= {"current_steps", "total_steps"},
     "verl": lambda row: isinstance(row.get("data"), dict) and "step" in row,
 }
 """Who wrote a file -> how a row of it is told."""
@@ -252,7 +251,7 @@ def read_json_lines(path: Path) -> RunLog:
         frame.add(step, metrics)
     total_steps = fraction_total(place) or as_step(total_steps)
     log = frame.log(path, source, path.parent, total_steps=total_steps, config=summary)
-    return _with_files_beside(_with_step_times(log)) if source in ("ms-swift", "llama-factory") else log
+    return _with_files_beside(_with_step_times(log)) if source == "ms-swift" else log
 
 
 def _with_step_times(log: RunLog) -> RunLog:
@@ -266,12 +265,7 @@ def _with_step_times(log: RunLog) -> RunLog:
 
 
 def _with_files_beside(log: RunLog) -> RunLog:
-    """The arguments and the summary; what only transformers' own state knows: LLaMA-Factory's grad_norm."""
+    """The arguments and the summary."""
     directory = log.path.parent
-    series, config = log.series, dict(log.config)
-    with suppress(UnreadableLogError, OSError):
-        for path in state_files(directory)[:1] if log.source == "llama-factory" else ():
-            state = read_transformers(path)
-            series, config = {**state.series, **series}, {**config, **state.config}
     beside = flat(read_object(directory / "args.json")) | flat(read_object(directory / "all_results.json"), "summary.")
-    return replace(log, series=series, config=beside | config, notes=(MEAN_NOTE, NAN_NOTE, ELAPSED_NOTE))
+    return replace(log, config={**beside, **log.config}, notes=(MEAN_NOTE, NAN_NOTE, ELAPSED_NOTE))
