@@ -20,7 +20,7 @@ from toy_runs import Recipe, checkpoint_manager, save_now
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint import save as saving
-from trainer.checkpoint.save import GRACE_S, Board
+from trainer.checkpoint.save import GRACE_S, Agreement
 from trainer.errors import ResumableError
 from trainer.runtime.distributed import World
 
@@ -69,7 +69,7 @@ def save_around_a_stop(
 ) -> Story:
     """Save step 1; in the save of step 2 the rank `victim` stops itself before the operation `label`; save step 3."""
     run_dir.mkdir(exist_ok=True)
-    saving.Board = partial(Board, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
+    saving.Agreement = partial(Agreement, grace_s=grace_s)  # type: ignore[misc, assignment]  # of this process alone
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
     outcomes = Outcomes()
@@ -139,7 +139,8 @@ def test_a_rank_that_stands_still_costs_the_others_one_save_and_is_named(
     for story in stories:
         first, stopped, *_, last = story.outcomes
         assert (first, last, story.error) == (Outcome(1, True), Outcome(3, True), "")
-        assert stopped.step == 2 and "rank 1: gave no answer in time" in stopped.message
+        assert stopped.step == 2 and "gave no answer in time" in stopped.message
+    assert "rank 1: gave no answer in time" in stories[0].outcomes[1].message
     assert Survey.of(run_dir) == Survey(3, (1, 3), (), ())
 
 

@@ -167,6 +167,6 @@ def fall_silent(world: Any, operation: Operation, run_dir: Path) -> None:
 
 
 def test_a_silent_rank_fails_the_save_on_all_and_is_named(source: Any, tmp_path: Path) -> None:
-    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, fall_silent, save_timeout_s=3):
-        assert error == "rank 1: gave no answer in time"
+    errors = [error for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, fall_silent, save_timeout_s=3)]
+    assert errors == ["rank 1: gave no answer in time", "a rank gave no answer in time"]
     assert layout.checkpoints(tmp_path / "run") == []

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.checkpoint import layout, rollback
-from trainer.checkpoint.save import Board
+from trainer.checkpoint.save import Agreement
 from trainer.monitor.packet import Packet, Totals
 from trainer.quickstart import MODEL_DIR
 from trainer.run.compose import load_config
@@ -185,24 +185,23 @@ def _other_ranks(num_ranks: int, run_dir: Path) -> Iterator[None]:
         if isinstance(own, tuple) and own[1] == fake_cuda.CARD.uuid:
             found[1:] = [(own[0], f"card of rank {rank}", *own[2:]) for rank in others]
 
-    def collect(board: Board, topic: str, own: str, deadline: float) -> dict[str, Any]:
-        report, written = json.loads(own), dict[int, list[Any]]()
-        if topic.endswith("/shards") and report["error"] is None:
+    def agree(agreement: Agreement, *, value: Any, error: str | None, deadline: float) -> list[Any]:
+        assert error is None
+        written = dict[int, list[Any]]()
+        if isinstance(value, list) and any(record["path"] == layout.DATA for record in value):  # the shards
             (staging,) = run_dir.glob(f"{layout.STAGING_PREFIX}*")
             for rank in others:
-                copies = [
-                    {**record, "path": record["path"].replace("_rank_0", f"_rank_{rank}")} for record in report["value"]
-                ]
-                written[rank] = [copy for copy in copies if copy not in report["value"]]
-                for record, copy in zip(report["value"], copies, strict=True):
+                copies = [{**record, "path": record["path"].replace("_rank_0", f"_rank_{rank}")} for record in value]
+                written[rank] = [copy for copy in copies if copy not in value]
+                for record, copy in zip(value, copies, strict=True):
                     if copy != record:
                         os.link(staging / record["path"], staging / copy["path"])
-        values = [report["value"], *(written.get(rank, []) for rank in others)]
-        return {"values": values, "error": report["error"], "silent": list(others)}
+        return [value, *(written.get(rank, []) for rank in others)]
 
     with (
         patch.object(dist, "init_process_group", start),
         patch.object(dist, "all_gather_object", gathered),
-        patch.object(Board, "_collect", collect),
+        patch.object(Agreement, "renew", lambda agreement: None),
+        patch.object(Agreement, "agree", agree),
     ):
         yield

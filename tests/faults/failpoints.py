@@ -140,7 +140,7 @@ class Matrix:
             return (NEW,) if point.index > self._commit_index else (OLD,)
         if point.label == "phase commit.agreed":
             return (NEW,)
-        return (OLD, NEW) if point.phase == "commit" or point.label == "phase export.agreed" else (OLD,)
+        return (OLD, NEW) if point.phase == "commit" or point.label == "phase ready.agreed" else (OLD,)
 
     def _strayed(self, run_dir: Path) -> list[str]:
         rows = read_trace(run_dir)

@@ -136,6 +136,7 @@ class CheckpointManager:
             error = SaveFailedError("a parameter or a moment of the optimizer is not finite: that is never saved")
             self._note(step, error, stall_s=0.0, total_s=0.0)
             return
+        self._saver.prepare()
         buffers = self._buffers
         # of a card always: a write would fetch one tensor after the other, through memory that is not page-locked
         if buffers is not None and (in_background or self._saver.device.type == "cuda"):

@@ -6,7 +6,6 @@ A crash at any point leaves the older checkpoints as they were and either nothin
 import dataclasses
 import json
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -29,11 +29,13 @@ from trainer.checkpoint.snapshot import Snapshot
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.errors import CannotWriteError
 from trainer.runtime.distributed import World
-from trainer.runtime.processes import begun
 
 GRACE_S = 10.0
-"""How much longer than the main rank the others wait for its verdict, and it for them to have read it."""
+"""How much longer than the main rank the others wait for an answer."""
+MIN_TIMEOUT_S = 0.1
 NO_ANSWER = "gave no answer in time"
+MIN_GROUP_TIMEOUT_S = 60.0
+"""Ranks reach the place where a group is made at different times."""
 
 
 class SaveFailedError(RuntimeError):
@@ -41,94 +43,95 @@ class SaveFailedError(RuntimeError):
 
 
 class UnresolvedSaveError(SaveFailedError):
-    """The main rank gave no answer in time: only this rank knows, and a checkpoint may or may not exist."""
+    """Ranks gave no answer in time, and a checkpoint may or may not exist."""
 
 
-class Board:
-    """What ranks tell each other during a save: acknowledgements with a status and a deadline, instead of a barrier.
+class NoAnswerError(SaveFailedError):
+    """Not all ranks answered in time; the others may or may not know more."""
 
-    They go through a key-value store of their own, hosted by the main rank, and not through a collective, so a save may
-    run behind training, and a rank that is slow or gone costs a deadline, never a hang. Creating it is collective.
+
+class Agreement:
+    """What the ranks report of each phase of a save, with a deadline.
+
+    It has a gloo group of its own, so a save may run behind training. A rank that is slow or gone costs a deadline,
+    never a hang: its group is given up then, and `renew` makes another. Creating it is collective.
     """
 
-    def __init__(self, world: World, *, grace_s: float = GRACE_S) -> None:
-        self._world, self._grace_s = world, grace_s
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port: list[int] = [0]
-        if world.is_main:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            port = [self._store.port]
-        dist.broadcast_object_list(port, src=0)
-        if not world.is_main:
-            self._store = dist.TCPStore(host, port[0], is_master=False)
+    def __init__(self, world: World, *, timeout_s: float, grace_s: float = GRACE_S) -> None:
+        """`timeout_s`: how long a save may take."""
+        self._world, self._timeout_s, self._grace_s = world, timeout_s, grace_s
+        self._group: dist.ProcessGroup | None = None
+        self.renew()
 
-    def agree(self, topic: str, *, value: Any = None, error: str | None = None, deadline: float) -> list[Any]:
-        """Report `value` (plain JSON) or `error`; returns every rank's value in rank order.
+    def renew(self) -> None:
+        """Make a group unless there is one. Collective, in the thread that trains."""
+        if self._group is None:
+            timeout_s = max(self._timeout_s, MIN_GROUP_TIMEOUT_S)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def agree(self, *, value: Any, error: str | None, deadline: float) -> list[Any]:
+        """Report `value` or `error`; returns every rank's value in rank order.
 
         `deadline` is a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if any rank reported
-        an error or, by the main rank's deadline, nothing.
+        an error, `NoAnswerError` if one reported nothing by the main rank's deadline.
         """
-        report = json.dumps({"value": value, "error": error})
-        if self._world.is_main:
-            verdict = self._collect(topic, report, deadline)
-            self._announce(topic, verdict)
-        else:
-            self._store.set(f"{topic}/{self._world.rank}", report)
-            verdict = self._await_verdict(topic, deadline + self._grace_s)
-            self._store.set(f"{topic}/read by {self._world.rank}", "")
-        if verdict["error"] is not None:
-            raise SaveFailedError(verdict["error"])
-        return list(verdict["values"])
-
-    def forget(self, topic: str) -> None:
-        """Main rank: free what was said about a topic that every rank is done with."""
-        ranks = range(1, self._world.size)
-        for name in ("verdict", *ranks, *(f"read by {rank}" for rank in ranks)):
-            self._store.delete_key(f"{topic}/{name}")
-
-    def _collect(self, topic: str, own: str, deadline: float) -> dict[str, Any]:
-        reports = [json.loads(own)]
-        for rank in range(1, self._world.size):
-            try:
-                reports.append(json.loads(self._wait_for(f"{topic}/{rank}", deadline)))
-            except dist.DistStoreError:
-                reports.append({"value": None, "error": NO_ANSWER})
-        errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if report["error"]]
-        silent = [rank for rank, report in enumerate(reports) if report["error"] == NO_ANSWER]
-        values = [report["value"] for report in reports]
-        return {"values": values, "error": errors[0] if errors else None, "silent": silent}
-
-    def _announce(self, topic: str, verdict: dict[str, Any]) -> None:
-        """Main rank: tell all, and stay until they have read it, for the store ends with this process."""
-        self._store.set(f"{topic}/verdict", json.dumps(verdict))
-        deadline = time.monotonic() + self._grace_s
-        for rank in range(1, self._world.size):
-            if rank not in verdict["silent"]:
-                with suppress(dist.DistStoreError):
-                    self._wait_for(f"{topic}/read by {rank}", deadline)
-
-    def _await_verdict(self, topic: str, deadline: float) -> dict[str, Any]:
-        """Asked for in a thread: torch's client waits for a store whose process is stopped without any limit."""
-        asking = begun(lambda: self._wait_for(f"{topic}/verdict", deadline))
+        reports: list[Any] = [None] * self._world.size
         try:
-            verdict: dict[str, Any] = json.loads(asking.result(max(0.0, deadline - time.monotonic()) + 1.0))
-        except (TimeoutError, dist.DistError):
-            raise UnresolvedSaveError("rank 0 gave no answer in time") from None
-        return verdict
+            self._meet(deadline)
+            dist.all_gather_object(reports, (value, error), self._group)
+        except RuntimeError as failure:
+            self._give_up()
+            if isinstance(failure, NoAnswerError):
+                raise
+            raise NoAnswerError(f"a rank {NO_ANSWER}") from None
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error is not None]
+        if errors:
+            raise SaveFailedError(errors[0])
+        return [value for value, _ in reports]
 
-    def _wait_for(self, key: str, deadline: float) -> bytes:
-        self._store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-        value: bytes = self._store.get(key)
-        return value
+    def _meet(self, deadline: float) -> None:
+        """Return on every rank once all have come. The main rank knows who is missing at its deadline.
+
+        The others wait longer: where the main rank gives up, that ends their waiting too.
+        """
+        remaining_s = deadline - time.monotonic()
+        sign = torch.zeros(1)
+        if not self._world.is_main:
+            timeout = timedelta(seconds=max(MIN_TIMEOUT_S, remaining_s) + self._grace_s)
+            _started(dist.isend(sign, 0, self._group)).wait(timeout)
+            _started(dist.irecv(sign, 0, self._group)).wait(timeout)
+            return
+        others = range(1, self._world.size)
+        coming = {rank: _started(dist.irecv(sign.clone(), rank, self._group)) for rank in others}
+        for rank, work in coming.items():
+            timeout = timedelta(seconds=max(MIN_TIMEOUT_S, deadline - time.monotonic()))
+            try:
+                work.wait(timeout)
+            except RuntimeError:
+                raise NoAnswerError(f"rank {rank}: {NO_ANSWER}") from None
+        for rank in others:
+            dist.send(sign, rank, self._group)
+
+    def _give_up(self) -> None:
+        """Close the connections, so that no rank waits for this one."""
+        group, self._group = self._group, None
+        with suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(group)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "every rank is in the group"
+    return work
 
 
 VISIBLE_WITHIN_S = 60.0
-PHASES = ("open", "shards", "export", "commit")
+UNDECIDED = ("ready", "commit")
+"""In these phases a rank that gets no answer cannot tell whether the main rank commits."""
 
 
 class Saver:
-    """Writes the checkpoints of one run. Making it and `save` are collective; `save` needs no process group, so that
-    every rank may call it in whatever thread, with a snapshot of its own, one at a time.
+    """Writes the checkpoints of one run. Making it, `prepare` and `save` are collective. `save` uses a process group of
+    its own, so every rank may call it in whatever thread, with a snapshot of its own, one at a time.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class Saver:
         """`model`: sharded, its weights are not read. `lock` is the main rank's."""
         self.run_dir, self.world, self.config, self.kept = run_dir, world, config, kept
         self._source, self.fingerprints, self._lock = source, fingerprints, lock
-        self._board, self._number, self._deadline = Board(world), 0, math.inf
+        self._agreement, self._deadline = Agreement(world, timeout_s=config.save_timeout_s), math.inf
         self._staging: Path | None = None
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -190,17 +193,20 @@ class Saver:
         exported = export.num_bytes(self._plans, has_weights=self._has_weights)
         return shards.num_bytes(state) * self.world.size + exported
 
+    def prepare(self) -> None:
+        """Before each `save`, in the thread that trains."""
+        self._agreement.renew()
+
     def save(self, snapshot: Snapshot) -> int:
         """Write and commit; returns the size of the checkpoint in bytes, or raises `SaveFailedError`, on all ranks."""
-        self._number += 1
         self._deadline = time.monotonic() + self.config.save_timeout_s
         try:
             staging = self.run_dir / self._together("open", lambda: self._open(snapshot))[0]
-            for phase in PHASES if self.world.is_main else ():
-                self._board.forget(f"save {self._number - 1}/{phase}")
             shard_files = self._written("shards", lambda: self._write_shards(staging, snapshot))
             exported = self._written("export", lambda: self._write_export(staging, snapshot, shard_files))
             records = [*shard_files, *exported]
+            # what goes wrong before all are ready is a failed save on every rank: the main rank has not committed yet
+            self._together("ready", lambda: None)
             return int(self._together("commit", lambda: self._commit(staging, snapshot, records))[0])
         except SaveFailedError:
             # its own alone: a run that has taken over may be writing; what stays goes before the next save
@@ -218,7 +224,16 @@ class Saver:
         except Exception as failure:  # whatever it is, the other ranks wait for this report
             error = f"{type(failure).__name__}: {failure}"
         fsio.phase(f"{phase}.report")
-        values = self._board.agree(f"save {self._number}/{phase}", value=value, error=error, deadline=self._deadline)
+        try:
+            values = self._agreement.agree(value=value, error=error, deadline=self._deadline)
+        except NoAnswerError as failure:
+            if error is not None:
+                raise SaveFailedError(f"{failure}; rank {self.world.rank}: {error}") from None
+            is_failed = phase not in UNDECIDED or (self.world.is_main and phase == "ready")
+            if is_failed:
+                raise
+            reason = str(failure) if self.world.is_main else f"rank 0 {NO_ANSWER}"
+            raise UnresolvedSaveError(reason) from None
         fsio.phase(f"{phase}.agreed")
         return values
 
