@@ -121,8 +121,8 @@ SAFEGUARDS = (
     Mutation(
         "a group that was given up is used again",
         SAVE,
-        "        if self._group is None:\n            self._group =",
-        "        if self._world is None:\n            self._group =",
+        "        group, self._group = self._group, None\n",
+        "        group = self._group\n",
         ("distributed/test_save_faults.py",),
     ),
     Mutation(
