@@ -184,9 +184,9 @@ def monitoring(world: World, model: Any, *, total_steps: int) -> dict[str, Any]:
 
 
 def guard_config(**changes: Any) -> TrainerConfig:
-    """The defaults, with three steps in a row that may not be finite; `changes` are keys of both groups."""
+    """The defaults; `changes` are keys of both groups."""
     own = {name: changes.pop(name) for name in GuardConfig.__dataclass_fields__ if name in changes}
-    return TrainerConfig(**({"max_nonfinite_steps": 3} | changes), guard=GuardConfig(**own))
+    return TrainerConfig(**changes, guard=GuardConfig(**own))
 
 
 def toy_run(

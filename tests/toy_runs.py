@@ -96,7 +96,6 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
         resume_allow=list(recipe.resume_allow),
         seed=3,
         device="cpu",
-        max_nonfinite_steps=3,
         dist_timeout_s=60,
         hang_timeout_s=60,
         checkpoint=CheckpointConfig(

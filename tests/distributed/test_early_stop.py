@@ -30,7 +30,7 @@ def train(world: World, run_dir: Path, source: Any) -> tuple[int, list[int], dic
         run_dir,
         source,
         Recipe(total_steps=NUM_STEPS, save_freq=2, keep=2),
-        guard=Guard(guard_config(early_stop_patience=2, early_stop_min_delta=0.002)),
+        guard=Guard(guard_config(early_stop_patience=2)),
         cadence=Cadence(NUM_STEPS, save_freq=2, test_freq=4),
         validation_batches=ValidationBatches(held_out, plan, batch_size=8),
     )

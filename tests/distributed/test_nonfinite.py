@@ -15,10 +15,10 @@ from trainer.loop import fit
 from trainer.loop.step import StepResult, training_step
 
 
-def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str) -> Any:
+def train_poisoned(world: Any, source: Any, bad_steps: set[int], poison: str, total_steps: int = 6) -> Any:
     """Rank 1 meets a poisoned micro-batch in `bad_steps`; (exit code, rows, parameters after each step)."""
     model = build_toy_model(world, source)
-    parts = toy_run(world, model, ToySamples(), total_steps=6)
+    parts = toy_run(world, model, ToySamples(), total_steps=total_steps)
     history = []
     plain, step = model.forward, 0
 
@@ -65,7 +65,7 @@ def test_one_bad_step_is_skipped_by_all(source: Any, poison: str) -> None:
 
 
 def test_too_many_in_a_row_is_76(source: Any) -> None:
-    for code, rows, history in run_ranks(train_poisoned, 2, source, {2, 3, 4, 5}, "loss"):
+    for code, rows, history in run_ranks(train_poisoned, 2, source, {2, 3, 4, 5, 6, 7}, "loss", 8):
         assert code == EXIT_DIVERGED
-        assert len(rows) == 4, "three in a row are the limit of the toy run"
-        assert equal(history[3], history[0])
+        assert len(rows) == 6, "five in a row are the limit"
+        assert equal(history[5], history[0])

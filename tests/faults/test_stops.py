@@ -69,6 +69,18 @@ def expire_in_step(step: int) -> None:
     fit.training_step = training_step
 
 
+def learn_nothing() -> None:
+    """In this process: no validation is better than the first."""
+    from trainer.guard import guard
+
+    guard.EARLY_STOP_MIN_DELTA = 100.0
+
+
+def learn_nothing_and_stop_in_step(step: int) -> None:
+    learn_nothing()
+    stop_in_step(step)
+
+
 def stop_in_validation(count: int) -> None:
     """In this process: the signal comes within its `count`-th validation."""
     from trainer.monitor.validation import Validation
@@ -113,20 +125,20 @@ def test_no_validation_is_lost_by_a_stop(start: Start, straight: Path, tmp_path:
 
 def test_a_stop_with_early_stopping_owed_ends_early(start: Start, tmp_path: Path) -> None:
     """The early stop that an owed validation finds ends the run, and the next start as well."""
-    early = ("trainer.early_stop_patience=1", "trainer.early_stop_min_delta=100", "trainer.test_freq=2")
-    assert start(functools.partial(stop_in_step, 4), *early)[0] == 75
+    early = ("trainer.early_stop_patience=1", "trainer.test_freq=2")
+    assert start(functools.partial(learn_nothing_and_stop_in_step, 4), *early)[0] == 75
     for _ in range(2):
-        code, output = start(None, *early)
+        code, output = start(learn_nothing, *early)
         assert code == 0, output
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "val"] == [2, 4]
     assert not (tmp_path / "run" / "global_step_6").exists()
 
 
 def test_an_early_stopped_run_is_complete(start: Start, tmp_path: Path) -> None:
-    early = ("trainer.early_stop_patience=1", "trainer.early_stop_min_delta=100", "trainer.test_freq=2")
-    assert start(None, *early)[0] == 0
+    early = ("trainer.early_stop_patience=1", "trainer.test_freq=2")
+    assert start(learn_nothing, *early)[0] == 0
     before = _snapshot(tmp_path / "run")
-    code, output = start(None, *early)
+    code, output = start(learn_nothing, *early)
     assert code == 0 and "ended the run early, at step 4; nothing to do" in output
     assert _snapshot(tmp_path / "run") == before
 

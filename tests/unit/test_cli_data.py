@@ -74,7 +74,7 @@ def test_preview_prints_hostile_text_escaped(files: Path, capsys: pytest.Capture
 def test_counts_by_source_and_what_was_left_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append(files / "answers.jsonl", ("", "empty"), ("long " * 60, "dropped"))
     given = [*words(files, chats(files, ",repeat:2.5"), answers(files)), "data.val_ratio=0.25"]
-    more = ["data.on_bad_row=skip", "data.max_bad_fraction=0.2", "data.truncation=drop"]
+    more = ["data.on_bad_row=skip", "data.truncation=drop"]
     tree = stats(capsys, *given, *more)
     train, held_out = tree["train"], tree["validation"]
     assert [train["sources"][name]["rows"] for name in ("chats", "answers")] == [9, 6]

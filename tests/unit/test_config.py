@@ -171,7 +171,6 @@ def test_a_wrong_type_is_named_with_key_and_value(override: str, parts: list[str
         (["trainer.save_freq=0"], ["'trainer.save_freq' must be -1", "0"]),
         (["trainer.max_ckpt_to_keep=0"], ["trainer.max_ckpt_to_keep"]),
         (["trainer.total_training_steps=0"], ["trainer.total_training_steps"]),
-        (["trainer.max_nonfinite_steps=0"], ["trainer.max_nonfinite_steps"]),
         (["model.fsdp_config.fsdp_size=0"], ["model.fsdp_config.fsdp_size"]),
     ],
 )

@@ -25,9 +25,7 @@ from trainer.data.template import ChatTemplate
 
 TOKENIZER = fixtures.make_tokenizer(fixtures.CHATML)
 KEYS = RowKeys("messages", "tools", None, None)
-OPTIONS = dataclasses.replace(
-    OPTIONS, keys=KEYS, on_bad_row="skip", max_bad_fraction=0.5, truncation="right", max_length=40
-)
+OPTIONS = dataclasses.replace(OPTIONS, keys=KEYS, on_bad_row="skip", truncation="right", max_length=40)
 
 
 @pytest.fixture(autouse=True)

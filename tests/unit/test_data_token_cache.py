@@ -125,7 +125,7 @@ def test_bad_rows_are_an_error_that_lists_them(tmp_path: Path) -> None:
 
 
 def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:
-    options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=0.5)
+    options = replace(OPTIONS, on_bad_row="skip")
     dataset = run(bad_file(tmp_path), options, cache=tmp_path / "cache")
     assert [dataset.location(i).rsplit(":")[-1] for i in range(len(dataset))] == ["1", "3", "5", "7"]
     assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
@@ -134,16 +134,16 @@ def test_bad_rows_skipped_are_counted_and_listed(tmp_path: Path) -> None:
 
 
 def test_too_many_bad_rows_to_skip(tmp_path: Path) -> None:
-    options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=0.4)
-    with pytest.raises(DataError, match=r"raise data.max_bad_fraction \(now 0.4\)"):
-        run(bad_file(tmp_path), options, cache=tmp_path / "cache")
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(2), "{", "{", "{")
+    with pytest.raises(DataError, match=r"3 of 5 rows cannot be trained on \(2 can\)"):
+        run(path, replace(OPTIONS, on_bad_row="skip"), cache=tmp_path / "cache")
 
 
 def test_no_usable_row(tmp_path: Path) -> None:
     empty = write_rows(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"no row to train on: there is none in .*empty.jsonl"):
         run(empty, cache=tmp_path / "cache")
-    options = replace(OPTIONS, on_bad_row="skip", max_bad_fraction=1.0)
+    options = replace(OPTIONS, on_bad_row="skip")
     with pytest.raises(DataError, match=r"1 of 1 rows cannot be trained on \(0 can\)"):
         run(write_rows(tmp_path / "bad.jsonl", "{"), options, cache=tmp_path / "cache")
     options = replace(OPTIONS, truncation="drop", max_length=2)

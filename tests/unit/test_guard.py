@@ -49,16 +49,17 @@ def test_guard_counts_what_is_not_finite(loss: float, grad_norm: float) -> None:
 
 
 def test_guard_gives_up_only_after_steps_in_a_row() -> None:
-    guard = new_guard(max_nonfinite_steps=2)
-    for step, loss in enumerate((NAN, 1.0, NAN, 2.0), start=1):
+    guard = new_guard()
+    for step, loss in enumerate((NAN, NAN, NAN, NAN, 1.0, NAN, 2.0), start=1):
         assert not guard.observe(step, signals(loss), is_skipped=math.isnan(loss)).is_stop
-    assert not guard.observe(5, signals(NAN), is_skipped=True).is_stop
-    decision = guard.observe(6, signals(NAN), is_skipped=True)
-    assert decision.is_stop and "in a row" in decision.reason and guard.num_skipped == 4
+    for step in range(8, 12):
+        assert not guard.observe(step, signals(NAN), is_skipped=True).is_stop
+    decision = guard.observe(12, signals(NAN), is_skipped=True)
+    assert decision.is_stop and "in a row" in decision.reason and guard.num_skipped == 10
 
 
 def test_guard_gives_up_after_ten_bad_steps_in_two_hundred() -> None:
-    guard, rarer = new_guard(max_nonfinite_steps=3), new_guard(max_nonfinite_steps=3)
+    guard, rarer = new_guard(), new_guard()
     assert [n for n in range(1, 201) if nan_every(20, n, guard).is_stop] == [200]
     assert not any(nan_every(25, n, rarer).is_stop for n in range(1, 500))
 
@@ -70,17 +71,17 @@ def nan_every(period: int, step: int, guard: Guard) -> Decision:
 
 def test_guard_survives_a_restart() -> None:
     guard = new_guard()
-    for step, loss in enumerate((NAN, 1.0, NAN, NAN), start=1):
+    for step, loss in enumerate((NAN, 1.0, NAN, NAN, NAN, NAN), start=1):
         guard.observe(step, signals(loss), is_skipped=math.isnan(loss))
     resumed = new_guard()
     resumed.load_state_dict(guard.state_dict())
-    assert resumed.num_skipped == 3
-    assert resumed.observe(5, signals(NAN), is_skipped=True).is_stop, "the steps before the restart count"
+    assert resumed.num_skipped == 5
+    assert resumed.observe(7, signals(NAN), is_skipped=True).is_stop, "the steps before the restart count"
 
 
 def test_a_state_from_before_the_detector_is_taken_over() -> None:
     guard = new_guard()
-    guard.load_state_dict({"num_skipped": 7, "num_in_a_row": 2})
+    guard.load_state_dict({"num_skipped": 7, "num_in_a_row": 4})
     assert guard.num_skipped == 7 and guard.observe(1, signals(NAN), is_skipped=True).is_stop
 
 
@@ -189,7 +190,7 @@ def test_a_loss_that_keeps_rising_is_answered_as_configured(action: str) -> None
 @pytest.mark.covers("S3.32", "S3.41:C", "S3.51:C")
 def test_overfitting_is_told_with_its_best_step_and_only_early_stopping_ends_the_run() -> None:
     events = Events()
-    guard, stopping = new_guard(events), new_guard(early_stop_patience=2, early_stop_min_delta=0.002)
+    guard, stopping = new_guard(events), new_guard(early_stop_patience=2)
     curve = [(500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)]
     decisions = [guard.observe_validation(step, val, train_loss=train) for step, train, val in curve]
     stops = [stopping.observe_validation(step, val, train_loss=train).is_stop for step, train, val in curve]
@@ -219,7 +220,7 @@ def test_a_rollback_forgets_the_window_and_keeps_the_counts() -> None:
 
 def test_a_rollback_forgets_steps_that_were_not_finite_after_its_checkpoint() -> None:
     """Five before the checkpoint and five after it are not ten that the run still stands behind."""
-    guard = new_guard(max_nonfinite_steps=20)
+    guard = new_guard()
     for step in range(1, 11):
         guard.observe(step, signals(NAN if step % 2 else 2.0), is_skipped=bool(step % 2))
     saved = guard.state_dict()

@@ -103,10 +103,7 @@ def test_bad_rows_are_told_with_their_source(files: Path) -> None:
     lines = str(error.value).splitlines()
     assert lines[0] == "source 'answers': 1 of 9 rows cannot be trained on (8 can):"
     assert lines[1].startswith(f"  {files}/answers.jsonl:9: empty prompt")
-    skip = ("data.on_bad_row=skip", "data.max_bad_fraction=0.05")
-    with pytest.raises(DataError, match=r"source 'answers': 1 of 9 .*(?s:.*)max_bad_fraction"):
-        inputs_of(*words(files, chats(files), answers(files)), *skip)
-    inputs = inputs_of(*words(files, chats(files), answers(files)), *skip[:1], "data.max_bad_fraction=0.2")
+    inputs = inputs_of(*words(files, chats(files), answers(files)), "data.on_bad_row=skip")
     assert inputs.train.total("num_bad_rows") == 1 and inputs.train.total("num_rows") == NUM_CHATS + 9
 
 

@@ -102,10 +102,9 @@ class DataConfig:
     train_max_samples: int = key(-1, "use only the first rows (of each source); -1 = all", _COUNT_OR_ALL)
     val_max_samples: int = key(-1, "the same for validation", _COUNT_OR_ALL)
     on_bad_row: str = key(
-        "error", "unusable rows: error (list them and stop) | skip (count and list them)", one_of("error", "skip")
-    )
-    max_bad_fraction: float = key(
-        0.01, "with skip: stop when more than this share of rows is unusable", within("[0, 1]")
+        "error",
+        "unusable rows: error (list them and stop) | skip (count and list them; stop where they are more than half)",
+        one_of("error", "skip"),
     )
     num_workers: int = key(
         1,

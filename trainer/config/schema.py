@@ -204,7 +204,11 @@ class GuardRule:
 class GuardConfig:
     """Watches loss and gradient norm against their own recent past."""
 
-    on_nonfinite: str = key("stop", "after max_nonfinite_steps: stop (exit 76) | rollback", one_of("stop", "rollback"))
+    on_nonfinite: str = key(
+        "stop",
+        "after 5 steps in a row without a finite loss and gradient: stop (exit 76) | rollback",
+        one_of("stop", "rollback"),
+    )
     on_severe: str = key(
         "warn",
         "a step far off: warn (and keep its samples) | skip its update | rollback | stop",
@@ -281,9 +285,6 @@ class TrainerConfig:
         "the run directory: logs and checkpoints",
         not_empty,
     )
-    run_group: str | None = key(
-        None, "trackers show runs of one group together, its evaluations too; null = the experiment_name"
-    )
     logger: list[str] = key(
         ["console"], "any of console, wandb, tensorboard, mlflow, trackio; metrics.jsonl and CSV are always written"
     )
@@ -310,11 +311,6 @@ class TrainerConfig:
     deterministic: bool = key(
         False, "on a GPU too, two equal runs are bit-equal: only kernels that add in a fixed order, which costs time"
     )
-    max_nonfinite_steps: int = key(
-        5,
-        "NaN or infinity: the update is skipped; after this many in a row trainer.guard.on_nonfinite",
-        at_least(1),
-    )
     dist_timeout_s: int = key(
         1800,
         "a collective that waits longer ends the run, and so does a rank silent for so long before its first step",
@@ -326,7 +322,6 @@ class TrainerConfig:
     early_stop_patience: int | None = key(
         None, "end the run (exit 0) when so many validations in a row brought no better val/loss", _COUNT_OR_NULL
     )
-    early_stop_min_delta: float = key(0.002, "what counts as better, in nats", not_negative)
     best_metric: str = key("val/loss", "or eval/NAME of evaluate: its best checkpoint too is spared", metric_of_best)
     trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")
     guard: GuardConfig = group(GuardConfig)

@@ -33,7 +33,6 @@ class PrepareOptions:
     max_length: int
     truncation: str = "error"
     on_bad_row: str = "error"
-    max_bad_fraction: float = 0.01
     max_samples: int = -1
     """Only the first so many rows of all files together, unusable ones included; -1 = all."""
     special_in_content: str = "error"

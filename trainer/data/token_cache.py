@@ -30,6 +30,8 @@ from trainer.runtime.files import locked, publish, try_lock
 
 logger = logging.getLogger(__name__)
 
+MAX_BAD_FRACTION = 0.5
+"""Of the rows, under `data.on_bad_row=skip`: where more are unusable, columns or template are wrong, not rows."""
 TOKEN_MODULES = (
     "chat",
     "content",
@@ -214,7 +216,7 @@ def _fill(
 def _check_usable(summary: Summary, bad_rows: BadRows, options: PrepareOptions, staging: Path) -> None:
     """Raise `DataError` with the first bad rows, their counts and the way out, unless enough rows can be trained on."""
     num_bad, num_rows = summary.num_bad_rows, summary.num_rows
-    allowed = options.max_bad_fraction * num_rows if options.on_bad_row == "skip" else 0
+    allowed = MAX_BAD_FRACTION * num_rows if options.on_bad_row == "skip" else 0
     if summary.num_samples and num_bad <= allowed:
         return
     if num_bad == 0:
@@ -240,7 +242,7 @@ def _way_out(summary: Summary, options: PrepareOptions, *, is_cut: bool) -> str:
     if (summary.num_samples or is_cut) and options.on_bad_row == "error":
         fixes.append("leave them out with data.on_bad_row=skip")
     if summary.num_samples and options.on_bad_row == "skip":
-        fixes.append(f"raise data.max_bad_fraction (now {options.max_bad_fraction:g})")
+        fixes.append(f"data.on_bad_row=skip leaves out at most {MAX_BAD_FRACTION:.0%} of the rows")
     return "fix: " + "; ".join(fixes)
 
 

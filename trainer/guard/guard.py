@@ -17,10 +17,14 @@ from trainer.progress import History, Remembered, Rollbacks
 
 NUM_EARLY_STEPS = 100
 """A run that learns nothing so early never did: it is stopped."""
+MAX_NONFINITE_STEPS = 5
+"""In a row without a finite loss and gradient: their updates are left out, then the run gives up."""
 NONFINITE_WINDOW_STEPS = 200
 MAX_NONFINITE_IN_WINDOW = 10
 EVIDENCE_REST_STEPS = 500
 MAX_ROLLBACKS = 3
+EARLY_STOP_MIN_DELTA = 0.002
+"""By how many nats a validation has to be better to count as better."""
 SKIPPABLE = ("train/loss", "train/grad_norm")
 
 
@@ -60,7 +64,7 @@ class Guard(Remembered):
         self._rule_limits = skip_limits(config.guard.rules)
         watched = [rule for rule in config.guard.rules if rule.action != "skip"]  # `skip_limits` applies these
         self._detector = Detector(watched, max_first_loss=max_first_loss)
-        self._overfit = OverfitJudge(patience=config.early_stop_patience, min_delta=config.early_stop_min_delta)
+        self._overfit = OverfitJudge(patience=config.early_stop_patience, min_delta=EARLY_STOP_MIN_DELTA)
         self._nonfinite_steps: deque[int] = deque(maxlen=MAX_NONFINITE_IN_WINDOW)
         self._num_in_a_row = 0
         self._last_evidence = -EVIDENCE_REST_STEPS
@@ -167,7 +171,7 @@ class Guard(Remembered):
 
     def _decide_nonfinite(self) -> Decision:
         steps, num_in_a_row = self._nonfinite_steps, self._num_in_a_row
-        is_row = num_in_a_row >= self._config.max_nonfinite_steps
+        is_row = num_in_a_row >= MAX_NONFINITE_STEPS
         is_frequent = len(steps) == steps.maxlen and steps[-1] - steps[0] < NONFINITE_WINDOW_STEPS
         if not (is_row or is_frequent):
             return Decision()

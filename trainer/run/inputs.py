@@ -173,7 +173,6 @@ def _encoding(
         max_length=data.max_length,
         truncation=data.truncation,
         on_bad_row=data.on_bad_row,
-        max_bad_fraction=data.max_bad_fraction,
         max_samples=source.max_samples,
         special_in_content=data.special_in_content,
         new_tokens=new_tokens,

@@ -30,7 +30,6 @@ def make_tracking(config: Config, *, total_steps: int) -> Tracking:
         config.resolved,
         run_dir=Path(trainer.default_local_dir),
         total_steps=total_steps,
-        group=trainer.run_group,
     )
 
 
