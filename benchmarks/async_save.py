@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
 from ranks import run_ranks
+from result_file import write_result
 from toy import write_model_config
 from toy_runs import Recipe, run
 
@@ -124,11 +125,10 @@ def main() -> None:
         rounds = measure(arguments, Path(directory), source)
     result = {
         "command": "python " + " ".join(["benchmarks/async_save.py", *sys.argv[1:]]),
-        "rounds": [{key: round(value, 4) for key, value in row.items()} for row in rounds],
         "median over rounds": {key: round(statistics.median(row[key] for row in rounds), 4) for key in rounds[0]},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.output, result)
     print(json.dumps(result["median over rounds"], indent=1))
 
 

@@ -54,6 +54,11 @@ def main() -> None:
         "overfit": [overfit_summary(arguments.runs, *case) for case in OVERFIT_CASES],
     }
     show(result)
+    result["lowest_recall"] = {
+        "tuned": lowest_recall([row for row in rows if not row["is_held_out"]]),
+        "held_out": lowest_recall([row for row in rows if row["is_held_out"]]),
+    }
+    result["families"] = [{key: row[key] for key in row if key != "faults"} for row in rows]
     write_result("guard_calibration", result, arguments.output)
 
 
@@ -89,6 +94,14 @@ def fault_summary(outcomes: Sequence[Outcome], fault: str) -> dict[str, Any]:
         found["diverging_delay"] = {"median": median(delays), "max": delays[-1]}
         found["diverging_within_200"] = sum(delay <= 200 for delay in delays) / len(outcomes)
     return found
+
+
+def lowest_recall(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By fault, the smallest share of runs in which it was found, over the families."""
+    kinds = ("warn_or_severe", "severe", "diverging", "diverging_within_200")
+    return {
+        fault: {kind: min(row["faults"][fault].get(kind, 0.0) for row in rows) for kind in kinds} for fault in FAULTS
+    }
 
 
 OVERFIT_CASES = [(held_out, noise) for held_out in (False, True) for noise in (0.002, 0.005, 0.01)]

@@ -38,13 +38,16 @@ def main() -> None:
     ]
     cases = {(kind, ranks): case_of(kind, ranks) for kind in (*KINDS, OFFLOAD) for ranks in (1, 2)}
     memory = [{"kind": kind, **run_case(case)} for (kind, _), case in cases.items()]
-    result = {**header(), "runs": runs, "memory": memory, "planned_over_measured": extremes(memory)}
+    peaks = [
+        {key: row[key] for key in ("kind", "ranks", "planned_peak_bytes", "measured_peak_bytes")} for row in memory
+    ]
+    result = {**header(), "runs": runs, "memory": peaks, "planned_over_measured": extremes(memory)}
     write_result("low_precision", result, arguments.output)
     print(readable(result))
 
 
 def train(words: tuple[str, ...], seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Mean losses of each `EVERY` steps, and the loss of the held-out rows at the end."""
+    """Mean loss of the last `EVERY` steps, and the loss of the held-out rows at the end."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         values = {
@@ -60,8 +63,10 @@ def train(words: tuple[str, ...], seed: int, arguments: argparse.Namespace) -> d
         run_command(command, cwd=REPOSITORY, threads=1, log=directory / "log")
         rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
-    means = [round(statistics.fmean(losses[i : i + EVERY]), 4) for i in range(0, len(losses), EVERY)]
-    found = {"losses": means, "val_loss": [row["val/loss"] for row in rows if "val/loss" in row][-1]}
+    found = {
+        "last_loss": statistics.fmean(losses[-EVERY:]),
+        "val_loss": [row["val/loss"] for row in rows if "val/loss" in row][-1],
+    }
     print(seed, words, found["val_loss"], flush=True)
     return found
 
@@ -81,7 +86,7 @@ def readable(result: dict[str, Any]) -> str:
         differences = [run["val_loss"] - other["val_loss"] for run, other in zip(runs, base, strict=True)]
         seeds = ", ".join(f"{value:.4f}" for value in values)
         change = ", ".join(f"{value:+.4f}" for value in differences)
-        last = ", ".join(f"{run['losses'][-1]:.3f}" for run in runs)
+        last = ", ".join(f"{run['last_loss']:.3f}" for run in runs)
         rows.append([kind, last, seeds, change])
     curves = table(["kept", f"mean loss of the last {EVERY} steps, by seed", "val/loss", "difference"], rows)
     cells = [

@@ -1,6 +1,5 @@
 """What every benchmark needs: timed commands, the ceiling of the machine, versions, results as JSON and as a table."""
 
-import json
 import os
 import platform
 import resource
@@ -14,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from result_file import write_result as write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REPOSITORY = RESULTS.parent.parent
@@ -78,7 +81,7 @@ def table(columns: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def write_result(name: str, result: dict[str, Any], path: Path | None = None) -> None:
     path = path or RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
     print(f"wrote {path}")
 
 

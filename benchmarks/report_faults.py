@@ -41,7 +41,8 @@ def main() -> None:
     result = {**header(), "runs_of_each": arguments.runs}
     for name, is_held_out in (("tuned", False), ("held_out", True)):
         chosen = [outcome for outcome in outcomes if (outcome.family in held_out) == is_held_out]
-        result[name] = {"all": rates(chosen), "rows": rows_of(chosen)}
+        missed = [row for row in rows_of(chosen) if is_missed(row)]
+        result[name] = {"all": rates(chosen), "missed": missed}
     show(result)
     write_result("report_faults", result, arguments.output)
 
@@ -77,17 +78,17 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [{"family": family, "fault": fault, **rates(list(found))} for (family, fault), found in groups]
 
 
+def is_missed(row: dict[str, Any]) -> bool:
+    """Whether a fault was not found in some log, or from another step."""
+    return bool(row["found"] < row["faulty"] or row["onset_right"] < row["with_onset"])
+
+
 def show(result: dict[str, Any]) -> None:
     for name in ("tuned", "held_out"):
         found = result[name]["all"]
         print(f"{name}: {found}\n")
-        missed = [
-            row
-            for row in result[name]["rows"]
-            if row["found"] < row["faulty"] or row["onset_right"] < row["with_onset"]
-        ]
         columns = ("family", "fault", "faulty", "found", "with_onset", "onset_right")
-        print(table(list(columns), ([row[column] for column in columns] for row in missed)))
+        print(table(list(columns), ([row[column] for column in columns] for row in result[name]["missed"])))
 
 
 if __name__ == "__main__":

@@ -173,7 +173,6 @@ def measure(arguments: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
                 "ours is faster by": middle(ratios),
                 "peak_gib": statistics.median(run["peak_gib"] for run in found),
                 "largest loss difference": loss_gap(found[0]["losses"], ours[0]["losses"]),
-                "losses": [round(loss, 5) for loss in found[0]["losses"]],
             }
         )
     return rows

@@ -26,6 +26,7 @@ from families import FAMILIES, LEFT_OUT, VARIANTS
 from family_runs import NUM_RANKS, TOTAL_STEPS, export_faults
 from family_trials import PACKED, PER_DOCUMENT, REFUSED, first_step, resumed, save_model
 from ranks import run_ranks
+from result_file import write_result
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "support.json"
@@ -145,7 +146,7 @@ def read_results() -> dict[str, Any]:
 
 def write_results(results: dict[str, Any]) -> None:
     results["families"] = {name: results["families"][name] for name in NAMES if name in results["families"]}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_result(RESULTS, results)
 
 
 def main(argv: list[str]) -> int:

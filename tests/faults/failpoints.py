@@ -29,6 +29,7 @@ import torch
 from faults.announced import ACKS, train
 from faults.save_points import Point, Survey, Watch, plain, thinned
 from ranks import run_ranks, started_ranks
+from result_file import write_result
 from toy import write_model_config
 from toy_runs import TOLD, TRACE, Recipe, read_trace, run
 
@@ -298,7 +299,7 @@ def main(argv: list[str]) -> int:
         "minutes": round((time.monotonic() - started) / 60, 1),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.output, result)
     print(json.dumps(result, indent=1))
     return 1 if faults else 0
 

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 import torch
 import whole_runs
+from result_file import write_result
 from whole_equality import compare_runs
 from whole_runs import Attempt, tiny_model
 
@@ -332,7 +333,7 @@ def main(argv: list[str]) -> int:
         "minutes": round((time.monotonic() - started) / 60, 1),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    (arguments.output or RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.output or RESULTS / name, result)
     print(json.dumps(result, indent=1))
     return 1 if campaign.faults else 0
 

@@ -26,6 +26,7 @@ sys.path.extend([str(Path(__file__).resolve().parent.parent), str(Path(__file__)
 
 import torch
 from hosts import Host, network, why_not
+from result_file import write_result
 from whole_equality import compare_runs
 from whole_runs import tiny_model
 
@@ -260,7 +261,7 @@ def main(argv: list[str]) -> int:
         "cases": results,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.output, result)
     return int(any(case["faults"] for case in results.values()))
 
 
