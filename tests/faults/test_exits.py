@@ -91,7 +91,7 @@ def test_every_exit_code_with_a_loader_worker(
 ) -> None:
     changes, before = CODES[code]
     (tmp_path / "rows.jsonl").write_text('{"messages": 3}\n')
-    changes = tuple(change.format(rows=tmp_path / "rows.jsonl") for change in changes)
+    changes = tuple(change.replace("{rows}", str(tmp_path / "rows.jsonl")) for change in changes)
     run_dir = tmp_path / "run"
     place = f"trainer.default_local_dir={run_dir}"
     with started(num_ranks, *words, place, *changes, log=tmp_path / "log", before=before) as attempt:
