@@ -7,7 +7,7 @@ A run that is complete is not repeated: add a rate and start it again.
 import sys
 
 from trainer.api import train
-from trainer.cli.compare import main as compare
+from trainer.cli.report import main as report
 
 RATES = ("1e-4", "1e-3", "1e-2")
 WORDS = (
@@ -22,7 +22,7 @@ WORDS = (
 
 def main() -> int:
     runs = [train(*WORDS, f"optim.lr={rate}", f"trainer.experiment_name=rate_{rate}", *sys.argv[1:]) for rate in RATES]
-    return compare([str(run.directory) for run in runs])
+    return report([str(run.directory) for run in runs])
 
 
 if __name__ == "__main__":

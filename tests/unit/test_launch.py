@@ -271,7 +271,7 @@ def test_a_rank_that_was_aborted_may_have_lost_a_peer(
     for name, value in nodes.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "supervise", lambda command, **others: ABORTED)
-    monkeypatch.setattr(launch, "require_machine", lambda launch: None)
+    monkeypatch.setattr("trainer.launch.checks.run_checks", lambda checks, launch: None)
     monkeypatch.setattr(launch, "gpus_for_run", lambda device: num_gpus)
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
     (tmp_path / "run").mkdir()
