@@ -21,6 +21,46 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what tests start would inherit t
 
 ENDED_WITHIN_S = 10.0
 REPOSITORY = Path(__file__).resolve().parent.parent
+FAST = frozenset(
+    [
+        "architecture/test_config_keys.py",
+        "architecture/test_floors.py",
+        "distributed/test_fit.py",
+        "numerics/test_head.py",
+        "numerics/test_norm.py",
+        "unit/test_batch_plan.py",
+        "unit/test_checkpoint_layout.py",
+        "unit/test_checkpoint_manifest.py",
+        "unit/test_checkpoint_rollback.py",
+        "unit/test_clock.py",
+        "unit/test_config.py",
+        "unit/test_config_sources.py",
+        "unit/test_data_chat.py",
+        "unit/test_data_content.py",
+        "unit/test_data_order.py",
+        "unit/test_data_row_encoder.py",
+        "unit/test_data_rows.py",
+        "unit/test_data_shapes.py",
+        "unit/test_data_tokens.py",
+        "unit/test_data_turns.py",
+        "unit/test_detection_detector.py",
+        "unit/test_detection_rules.py",
+        "unit/test_detection_window.py",
+        "unit/test_environment.py",
+        "unit/test_export.py",
+        "unit/test_guard.py",
+        "unit/test_json_lines.py",
+        "unit/test_meter.py",
+        "unit/test_metrics_table.py",
+        "unit/test_muon.py",
+        "unit/test_optim.py",
+        "unit/test_packet.py",
+        "unit/test_seeding.py",
+        "unit/test_snapshot.py",
+        "unit/test_tracking_files.py",
+    ]
+)
+"""Files of the marker `fast`: no long campaign, and ranks in few of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,8 +77,22 @@ def pytest_report_header() -> str:
     return f"long sweeps: {'all' if sweeps.is_full() else sample}"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other file where only the fast ones run."""
+    is_other = collection_path.suffix == ".py" and _name(collection_path) not in FAST
+    return True if config.option.markexpr == "fast" and is_other else None
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).as_posix()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
+
+    for item in items:
+        if _name(item.path) in FAST:
+            item.add_marker("fast")
 
     if not torch.cuda.is_available():
         for item in items:
