@@ -66,7 +66,7 @@ def test_what_a_source_leaves_open_is_as_in_data() -> None:
 MISTAKES = {
     "null": r"'data\.train_files' must be str \| list\[str \| SourceConfig\], got None",
     "[{files:a.jsonl},{files:b.jsonl,repeats:2}]": r"key 'data\.train_files\[1\]\.repeats': did you mean '.*repeat'",
-    "[{files:a.jsonl,weight:2}]": r"key 'data\.train_files\[0\]\.weight': no key has a similar name; an entry has files",
+    "[{files:a.jsonl,weight:2}]": r"key 'data\.train_files\[0\]\.weight': no key has a similar name; an entry has",
     "[{files:a.jsonl,repeat:0}]": r"'data\.train_files\[0\]\.repeat' must be in \(0, 1000\], got 0",
     "[{files:a.jsonl,repeat:-1}]": r"'data\.train_files\[0\]\.repeat' must be in \(0, 1000\]",
     "[{files:a.jsonl,repeat:inf}]": r"'data\.train_files\[0\]\.repeat' must be in \(0, 1000\]",
