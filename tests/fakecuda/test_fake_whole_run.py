@@ -52,7 +52,7 @@ def test_a_run_ends_with_its_last_step_saved(runs: Any, name: str) -> None:
     assert run["exit_code"] == 0 and run["exported"] == PARAMETERS
     assert run["checkpoints"] == ([2, 5] if name == SHARED else [2, 3])
     rolled_back = ["guard/rule", "rollback"] if name == SHARED else []
-    assert run["events"] == ["start", "data", "checkpoint", *rolled_back, "checkpoint", "end"]
+    assert run["events"] == ["start", "checkpoint", *rolled_back, "checkpoint", "end"]
 
 
 @pytest.mark.parametrize("name", RUNS)
