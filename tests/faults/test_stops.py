@@ -245,7 +245,7 @@ def test_a_full_disk_has_room_again_with_fewer_checkpoints(start: Start, tmp_pat
     """What the message advises works: old checkpoints go before room is asked for, and never the newest."""
     assert start(functools.partial(stop_in_step, 7), "trainer.save_freq=1", "trainer.max_ckpt_to_keep=5")[0] == 75
     code, output = start(functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=5")
-    assert code == 73 and "or keep less of the 5 here: lower trainer.max_ckpt_to_keep" in output
+    assert code == 73 and "or keep fewer than the 5 here: lower trainer.max_ckpt_to_keep" in output
     code, output = start(functools.partial(full_beyond, tmp_path / "run", 5), "trainer.max_ckpt_to_keep=1")
     assert code == 0, output
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_8"]
